@@ -38,7 +38,7 @@ from clipstream.distributed.world import World
 from clipstream.features.codec import FEATURE_DTYPES, decode_rows, encode_rows
 from clipstream.features.manifest import IDS, STORE, Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
 from clipstream.features.store import FeatureStore, Numbers, StoredSource
-from clipstream.features.writer import StoreWriter
+from clipstream.features.writer import Chunk, StoreWriter, Texts
 from clipstream.utils import atomic_write
 
 BAR = 200_000  # rows/s
@@ -58,17 +58,13 @@ def write_store(path: Path, rows: int, width: int, dtype: str, zstd: bool = Fals
             for chunk in range(ShardInfo("", size).chunks(draft.chunk_rows)):
                 count = draft.chunk_samples(size, chunk)
                 features = torch.nn.functional.normalize(torch.randn(count, width), dim=1)
-                samples = np.zeros(count, sample_dtype(0, 1))
+                samples, made = np.zeros(count, sample_dtype(0, 1)), {"image": encode_rows(features, dtype)}
                 if ids:
                     samples["used"], samples["counts"], samples["start"] = 1, 1, np.arange(count)
-                    tokens = torch.randint(0, 49408, (count, TOKENS)).to(torch.uint16)
-                    writer.write(IDS, "train", shard, chunk, tokens, shard_samples=size)
-                writer.write("image", "train", shard, chunk, encode_rows(features, dtype), shard_samples=size)
-                writer.write("samples", "train", shard, chunk, samples, shard_samples=size)
+                    made[IDS] = torch.randint(0, 49408, (count, TOKENS)).to(torch.uint16)
                 keys = [f"{shard:05d}{number:05d}" for number in range(count)]
-                writer.write_texts(
-                    "train", shard, chunk, keys, [["a"] if ids else []] * count, [""] * count, shard_samples=size
-                )
+                texts = Texts(keys, [["a"] if ids else []] * count, [""] * count)
+                writer.write(Chunk("train", shard, chunk, size), {**made, "samples": samples}, texts)
         writer.finish()
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from made import make
 
-from clipstream.cli.verbs.precompute.compute import ChunkComputer, Pass
+from clipstream.cli.verbs.precompute.run import ChunkComputer, Pass
 from clipstream.data.build import chunk_loader
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.loader.pipeline import ModelInputs

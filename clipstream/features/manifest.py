@@ -16,13 +16,13 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, InstanceOf
+from pydantic import ConfigDict, InstanceOf
 
 from clipstream.errors import SettingsError
-from clipstream.features.codec import DTYPES, ID_DTYPES, row_bytes
+from clipstream.features.codec import FEATURE_DTYPES, row_bytes
 from clipstream.text import file_name
 from clipstream.utils.section import checked
 
@@ -38,10 +38,6 @@ RowsPer = Literal["sample", "view", "caption"]
 # The types of the classes below are the schema of the files that are read back. InstanceOf: a shard's name may hold
 # bytes that are not UTF-8, which pydantic's `str` refuses.
 Text = InstanceOf[str]
-Uint32 = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
-Few = Annotated[int, Field(strict=True, ge=0, lt=1 << 16)]
-Positive = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Flag = Annotated[bool, Field(strict=True)]
 _CLOSED = ConfigDict(extra="forbid")
 
 
@@ -50,12 +46,12 @@ class PartInfo:
     """A part with rows of features or token ids."""
 
     __pydantic_config__ = _CLOSED
-    width: Annotated[int, Field(strict=True, ge=1, lt=1 << 24)]  # features, or token ids, of a row
-    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
+    width: int  # features, or token ids, of a row
+    dtype: str  # of codec.DTYPES
     rows_per: RowsPer
     fingerprint: dict[Text, object] = field(default_factory=dict)  # of what made the rows
-    logit_scale: Positive | None = None  # of a teacher
-    zstd: Flag = False
+    logit_scale: float | None = None  # of a teacher
+    zstd: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -69,9 +65,9 @@ class ShardInfo:
 
     __pydantic_config__ = _CLOSED
     name: Text
-    samples: Uint32 = 0  # dropped ones included
+    samples: int = 0  # dropped ones included
     keys: Text = ""  # digest of the samples' keys, as `keys_digest` gives it
-    captions: tuple[Uint32, ...] = ()  # caption rows of each chunk
+    captions: tuple[int, ...] = ()  # caption rows of each chunk
     reason: Text = ""  # why the shard could not be opened, and has no samples
     size: Literal[0] = 0  # of format 1, as `Manifest.kind`
 
@@ -82,13 +78,13 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """A source: its shards in order, and how its captions and pictures were read."""
+    """A source: its shards in order, and how its captions and images were read."""
 
     __pydantic_config__ = _CLOSED
     shards: tuple[ShardInfo, ...]
-    weights: tuple[Positive, ...] | None = None  # of the caption paths, as in the caption setting
-    settings: dict[Text, object] = field(default_factory=dict)  # those that captions and pictures depend on
-    paths: Few = 1  # caption paths
+    weights: tuple[float, ...] | None = None  # of the caption paths, as in the caption setting
+    settings: dict[Text, object] = field(default_factory=dict)  # those that captions and images depend on
+    paths: int = 1  # caption paths
 
 
 @dataclass(frozen=True)
@@ -96,13 +92,18 @@ class Manifest:
     """Content of store.json."""
 
     __pydantic_config__ = _CLOSED
-    kind: Literal["mapped"] = field(default="mapped", kw_only=True)  # 'tar' in stores of earlier versions
+    kind: Literal["mapped"] = field(default="mapped", kw_only=True)
     sources: dict[Text, SourceInfo]
     parts: dict[Text, PartInfo]  # parts with rows; `samples` and `texts` are in every store
-    chunk_rows: Annotated[int, Field(strict=True, ge=1, lt=1 << 32, multiple_of=ROWS_MULTIPLE)] = CHUNK_ROWS
-    views: Few = 0  # augmented views of each picture, K; 0: the picture as evaluations preprocess it
-    complete: Flag = False
-    version: Annotated[int, Field(strict=True)] = VERSION
+    chunk_rows: int = CHUNK_ROWS  # a multiple of ROWS_MULTIPLE
+    views: int = 0  # augmented views of each image, K; 0: the image as evaluations preprocess it
+    complete: bool = False
+    version: int = VERSION
+
+    @property
+    def feature_parts(self) -> list[str]:
+        """The parts of features, without token ids."""
+        return [name for name, part in self.parts.items() if part.dtype in FEATURE_DTYPES]
 
     def rows_of(self, part: str) -> int:
         """Rows of a sample in a part that has a fixed number: K or 1."""
@@ -116,74 +117,40 @@ class Manifest:
         """Samples of a chunk of a shard that has `samples`."""
         return min(self.chunk_rows, samples - chunk * self.chunk_rows)
 
+    def chunk_part_rows(self, part: str, source: str, shard: int, chunk: int) -> int:
+        """Rows of a chunk of a part of a complete store."""
+        info = self.sources[source].shards[shard]
+        if self.per_caption(part):
+            return info.captions[chunk]
+        return self.chunk_samples(info.samples, chunk) * self.rows_of(part)
+
     def row_bytes(self, part: str, source: str) -> int:
         """Bytes of a row of a part, of `samples` too."""
         if part == SAMPLES:
             return sample_dtype(self.views, self.sources[source].paths).itemsize
         return self.parts[part].row_bytes
 
-    def zstd(self, part: str) -> bool:
-        """Whether the part's chunk files are compressed."""
-        return part in self.parts and self.parts[part].zstd
-
     def chunk_path(self, part: str, source: str, shard: int, chunk: int) -> str:
         """Path of a chunk's file below the store."""
-        suffix = ".zst" if self.zstd(part) else ""
+        suffix = ".zst" if part in self.parts and self.parts[part].zstd else ""
         return f"{part_folder(part, source)}/{shard:05d}-{chunk:04d}.safetensors{suffix}"
 
-    def origin(self, part: str, source: str) -> str:
-        """Digest of what made a part of a source, 16 hexadecimal digits: chunks of other features have another one."""
+    def chunk_meta(self, part: str, source: str, shard: int, chunk: int, samples: int | None) -> dict[str, str]:
+        """Metadata of a chunk's header: which chunk it is, and a digest of what made its part of the source.
+
+        Args:
+            samples: of the shard; left out if None.
+        """
         info, read = self.parts.get(part), self.sources[source]
         made = None if info is None else (info.fingerprint, info.width, info.dtype, info.rows_per)
         text = json.dumps([made, read.settings, read.weights, read.paths, self.views], sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        origin = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        values = {"part": part, "source": source, "shard": shard, "chunk": chunk, "samples": samples, "origin": origin}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """As nested dictionaries and lists."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any], path: str) -> Manifest:
-        """What `to_json` gave.
-
-        Args:
-            path: where the values are from, for messages.
-
-        Raises SettingsError: they have another format version, or are no manifest.
-        """
-        version = values.get("version") if isinstance(values, dict) else None
-        if isinstance(version, int) and version != VERSION:
-            raise SettingsError(
-                f"{path} has feature store format {version}, and this clipstream reads format {VERSION}: read it with "
-                "the clipstream that wrote it, or precompute the features again into another folder"
-            )
-        if isinstance(values, dict) and values.get("kind") == "tar":
-            raise SettingsError(
-                f"{path} is of a store of kind tar, made by an earlier version: precompute the features again into "
-                "another folder"
-            )
-        try:
-            sum_ = values.pop(CRC, None) if isinstance(values, dict) else None
-            found = checked(cls, values)
-            found._check()
-            if found.complete and sum_ not in (None, _checksum(values)):
-                raise ValueError("its content has changed since")
-            return found
-        except (ValueError, RecursionError) as error:
-            detail = " ".join(str(error).split())
-            raise SettingsError(f"{path} is not what clipstream wrote ({detail}): {RERUN}") from error
-
-    def _check(self) -> None:
-        """Raise ValueError: values contradict each other."""
-        for name, part in self.parts.items():
-            if name in (SAMPLES, TEXTS) or (name == IDS) != (part.dtype in ID_DTYPES):
-                raise ValueError(f"part {name!r} cannot have dtype {part.dtype}")
-        for name, source in self.sources.items():
-            if source.weights is not None and len(source.weights) != source.paths:
-                raise ValueError(f"source {name!r} has {len(source.weights)} weights of {source.paths} caption paths")
-            for shard in source.shards:
-                if len(shard.captions) != (chunks := shard.chunks(self.chunk_rows)):
-                    raise ValueError(f"shard {shard.name!r} has captions of {len(shard.captions)} of {chunks} chunks")
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
@@ -192,12 +159,30 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path, shown: str = "") -> Manifest:
-        """The manifest in a file. Raises OSError, SettingsError."""
+        """The manifest in a file.
+
+        Args:
+            shown: the file's name in messages.
+
+        Raises:
+            OSError: the file cannot be read.
+            SettingsError: it has another format version, or is damaged.
+        """
+        shown = shown or str(path)
         try:
             values = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise SettingsError(f"{shown or path} is not what clipstream wrote ({error}): {RERUN}") from error
-        return cls.from_json(values, shown or str(path))
+            if values["version"] != VERSION:
+                raise SettingsError(
+                    f"{shown} has feature store format {values['version']}, and this clipstream reads format "
+                    f"{VERSION}: precompute the features again into another folder"
+                )
+            if values.pop(CRC) != _checksum(values):
+                raise ValueError("its content has changed since it was written")
+            return checked(cls, values)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise SettingsError(
+                f"the feature store is damaged: {shown}: {' '.join(str(error).split())}: {RERUN}"
+            ) from error
 
     def without_counts(self) -> Manifest:
         """The draft of this store: shards by name alone."""

@@ -1,6 +1,6 @@
 """Reading of a feature store: sample numbers and rows enter, stored rows leave.
 
-Rows of a part are one array over all chunks of a source (`region`), so that a batch is one `np.take`, without Python
+Rows of a part are one array over all chunks of a source (`Region`), so that a batch is one `np.take`, without Python
 for each sample. A shard has to be held while its rows are read; holding it checks each chunk's CRC-32 once per process.
 Local uncompressed chunks are mapped where they are; all others become local files first, in the cache or in a temporary
 folder (`storage.shard_cache`).
@@ -9,21 +9,23 @@ folder (`storage.shard_cache`).
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import mmap
 import os
-import re
 import threading
-import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from clipstream.errors import DataError, SettingsError, did_you_mean
 from clipstream.features import chunks
-from clipstream.features.chunks import DamagedChunk, Header
-from clipstream.features.codec import DTYPES, decode_rows, stored_width
+from clipstream.features.chunks import damaged
+from clipstream.features.codec import DTYPES, stored_width
 from clipstream.features.manifest import (
     DRAFT,
     RERUN,
@@ -36,7 +38,6 @@ from clipstream.features.manifest import (
     part_folder,
     sample_dtype,
 )
-from clipstream.features.region import Changes, Region
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL
 from clipstream.storage.transfer import ShardError
@@ -44,20 +45,9 @@ from clipstream.utils.atomic_write import BLOCK
 
 AHEAD = 1024  # rows whose beginnings are read before they are copied
 WIDE = 256  # bytes of a row from which that is of use
-PASSING = (
-    "unreachable",
-    "timeout",
-    "truncated_download",
-    "unreadable",
-    "disk",
-    "http_429",
-    "http_503",
-)  # of ShardError
-WATCHED = 1.0  # s between two looks at the files of the chunks that are held; changes on this machine are seen at once
-Version = tuple[int, int, int]  # of a file: inode, bytes, time of the last change
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_changes = Changes()
+_Version = tuple[int, int, int]  # of a file: inode, bytes, time of the last change
 
 
 class FeatureStore:
@@ -65,16 +55,21 @@ class FeatureStore:
 
     Attributes:
         path: folder or URL.
+        shown: the same without credentials, for messages.
         manifest: content of store.json.
     """
 
-    def __init__(self, path: str, manifest: Manifest, cache: str | ShardCache | None = None) -> None:
-        self.path, self.manifest = path, manifest
-        self._url = ShardURL(path)
-        self._root = None if self._url.path is None else Path(self._url.path)
+    def __init__(self, path: str | os.PathLike[str], cache: str | ShardCache | None = None) -> None:
+        self.path = os.fspath(path)
+        url = ShardURL(self.path)
+        self.shown = str(url)
+        self._root = None if url.path is None else Path(url.path)
         self._cache = ShardCache(cache) if isinstance(cache, str) else cache
         self._lock = threading.Lock()
-        self.verified: dict[str, Version] = {}  # chunks whose CRC this process has checked
+        self.verified: dict[str, _Version] = {}  # chunk files whose CRC this process has checked
+        self.manifest = self._read_manifest()
+        if self._root is not None:
+            self._check_files()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], cache: str | ShardCache | None = None) -> FeatureStore:
@@ -85,14 +80,10 @@ class FeatureStore:
                 a temporary folder.
 
         Raises:
-            SettingsError: no complete store is there, or chunks are missing or of the wrong size.
+            SettingsError: no complete store is there, or chunks are missing or truncated.
             DataError: a remote store cannot be reached.
         """
-        store = cls(os.fspath(path), Manifest({}, {}), cache)
-        store.manifest = store._read_manifest()
-        for name in store.manifest.sources if store._root is not None else ():
-            store._check_files(name)
-        return store
+        return cls(path, cache)
 
     def source(self, name: str, parts: Sequence[str] | None = None) -> StoredSource:
         """One source.
@@ -102,127 +93,80 @@ class FeatureStore:
 
         Raises SettingsError: the store has no such source or part.
         """
-        for wanted, known in (([name], self.manifest.sources), (parts or (), self.manifest.parts)):
-            for word in wanted:
-                if word not in known:
-                    kind = "source" if word == name and known is self.manifest.sources else "part"
-                    raise SettingsError(
-                        f"the feature store {self.shown} has no {kind} {word!r}, only {', '.join(known) or 'none'}"
-                        f"{did_you_mean(word, known)}"
-                    )
+        for kind, words, known in (
+            ("source", [name], list(self.manifest.sources)),
+            ("part", parts or [], list(self.manifest.parts)),
+        ):
+            if missing := [word for word in words if word not in known]:
+                raise SettingsError(
+                    f"the feature store {self.shown} has no {kind} {missing[0]!r}, only {', '.join(known) or 'none'}"
+                    f"{did_you_mean(missing[0], known)}"
+                )
         return StoredSource(self, name, list(self.manifest.parts if parts is None else parts))
-
-    def blocks(self, part: str, rows: int = 65536) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-        """All rows of a part in order, decoded, at most `rows` at a time.
-
-        Returns:
-            (source, shard, first sample or caption row of the shard, float32 [m, D]); of a part with K views of a
-            sample, m is a multiple of K and the views of a sample follow each other. No block spans two chunks.
-        """
-        times = self.manifest.rows_of(part)
-        step = max(rows // times, 1) * times
-        for name in self.manifest.sources:
-            source = self.source(name, [part])
-            for shard in range(len(source.shards)):
-                with source.holding(shard):
-                    before = 0
-                    for first, count in source.chunk_rows(part, shard):
-                        for at in range(0, count, step):
-                            taken = np.arange(first + at, first + min(at + step, count))
-                            yield name, shard, (before + at) // times, decode_rows(source.gather(part, taken))
-                        before += count
-
-    @property
-    def shown(self) -> str:
-        """The store's path or URL without credentials, for messages."""
-        return str(self._url)
 
     def shown_file(self, relative: str) -> str:
         """Path or URL of a file of the store, for messages."""
         return f"{self.shown.rstrip('/')}/{relative}"
 
-    def local(self, relative: str, most: int | None = None) -> Path:
+    def local(self, relative: str) -> Path:
         """A file of the store as a local file, uncompressed; to be given back by `release`.
 
-        Args:
-            most: bytes that it may have; None for the limit of shards.
-
-        Raises DataError: it is missing, too large, or cannot be downloaded or unpacked.
+        Raises DataError: it is missing, or cannot be downloaded or unpacked.
         """
         if self._root is not None and not relative.endswith(".zst"):
             return self._root / relative
+        with self._lock:
+            self._cache = self._cache or ShardCache(None)
         try:
-            return self.cache().local(self.name_of(relative), tar=False, most=most)
+            return self._cache.local(self._name_of(relative), tar=False)
         except ShardError as error:
-            if error.reason == "too_large" and most is not None:
-                raise DamagedChunk.at(self.shown_file(relative), f"has more than its {most:,} bytes") from error
-            advice = "run again once it can be read" if error.reason in PASSING else RERUN
-            raise DataError(f"feature store: {self.shown_file(relative)}: {error}: {advice}") from error
-
-    def owns(self, path: Path) -> bool:
-        """Whether a file is the store's own, and not a copy."""
-        return self._root is not None and self._root in path.parents
+            raise damaged(self.shown_file(relative), str(error)) from error
 
     def release(self, relative: str) -> None:
         """Give back a file that `local` gave."""
         if self._cache is not None:
-            self._cache.release(self.name_of(relative))
+            self._cache.release(self._name_of(relative))
 
-    def name_of(self, relative: str) -> str:
+    def _name_of(self, relative: str) -> str:
         """A file's full path or URL, with credentials."""
         return str(self._root / relative) if self._root is not None else f"{self.path.rstrip('/')}/{relative}"
 
-    def cache(self) -> ShardCache:
-        """What downloads and unpacks."""
-        with self._lock:
-            if self._cache is None:
-                self._cache = ShardCache(None)
-            return self._cache
-
     def _read_manifest(self) -> Manifest:
-        shown = self.shown_file(STORE)
+        incomplete = SettingsError(f"the feature store {self.shown} is incomplete: {RERUN}")
         try:
-            manifest = Manifest.read(self.local(STORE), shown)
+            manifest = Manifest.read(self.local(STORE), self.shown_file(STORE))
         except OSError as error:
             if self._root is not None and (self._root / DRAFT).exists():
-                raise SettingsError(f"the feature store {self.shown} is incomplete: {RERUN}") from error
-            detail = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+                raise incomplete from error
             raise SettingsError(
-                f"{self.shown} is no feature store ({STORE} {detail}): `clipstream precompute` writes one"
+                f"{self.shown} is no feature store ({STORE}: {error.strerror}): `clipstream precompute` writes one"
             ) from error
         finally:
             self.release(STORE)
         if not manifest.complete:
-            raise SettingsError(f"the feature store {self.shown} is incomplete: {RERUN}")
+            raise incomplete
         return manifest
 
-    def _check_files(self, name: str) -> None:
-        """Check that the files of a source are there and have the size that the manifest implies."""
+    def _check_files(self) -> None:
+        """Raise SettingsError: the file of a chunk is not there, or is shorter than its rows."""
         assert self._root is not None
-        manifest, source = self.manifest, self.manifest.sources[name]
-        for part in (SAMPLES, TEXTS, *manifest.parts):
-            sizes: dict[str, int] = {}
-            with contextlib.suppress(OSError):  # then all of its chunks are missing
-                sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self._root / part_folder(part, name))}
-            for number, shard in enumerate(source.shards):
-                for chunk in range(shard.chunks(manifest.chunk_rows)):
-                    relative = manifest.chunk_path(part, name, number, chunk)
-                    size = sizes.pop(relative.rpartition("/")[2], None)
-                    if size is None:
-                        raise SettingsError(f"feature store: {self.shown_file(relative)} is missing: {RERUN}")
-                    if part == TEXTS or manifest.zstd(part):
-                        continue
-                    rows = _rows(manifest, part, name, number, chunk) * manifest.row_bytes(part, name)
-                    if size <= rows or (size - rows) % BLOCK or size - rows > chunks.MOST_HEADER:
-                        raise SettingsError(
-                            f"feature store: {self.shown_file(relative)} has {size:,} bytes, which is not the size of "
-                            f"its {rows:,} bytes of rows and a header: {RERUN}"
-                        )
-            if part == SAMPLES and (
-                others := sorted(other for other in sizes if re.fullmatch(r"[\d-]+\.safetensors", other))
-            ):
-                other = self.shown_file(f"{part_folder(part, name)}/{others[0]}")
-                raise SettingsError(f"feature store: {other} is of no shard that {STORE} lists: {RERUN}")
+        manifest = self.manifest
+        for name, source in manifest.sources.items():
+            for part in (SAMPLES, TEXTS, *manifest.parts):
+                sizes: dict[str, int] = {}
+                folder = part_folder(part, name)
+                with contextlib.suppress(OSError):  # then all of its chunks are missing
+                    sizes = {f"{folder}/{file.name}": file.stat().st_size for file in os.scandir(self._root / folder)}
+                for number, shard in enumerate(source.shards):
+                    for chunk in range(shard.chunks(manifest.chunk_rows)):
+                        relative = manifest.chunk_path(part, name, number, chunk)
+                        least = 1
+                        if part != TEXTS and not relative.endswith(".zst"):
+                            rows = manifest.chunk_part_rows(part, name, number, chunk)
+                            least = BLOCK + rows * manifest.row_bytes(part, name)
+                        if (size := sizes.get(relative, 0)) < least:
+                            reason = f"{size:,} bytes are there, and its rows need {least:,}"
+                            raise SettingsError(str(damaged(self.shown_file(relative), reason)))
 
 
 class StoredSource:
@@ -234,6 +178,7 @@ class StoredSource:
 
     Attributes:
         info: SourceInfo. shards: its shards.
+        n_chunks: chunks of each part over all shards.
     """
 
     def __init__(self, store: FeatureStore, name: str, parts: Sequence[str]) -> None:
@@ -243,6 +188,7 @@ class StoredSource:
         self.shards = self.info.shards
         counts = [shard.chunks(manifest.chunk_rows) for shard in self.shards]
         self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])  # first chunk of each shard
+        self.n_chunks = int(self._first[-1])
         self._chunk_rows, self._views = manifest.chunk_rows, max(manifest.views, 1)
         captions = max((rows for shard in self.shards for rows in shard.captions), default=0)
         self._caption_rows = max(-(-captions // ROWS_MULTIPLE), 1) * ROWS_MULTIPLE  # of a slot
@@ -250,8 +196,6 @@ class StoredSource:
         self._tables = {part: _Table(self, part) for part in (SAMPLES, *self.parts)}
         self._held: dict[int, int] = {}
         self._files: dict[int, list[str]] = {}  # what to release, by shard
-        self._mapped: dict[tuple[str, int, int], tuple[Path, str]] = {}  # chunk -> file, its name in messages
-        self._looked, self._seen = 0.0, -1
         self._lock = threading.Lock()
 
     def samples_of(self, shard: int) -> int:
@@ -295,7 +239,6 @@ class StoredSource:
 
     def sample_rows(self, numbers: Numbers) -> np.ndarray[Any, np.dtype[np.void]]:
         """The rows of samples as a structured array [n] of type `manifest.sample_dtype`."""
-        self._check_changes()
         found: np.ndarray[Any, np.dtype[np.void]] = self._tables[SAMPLES].take(numbers).view(self._dtype).reshape(-1)
         return found
 
@@ -314,24 +257,13 @@ class StoredSource:
         Args:
             out: contiguous tensor [n, W] of the stored type on the CPU, which is filled and returned.
 
-        Raises:
-            IndexError: a row is of no shard that is held.
-            DataError: the file of a chunk that is held was damaged meanwhile.
+        Raises IndexError: a row is of no shard that is held.
         """
-        self._check_changes()
         info = self.store.manifest.parts[part]
         if out is None:
             out = torch.empty((len(rows), stored_width(info.width, info.dtype)), dtype=DTYPES[info.dtype])
         self._tables[part].take(rows, out.view(torch.uint8).numpy())
         return out
-
-    def chunk_rows(self, part: str, shard: int) -> list[tuple[int, int]]:
-        """(first row, number of rows) of each chunk of a shard, in the numbering of `gather`."""
-        slot_rows = self.slot_rows(part)
-        first = int(self._first[shard])
-        count = int(self._first[shard + 1]) - first
-        manifest = self.store.manifest
-        return [((first + c) * slot_rows, _rows(manifest, part, self.name, shard, c)) for c in range(count)]
 
     def keys(self, shard: int) -> list[str]:
         """The keys of a shard's samples."""
@@ -340,21 +272,6 @@ class StoredSource:
     def captions(self, shard: int) -> list[list[str]]:
         """The captions of each sample, in the order of its caption rows."""
         return [own for texts in self._texts(shard) for own in chunks.captions_of(texts)]
-
-    def find(self, shard: int, keys: Sequence[str]) -> Numbers:
-        """The samples of a shard that have one of these keys, int64 [n]."""
-        found = [chunks.find_key(texts, key) + chunk * self._chunk_rows
-                 for chunk, texts in enumerate(self._texts(shard)) for key in keys]  # fmt: skip
-        return np.sort(np.concatenate([*found, np.empty(0, np.int64)]))
-
-    def texts_of(self, shard: int, samples: Numbers) -> dict[int, tuple[str, list[str]]]:
-        """Key and captions of some samples of a shard."""
-        found: dict[int, tuple[str, list[str]]] = {}
-        for chunk, texts in enumerate(self._texts(shard)):
-            if len(own := samples[samples // self._chunk_rows == chunk]):
-                both = list(zip(chunks.strings(texts, "key"), chunks.captions_of(texts), strict=True))
-                found |= {sample: both[sample % self._chunk_rows] for sample in own.tolist()}
-        return found
 
     def reasons(self, shard: int) -> list[str]:
         """Why each sample was dropped; '' for those in use."""
@@ -370,104 +287,57 @@ class StoredSource:
             return self._caption_rows
         return self._chunk_rows * self.store.manifest.rows_of(part)
 
-    @property
-    def n_chunks(self) -> int:
-        """Chunks of each part over all shards."""
-        return int(self._first[-1])
-
     def _map(self, shard: int) -> None:
-        files = self._files[shard] = []
-        for part, chunk, path, handle, shown in self._open(shard, list(self._tables), files):
-            if self.store.owns(path):
-                _changes.watch(path.parent)
-            header, rows = self._verify(part, shard, chunk, handle, shown)
-            self._tables[part].map(int(self._first[shard]) + chunk, handle, len(header.raw), rows)
-            self._mapped[part, shard, chunk] = path, shown
-
-    def _open(self, shard: int, parts: Sequence[str], files: list[str]) -> Iterator[tuple[str, int, Path, int, str]]:
-        """(part, chunk, file, descriptor, name in messages) of each chunk of a shard.
-
-        Args:
-            files: gets the names to release.
-        """
-        manifest, count = self.store.manifest, self.shards[shard].chunks(self._chunk_rows)
-        for part in parts:
-            for chunk in range(count):
-                relative = manifest.chunk_path(part, self.name, shard, chunk)
-                shown = self.store.shown_file(relative)
-                rows = None if part == TEXTS else _rows(manifest, part, self.name, shard, chunk)
-                most = None if rows is None else chunks.MOST_HEADER + rows * manifest.row_bytes(part, self.name)
-                path = self.store.local(relative, most)
-                files.append(relative)
-                with chunks.opened(path, shown) as handle:
-                    yield part, chunk, path, handle, shown
-
-    def _verify(self, part: str, shard: int, chunk: int, handle: int, shown: str) -> tuple[Header, int]:
-        """Header and rows of a chunk, whose content is verified once per process and version of its file."""
-        name = f"{part}/{self.name}/{shard}/{chunk}"
-        manifest, verified = self.store.manifest, self.store.verified
-        try:
-            stat = os.fstat(handle)
-            version = _version(stat)
-            known = verified.get(name) == version
-            header = (chunks.read_header if known else chunks.verify)(handle, shown)
-        except OSError as error:
-            raise DataError(f"feature store: {shown} cannot be read: {error.strerror}") from error
-        rows, row_bytes = _rows(manifest, part, self.name, shard, chunk), self._tables[part].row_bytes
-        chunks.expect(header, shown, manifest, part, self.name, shard, chunk, rows)
-        if header.body_bytes != rows * row_bytes or stat.st_size - len(header.raw) < header.body_bytes:
-            raise DamagedChunk.at(shown, f"does not have {rows:,} rows of {row_bytes} bytes")
-        if part == SAMPLES and not known:
-            body = chunks.read_tensors(handle, header)[chunks.ROWS].numpy().tobytes()
-            found = np.frombuffer(body, self._dtype)
-            counts = found["counts"].sum(axis=1, dtype=np.int64)
-            captions = self.shards[shard].captions[chunk]
-            starts = counts.cumsum() - counts
-            odd = (found["used"] > 1).any() or (found["counts"] < 0).any() or (found["start"] != starts).any()
-            if odd or counts.sum() != captions:
-                raise DamagedChunk.at(shown, f"is damaged (its samples do not have {captions:,} captions)")
-        verified[name] = version
-        return header, rows
-
-    def _check_changes(self) -> None:
-        """Verify the held chunks whose files were changed in place. Raises DataError: one is damaged now."""
-        count, now = _changes.count(), time.monotonic()
-        if count == self._seen and now - self._looked < WATCHED:
-            return
-        for (part, shard, chunk), (path, shown) in list(self._mapped.items()):
-            known = self.store.verified[f"{part}/{self.name}/{shard}/{chunk}"]
-            with contextlib.suppress(FileNotFoundError):  # removed or replaced: what is mapped stays
-                version = _version(os.stat(path))
-                if version != known and version[0] == known[0]:
-                    with chunks.opened(path, shown) as handle:
-                        self._verify(part, shard, chunk, handle, shown)
-        self._seen, self._looked = count, now
+        files, manifest, verified = self._files.setdefault(shard, []), self.store.manifest, self.store.verified
+        first, end = self._first[shard : shard + 2].tolist()
+        for part, table in self._tables.items():
+            for chunk in range(end - first):
+                with self._opened(part, shard, chunk, files) as (file, shown):
+                    stat = os.fstat(file.fileno())
+                    version = stat.st_ino, stat.st_size, stat.st_mtime_ns
+                    known = verified.get(shown) == version
+                    header = (chunks.read_header if known else chunks.verify)(file, shown)
+                    header.expect(manifest.chunk_meta(part, self.name, shard, chunk, self.shards[shard].samples), shown)
+                    rows = manifest.chunk_part_rows(part, self.name, shard, chunk)
+                    size = rows * table.row_bytes
+                    if header.body_bytes != size or stat.st_size < header.size + size:
+                        raise damaged(shown, f"it does not have {rows:,} rows of {table.row_bytes} bytes")
+                    verified[shown] = version
+                    table.map(first + chunk, file, header.size, rows)
 
     def _unmap(self, shard: int) -> None:
-        for chunk in range(int(self._first[shard]), int(self._first[shard + 1])):
-            for part, table in self._tables.items():
-                self._mapped.pop((part, shard, chunk - int(self._first[shard])), None)
+        for table in self._tables.values():
+            for chunk in range(int(self._first[shard]), int(self._first[shard + 1])):
                 table.unmap(chunk)
         for name in self._files.pop(shard, ()):
             self.store.release(name)
 
+    @contextlib.contextmanager
+    def _opened(self, part: str, shard: int, chunk: int, files: list[str]) -> Iterator[tuple[BinaryIO, str]]:
+        """The open file of a chunk, and its name in messages. Raises DataError: it cannot be read.
+
+        Args:
+            files: gets the name to release.
+        """
+        relative = self.store.manifest.chunk_path(part, self.name, shard, chunk)
+        path, shown = self.store.local(relative), self.store.shown_file(relative)
+        files.append(relative)
+        with chunks.opened(path, shown) as file:
+            yield file, shown
+
     def _texts(self, shard: int) -> Iterator[dict[str, torch.Tensor]]:
         """The tensors of the part `texts`, verified, chunk by chunk."""
         files: list[str] = []
+        samples = self.shards[shard].samples
         try:
-            for part, chunk, _, handle, shown in self._open(shard, [TEXTS], files):
-                header, manifest, info = chunks.verify(handle, shown), self.store.manifest, self.shards[shard]
-                chunks.expect(header, shown, manifest, part, self.name, shard, chunk, None)
-                tensors = chunks.read_tensors(handle, header)
-                chunks.check_texts(tensors, shown, manifest.chunk_samples(info.samples, chunk), info.captions[chunk])
+            for chunk in range(self.shards[shard].chunks(self._chunk_rows)):
+                with self._opened(TEXTS, shard, chunk, files) as (file, shown):
+                    header, tensors = chunks.read_texts(file, shown)
+                header.expect(self.store.manifest.chunk_meta(TEXTS, self.name, shard, chunk, samples), shown)
                 yield tensors
         finally:
             for name in files:
                 self.store.release(name)
-
-
-def _version(stat: os.stat_result) -> Version:
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class _Table:
@@ -498,8 +368,8 @@ class _Table:
             np.take(self._rows, some, axis=0, out=out[at : at + AHEAD], mode="clip")
         return out
 
-    def map(self, chunk: int, handle: int, offset: int, rows: int) -> None:
-        self._region.map(chunk, handle, offset, rows * self.row_bytes)
+    def map(self, chunk: int, file: BinaryIO, offset: int, rows: int) -> None:
+        self._region.map(chunk, file.fileno(), offset, rows * self.row_bytes)
         self._held[chunk] = rows
 
     def unmap(self, chunk: int) -> None:
@@ -508,9 +378,69 @@ class _Table:
             self._region.unmap(chunk)
 
 
-def _rows(manifest: Manifest, part: str, source: str, shard: int, chunk: int) -> int:
-    """Rows of a chunk."""
-    info = manifest.sources[source].shards[shard]
-    if manifest.per_caption(part):
-        return info.captions[chunk]
-    return manifest.chunk_samples(info.samples, chunk) * manifest.rows_of(part)
+_MAP_FIXED = 0x10  # on Linux and macOS; Python's mmap has no name for it
+_FAILED = ctypes.c_void_p(-1).value
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Region:
+    """One contiguous range of addresses over many files: slots of the same size, one behind the other.
+
+    The range is reserved without memory (mmap with PROT_NONE, through ctypes, as Python's mmap takes no address), and
+    the body of each chunk is mapped into its slot (MAP_FIXED) while the chunk is held. Reading a slot that holds
+    nothing ends the process with a segmentation fault: callers check which slots are mapped.
+
+    Args:
+        slot_bytes: a multiple of 4096.
+        page: bytes of a page of memory; where slots are no whole pages, files are read instead of mapped.
+
+    Attributes:
+        array: uint8 [slots * slot_bytes], for reading.
+
+    Raises DataError: the process may not have so many addresses.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, page: int = mmap.PAGESIZE) -> None:
+        self._slot_bytes = slot_bytes
+        self._mapped = slot_bytes % page == 0 and BLOCK % page == 0
+        self._access = 0 if self._mapped else mmap.PROT_READ | mmap.PROT_WRITE
+        size = max(slots * slot_bytes, page)
+        self._address = _map(None, size, self._access, _RESERVED, -1, 0)
+        weakref.finalize(self, _libc.munmap, self._address, size).atexit = False  # threads may still read
+        memory = (ctypes.c_uint8 * (slots * slot_bytes)).from_address(self._address)
+        self.array: Bytes = np.ctypeslib.as_array(memory)
+
+    def map(self, slot: int, handle: int, offset: int, size: int) -> None:
+        """Show bytes of an open file in a slot; the file may be closed then, and must not become shorter.
+
+        Args:
+            offset: in the file, a multiple of 4096.
+
+        Raises DataError: the process may not have so many mappings.
+        """
+        start = slot * self._slot_bytes
+        if not self._mapped:
+            target = memoryview(self.array[start : start + size].data)
+            while target and (count := os.preadv(handle, [target], offset)):
+                target, offset = target[count:], offset + count
+        elif size:
+            _map(self._address + start, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, handle, offset)
+
+    def unmap(self, slot: int) -> None:
+        """Give back the memory of a slot; its addresses stay reserved."""
+        address = self._address + slot * self._slot_bytes
+        with contextlib.suppress(DataError):  # what stays mapped is mapped over later
+            _map(address, self._slot_bytes, self._access, _RESERVED | _MAP_FIXED, -1, 0)
+
+
+def _map(address: int | None, size: int, access: int, flags: int, handle: int, offset: int) -> int:
+    found: int | None = _libc.mmap(address, size, access, flags, handle, offset)
+    if found is None or found == _FAILED:
+        number = ctypes.get_errno()
+        advice = ": raise `ulimit -v` or the kernel's vm.max_map_count" if number == errno.ENOMEM else ""
+        raise DataError(f"feature store: {size:,} bytes cannot be mapped ({os.strerror(number)}){advice}")
+    return found

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 import clipstream
 from clipstream.api.model import usable_device
-from clipstream.cli.verbs.precompute import compute
+from clipstream.cli.verbs.precompute import run as compute
 from clipstream.distributed import world as world_module
 from clipstream.distributed.launch import run_embedded, run_ranks
 from clipstream.distributed.settings import RunSettings

@@ -1,7 +1,8 @@
-"""What a store gives back is what was written, bit for bit."""
+"""What a store gives back is what was written, bit for bit; from a folder and from a web server."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from clipstream.features.codec import decode_rows
-from clipstream.features.manifest import keys_digest
-from clipstream.features.region import Region
-from clipstream.features.store import FeatureStore
+from clipstream.errors import DataError, SettingsError
+from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, keys_digest
+from clipstream.features.store import FeatureStore, Region
 from tests.support.features import PARTS, Content
+from tests.support.sites import Site
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -29,73 +30,83 @@ def check(store: FeatureStore, content: Content) -> None:
         for shard, size in enumerate(sizes):
             assert source.samples_of(shard) == size
             source.hold(shard)
-            keys: list[str] = []
-            captions: list[list[str]] = []
-            reasons: list[str] = []
+            texts: tuple[list[str], list[list[str]], list[str]] = ([], [], [])
             for chunk in range(-(-size // content.chunk_rows)):
                 made = content.rows(name, shard, chunk)
                 first = source.base(shard) + chunk * content.chunk_rows
                 own = np.arange(first, first + len(made["samples"]))
                 numbers.append(own)
                 assert source.sample_rows(own).tobytes() == made["samples"].tobytes()
-                for found, texts in zip((keys, captions, reasons), made["texts"], strict=True):
-                    found += texts
+                for found, some in zip(texts, made["texts"], strict=True):
+                    found += some
                 for part in content.parts:
                     rows[part].append(made[part])
-            assert (source.keys(shard), source.captions(shard), source.reasons(shard)) == (keys, captions, reasons)
+            keys = texts[0]
+            assert (source.keys(shard), source.captions(shard), source.reasons(shard)) == texts
             assert source.has_keys(shard, keys) and (not keys or not source.has_keys(shard, [*keys[1:], "other"]))
             assert source.shards[shard].keys == keys_digest(keys, content.chunk_rows)
-        order = np.random.default_rng(0).permutation(np.concatenate(numbers))
-        counts = source.sample_rows(order)["counts"].sum(axis=1)
-        everything = {part: torch.cat(found) for part, found in rows.items()}
-        position = {number: i for i, number in enumerate(np.concatenate(numbers).tolist())}
-        at = np.array([position[number] for number in order.tolist()])
-        unordered = source.sample_rows(np.concatenate(numbers))["counts"].sum(axis=1)
-        starts = np.cumsum(unordered) - unordered
+        every = np.concatenate(numbers)
+        at = np.random.default_rng(0).permutation(len(every))
+        order, counts = every[at], source.sample_rows(every)["counts"].sum(axis=1)
+        starts = np.cumsum(counts) - counts
         for part, info in content.parts.items():
+            everything = torch.cat(rows[part])
             if info.rows_per == "view":
                 views = np.arange(len(order)) % max(content.views, 1)
-                wanted = torch.from_numpy(at * max(content.views, 1) + views)
-                found = source.gather(part, source.view_rows(order, views))
+                wanted, asked = at * max(content.views, 1) + views, source.view_rows(order, views)
             else:
-                some = np.flatnonzero(counts)
+                some = at[counts[at] > 0]
                 last = counts[some] - 1
-                wanted = torch.from_numpy(starts[at[some]] + last)
-                found = source.gather(part, source.caption_rows(order[some], last))
-            assert bits(found) == bits(everything[part].view(torch.uint8)[wanted])
+                wanted, asked = starts[some] + last, source.caption_rows(every[some], last)
+            found = source.gather(part, asked)
+            assert bits(found) == bits(everything.view(torch.uint8)[torch.from_numpy(wanted)])
             out = torch.empty_like(found)
+            assert source.gather(part, asked, out) is out and bits(out) == bits(found)
             assert source.gather(part, np.zeros(0, np.int64)).shape == (0, found.shape[1])
-            if info.rows_per == "view":
-                assert source.gather(part, source.view_rows(order, views), out) is out and bits(out) == bits(found)
-            blocks = [(shard, first, block) for own, shard, first, block in store.blocks(part, 1000) if own == name]
-            if info.dtype not in ("uint16", "int32"):
-                assert torch.equal(torch.cat([block for *_, block in blocks]), decode_rows(everything[part]))
         for shard in range(len(sizes)):
             source.release(shard)
         with pytest.raises(IndexError, match="not held"):
             source.sample_rows(order[:1])
 
 
-@pytest.mark.parametrize("views", [0, 1, 3])
 @pytest.mark.parametrize("zstd", [False, True])
-def test_a_mapped_store_gives_back_what_was_written(tmp_path: Path, views: int, zstd: bool) -> None:
+@pytest.mark.parametrize("views", [0, 1, 3])
+def test_a_store_gives_back_what_was_written(tmp_path: Path, views: int, zstd: bool) -> None:
     parts = {name: replace(part, zstd=zstd) for name, part in PARTS.items()}
     content = Content(parts=parts, views=views)
     content.make(tmp_path / "store")
     check(FeatureStore.open(tmp_path / "store"), content)
     assert not list((tmp_path / "store").rglob("*.tmp"))
+    if not zstd:  # a chunk file is safetensors whose body begins at a page
+        path = tmp_path / "store/image/train/00000-0000.safetensors"
+        assert torch.equal(load_file(path)["rows"], content.rows("train", 0, 0)["image"])
+        assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % 4096 == 0
 
 
-def test_a_chunk_file_is_safetensors_and_its_body_begins_at_a_page(tmp_path: Path) -> None:
-    content = Content(sizes={"train": [4100]})
-    content.make(tmp_path)
-    path = tmp_path / "image/train/00000-0000.safetensors"
-    rows = content.rows("train", 0, 0)["image"]
-    assert torch.equal(load_file(path)["rows"], rows)
-    assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % 4096 == 0
-    store = FeatureStore.open(tmp_path)
-    with store.source("train").holding(0):
-        pass
+@pytest.mark.parametrize("zstd", [False, True])
+def test_a_remote_store(tmp_path: Path, zstd: bool) -> None:
+    parts = {name: replace(part, zstd=zstd) for name, part in PARTS.items()}
+    content = Content(sizes={"train": [40, 9]}, parts=parts)
+    content.make(tmp_path / "made")
+    files = [path for path in (tmp_path / "made").rglob("*") if path.is_file()]
+    with closing(Site()) as site:
+        site.bodies = {path.relative_to(tmp_path / "made").as_posix(): path.read_bytes() for path in files}
+        for cache in (None, str(tmp_path / "cache"), str(tmp_path / "cache")):
+            before = sum(count for name, count in site.asked.items() if name.startswith("GET"))
+            store = FeatureStore.open(site.root, cache=cache)
+            source = store.source("train", ["image"])
+            with source.holding(0):
+                found = source.gather("image", source.view_rows(np.arange(40), np.full(40, 1)))
+            assert found.tolist() == content.rows("train", 0, 0)["image"][1::2].tolist()
+            assert source.keys(1) == content.rows("train", 1, 0)["texts"][0]
+        again = sum(count for name, count in site.asked.items() if name.startswith("GET")) - before
+        assert again == 0, "the last one had everything in its cache"
+        gone = "image/train/00001-0000.safetensors"
+        site.bodies = {name: data for name, data in site.bodies.items() if not name.startswith(gone)}
+        with pytest.raises(DataError, match=rf"{gone}.*: http_404.*clipstream precompute"):
+            FeatureStore.open(site.root).source("train").hold(1)
+        with pytest.raises((DataError, SettingsError), match=r"store\.json"):
+            FeatureStore.open(f"{site.root}/elsewhere")
 
 
 @pytest.mark.parametrize("page", [4096, 16384])
@@ -107,6 +118,18 @@ def test_a_region_shows_the_files_in_its_slots(tmp_path: Path, page: int) -> Non
         region.map(2, file.fileno(), 4096, 8192)
         region.map(0, file.fileno(), 8192, 100)
     assert region.array[16384:].tobytes() == content[4096:].tobytes()
-    assert region.array[:100].tobytes() == content[8192:8292].tobytes()
     region.unmap(2)
     assert region.array[:100].tobytes() == content[8192:8292].tobytes()
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a/b", "../../x", "%2E%2E", "...", "a\x00"])
+def test_names_of_sources_stay_in_the_store_and_shards_may_have_any_name(tmp_path: Path, name: str) -> None:
+    Content(sizes={name: [5], "train": [5]}).make(tmp_path / "s")
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    folders = [path.parent.parent.name for path in (tmp_path / "s").glob("*/*/*.safetensors")]
+    assert sorted(folders) == sorted([*PARTS, "samples", "texts"] * 2)
+    assert len(FeatureStore.open(tmp_path / "s").source(name).keys(0)) == 5
+    source = SourceInfo((ShardInfo("a\udcff.tar", 0),))
+    manifest = Manifest({name: source}, {"image": PartInfo(4, "float16", "view")}, complete=True)
+    (tmp_path / "store.json").write_bytes(manifest.to_bytes())
+    assert FeatureStore.open(tmp_path).manifest == manifest

@@ -30,7 +30,7 @@ from clipstream.features.manifest import (
     SourceInfo,
     sample_dtype,
 )
-from clipstream.features.writer import StoreWriter
+from clipstream.features.writer import Chunk, StoreWriter, Texts
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.transfer import ShardError
 from tests.support.pictures import ByteTokenizer
@@ -126,7 +126,7 @@ def _write_shard(
             captions.append([text for some in texts for text in some])
             reasons.append(reason)
             pictures += [feature(f"{ref.key} {view}") for view in range(max(views, 1))]
-        where, size = (name, number, chunk), {"shard_samples": total}
+        made: dict[str, Any] = {SAMPLES: samples}
         flat = [text for own in captions for text in own]
         for part, info in writer.manifest.parts.items():
             if part == IDS:
@@ -136,6 +136,5 @@ def _write_shard(
             else:
                 features = np.stack([feature(text) for text in flat]) if flat else np.zeros((0, WIDTH), np.float32)
                 rows = encode_rows(torch.from_numpy(features), info.dtype)
-            writer.write(part, *where, rows, **size)
-        writer.write(SAMPLES, *where, samples, **size)
-        writer.write_texts(*where, [ref.key for ref in refs], captions, reasons, **size)
+            made[part] = rows
+        writer.write(Chunk(name, number, chunk, total), made, Texts([ref.key for ref in refs], captions, reasons))

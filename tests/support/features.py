@@ -12,7 +12,7 @@ import torch
 from clipstream.features.codec import ID_DTYPES, encode_rows
 from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
 from clipstream.features.store import FeatureStore
-from clipstream.features.writer import StoreWriter
+from clipstream.features.writer import Chunk, StoreWriter, Texts
 
 PARTS = {
     "image": PartInfo(12, "float16", "view", {"model": "a"}),
@@ -56,12 +56,8 @@ class Content:
     def write(self, writer: StoreWriter, source: str, shard: int, chunk: int) -> None:
         """Write what is missing of a chunk."""
         made = self.rows(source, shard, chunk)
-        total = self.sizes[source][shard]
-        for part in ("samples", *self.parts):
-            if writer.missing(source, shard, chunk, part):
-                writer.write(part, source, shard, chunk, made[part], shard_samples=total)
-        if writer.missing(source, shard, chunk, "texts"):
-            writer.write_texts(source, shard, chunk, *made["texts"], shard_samples=total)
+        rows = {part: made[part] for part in ("samples", *self.parts)}
+        writer.write(Chunk(source, shard, chunk, self.sizes[source][shard]), rows, Texts(*made["texts"]))
 
     def rows(self, source: str, shard: int, chunk: int) -> dict[str, Any]:
         """Content of a chunk by part."""
@@ -114,12 +110,17 @@ def read_all(path: Path) -> list[bytes]:
         source = store.source(name)
         for shard in range(len(source.shards)):
             with source.holding(shard):
-                for part in source.parts:
-                    for first, count in source.chunk_rows(part, shard):
-                        rows = source.gather(part, np.arange(first, first + count))
-                        found.append(rows.view(torch.uint8).numpy().tobytes())
                 numbers = source.base(shard) + np.arange(source.samples_of(shard))
-                source.caption_rows(numbers, np.zeros(len(numbers), np.int64))
-                found.append(source.sample_rows(numbers).tobytes())
+                samples = source.sample_rows(numbers)
+                found.append(samples.tobytes())
+                for part in source.parts:
+                    if store.manifest.per_caption(part):
+                        counts = samples["counts"].sum(axis=1)
+                        choices = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+                        rows = source.caption_rows(np.repeat(numbers, counts), choices)
+                    else:
+                        views = store.manifest.rows_of(part)
+                        rows = source.view_rows(np.repeat(numbers, views), np.tile(np.arange(views), len(numbers)))
+                    found.append(source.gather(part, rows).view(torch.uint8).numpy().tobytes())
             found.append(repr((source.keys(shard), source.captions(shard), source.reasons(shard))).encode())
     return found

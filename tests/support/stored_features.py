@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from clipstream.features.analysis.search import BLOCK
 from clipstream.features.codec import decode_rows
 from clipstream.features.manifest import PartInfo
 from clipstream.features.store import FeatureStore
@@ -53,3 +55,22 @@ def make_store(
             first = int(samples["start"][i])
             made.texts.append(texts[first : first + len(captions[i])])
     return made
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """Rows of features that are in memory."""
+
+    features: torch.Tensor  # float32 [N, D]
+    block: int = BLOCK
+
+    @property
+    def width(self) -> int:
+        return self.features.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        for first in range(start, len(self), self.block):
+            yield first, self.features[first : first + self.block]

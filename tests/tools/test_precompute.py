@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ import pytest
 import torch
 
 from clipstream.cli.verbs.precompute import main
-from clipstream.cli.verbs.precompute.compute import ChunkComputer
+from clipstream.cli.verbs.precompute.run import ChunkComputer
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings
-from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.features.codec import decode_rows
 from clipstream.features.store import FeatureStore, StoredSource
@@ -32,7 +32,6 @@ from tests.support import hubtree
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.model_files import build, write
 from tests.support.pictures import make_shards, picture
-from tests.support.ranks import end_ranks
 from tests.support.savers import damage, small_disk
 from tests.support.tars import write_tar
 
@@ -97,8 +96,6 @@ def encoded(towers: Towers, pixels: Sequence[np.ndarray[Any, Any]]) -> torch.Ten
 def test_a_store_holds_what_the_towers_give(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv(place, tmp_path / "s")) == 0
     out = capsys.readouterr()
-    assert "samples  46 in 8 shards; captions 1 a sample" in out.out or "samples  about" in out.out
-    assert "size     about" in out.out and "are free in" in out.out
     assert "46 samples read now, 44 used" in out.out
     assert "dropped: undecodable_image, e.g. 00002.tar/broken" in out.out and "dropped: no_caption" in out.out
     assert "random tower" in out.err
@@ -205,7 +202,7 @@ def test_teachers_have_their_own_pictures_and_tokenizer(
 
     assert main(argv(place, store, "--teacher", f"big={tmp_path}/hf.json")) == SettingsError.exit_code
     assert "--teacher big: " in (said := capsys.readouterr().err) and "has no weights: give big=" in said
-    for wrong, said in (("big", "NAME=MODEL"), ("image=ViT-B-32", "every store"), ("big=ViT-B-31", "--teacher big: ")):
+    for wrong, said in (("big", "NAME=MODEL"), ("image=ViT-B-32", "another part"), ("big=ViT-B-31", "--teacher big: ")):
         assert main(argv(place, store, "--teacher", wrong)) == SettingsError.exit_code
         assert said in capsys.readouterr().err
 
@@ -285,24 +282,10 @@ def test_a_full_disk_loses_nothing(place: Path, tmp_path: Path, capsys: pytest.C
         ballast.write_bytes(bytes(shutil.disk_usage(disk).free - model - 96 * 1024))
         assert main(argv(place, disk / "s", "--towers", "image")) == SettingsError.exit_code
         said = capsys.readouterr().err
-        assert "cannot be written" in said and "free" in said and "again" in said
+        assert "cannot be written" in said and "free space" in said and "rerun the same" in said
         ballast.unlink()
         assert main(argv(place, disk / "s", "--towers", "image")) == 0
         assert files(disk / "s") == files(tmp_path / "whole")
-
-
-def test_compressed_files_hold_what_others_hold(place: Path, tmp_path: Path) -> None:
-    command = ["--towers", "both", "--views", "2"]
-    assert main(argv(place, tmp_path / "plain", *command)) == 0
-    assert main(argv(place, tmp_path / "packed", *command, "--zstd")) == 0
-    plain, packed = opened(tmp_path / "plain"), opened(tmp_path / "packed")
-    for shard in range(8):
-        assert torch.equal(images_of(plain, shard, 1), images_of(packed, shard, 1))
-        assert plain.captions(shard) == packed.captions(shard)
-    before = files(tmp_path / "packed")
-    assert any(name.endswith(".safetensors.zst") for name in before)
-    assert main(argv(place, tmp_path / "packed", *command, "--zstd")) == 0
-    assert files(tmp_path / "packed") == before
 
 
 def test_a_damaged_chunk_is_made_again(place: Path, tmp_path: Path) -> None:
@@ -315,30 +298,18 @@ def test_a_damaged_chunk_is_made_again(place: Path, tmp_path: Path) -> None:
     assert files(store) == before
 
 
-def run_apart(command: list[str], errors: str) -> None:
-    """The verb in a process of its own."""
+def run_slowly(command: list[str], errors: str) -> None:
+    """The verb in a process of its own, for minutes."""
+    add = ChunkComputer.add
+
+    def add_slowly(*given: Any) -> int:
+        time.sleep(0.1)
+        return add(*given)
+
+    ChunkComputer.add = add_slowly  # type: ignore[method-assign]
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
     raise SystemExit(main(command))
-
-
-def run_slowly(command: list[str], errors: str, began: str) -> None:
-    """The same, for minutes, with a file that tells of the first batch."""
-    add = ChunkComputer.add
-
-    def add_slowly(*given: Any) -> None:
-        Path(began).touch()
-        time.sleep(0.1)
-        add(*given)
-
-    ChunkComputer.add = add_slowly  # type: ignore[method-assign]
-    run_apart(command, errors)
-
-
-def started(run: Callable[..., None], *given: object) -> Any:
-    process = multiprocessing.get_context("forkserver").Process(target=run, args=given)
-    process.start()
-    return process
 
 
 def chunks_in(store: Path) -> int:
@@ -346,58 +317,44 @@ def chunks_in(store: Path) -> int:
     return sum(name.endswith(".safetensors") for _, _, names in os.walk(store) for name in names)
 
 
-def test_a_killed_command_goes_on_where_it_ended(place: Path, tmp_path: Path) -> None:
+def stop(command: list[str], store: Path, errors: Path, number: signal.Signals) -> int | None:
+    """Run the verb until some more chunks are written, and send it a signal; its exit code."""
+    process: Any = multiprocessing.get_context("forkserver").Process(target=run_slowly, args=(command, str(errors)))
+    wanted = chunks_in(store) + 4
+    process.start()
+    wait_until(lambda: chunks_in(store) >= wanted or not process.is_alive())
+    assert process.is_alive(), errors.read_text()
+    os.kill(process.pid, number)
+    process.join(TIMEOUT)
+    code: int | None = process.exitcode
+    return code
+
+
+def test_a_killed_command_and_a_stopped_one_are_continued(place: Path, tmp_path: Path) -> None:
     more = ("--towers", "both", "--views", "2", "--batch-size", "3")
     assert main(argv(place, tmp_path / "whole", *more)) == 0
-    store, draws, killed = tmp_path / "s", random.Random(), 0
-    while killed < 3:
-        process, before = started(run_apart, argv(place, store, *more), str(tmp_path / "errors")), chunks_in(store)
-        wanted = before + draws.randint(1, 12)
-        while process.is_alive() and chunks_in(store) < wanted:
-            time.sleep(draws.random() * 0.002)
-        process.kill()
-        process.join()
-        assert process.exitcode in (0, -signal.SIGKILL), (tmp_path / "errors").read_text()
-        if process.exitcode == 0:  # it was faster
-            shutil.rmtree(store)
-        else:
-            killed += 1
+    store, errors = tmp_path / "s", tmp_path / "errors"
+    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, Stopped.exit_code)):
+        assert stop(argv(place, store, *more), store, errors, number) == code, errors.read_text()
+    assert "rerun the same command to continue" in errors.read_text() and "SIGTERM: ending" in errors.read_text()
+    assert "Traceback" not in errors.read_text()
     written = {path: path.stat().st_mtime_ns for path in (store / "texts").rglob("*.safetensors")}
     assert main(argv(place, store, *more)) == 0
     assert files(store) == files(tmp_path / "whole")
     assert sum(path.stat().st_mtime_ns == at for path, at in written.items()) >= len(written) - 1
 
 
-def test_a_signal_ends_it_cleanly(place: Path, tmp_path: Path) -> None:
-    errors, began = tmp_path / "errors", tmp_path / "began"
-    command = argv(place, tmp_path / "s", "--towers", "both", "--batch-size", "2", shards="long.tar")
-    process = started(run_slowly, command, str(errors), str(began))
-    wait_until(lambda: began.exists() or not process.is_alive())
-    assert process.is_alive(), errors.read_text()
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(TIMEOUT)
-    assert process.exitcode == Stopped.exit_code, errors.read_text()
-    assert "rerun the same command to continue" in errors.read_text() and "SIGTERM: ending" in errors.read_text()
-    assert "Traceback" not in errors.read_text()
-
-
-def precompute_on(world: World, command: list[str]) -> int:
-    os.environ.update(
-        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size)
-    )
-    return main(command)
-
-
-def test_two_ranks_give_the_store_of_one(place: Path, tmp_path: Path) -> None:
-    # Eight shards, which the ranks take in turn; and one of two chunks, which are dealt out.
-    for shards, more in (("pairs/{00000..00007}.tar", "4"), ("long.tar", "512")):
-        flags = ("--towers", "both", "--chunk-rows", "4096", "--batch-size", more)
-        one, two = tmp_path / f"one{more}", tmp_path / f"two{more}"
-        assert main(argv(place, one, *flags, shards=shards)) == 0
-        ends = end_ranks(2, precompute_on, argv(place, two, *flags, shards=shards))
-        assert [end.code for end in ends] == [0, 0], ends
-        assert files(one) == files(two)
-    assert len(list((tmp_path / "two512" / "image").rglob("*.safetensors"))) == 2
+def test_torchrun_gives_the_store_of_one_process(place: Path, tmp_path: Path) -> None:
+    """Eight shards, which the ranks take in turn; and one of two chunks, which are dealt out."""
+    flags = ["--towers", "both", "--chunk-rows", "4096", "--batch-size", "512"]
+    flags += ["--data.sources.long.shards", f"{place}/long.tar"]
+    assert main(argv(place, tmp_path / "one", *flags)) == 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "clipstream", "precompute", *argv(place, tmp_path / "two", *flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert len(list((tmp_path / "two/image/long").glob("*.safetensors"))) == 2
 
 
 def test_wrong_flags(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,8 +365,8 @@ def test_wrong_flags(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         (("--towers", "image", "--chunk-rows", "5000"), "multiple of 4096"),
         (("--towers", "image", "--views", "-1"), "--views: expected"),
         (("--teacher", "t"), "--teacher: expected NAME=MODEL"),
-        (("--teacher", "Image=RN50"), "Image is a part of every store"),
-        (("--teacher", "a=RN50", "--teacher", "A=RN50"), "A is given twice"),
+        (("--teacher", "Image=RN50"), "Image is the name of another part"),
+        (("--teacher", "a=RN50", "--teacher", "A=RN50"), "A is the name of another part"),
     ):
         assert main(argv(place, tmp_path / "s", *more)) == SettingsError.exit_code
         assert said in capsys.readouterr().err

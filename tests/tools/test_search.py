@@ -20,9 +20,9 @@ from clipstream.cli.verbs.search import main
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.settings import ModelTokenizer
-from clipstream.features.analysis.faiss_index import EXTRA
+from clipstream.features.analysis.search import NO_FAISS
 from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
-from clipstream.features.writer import StoreWriter
+from clipstream.features.writer import Chunk, StoreWriter, Texts
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from tests.support.models import MODEL
@@ -38,7 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("searched")
     (folder / "model.json").write_text(json.dumps(MODEL))
     towers = build_towers(ModelSettings(name=str(folder / "model.json")), seed=0).eval()
-    towers.save_pretrained(folder / "store/model")
     draw = np.random.default_rng(0)
     for i in range(SAMPLES):
         pixels = draw.integers(0, 256, (4, 4, 3), dtype=np.uint8).repeat(5, 0).repeat(5, 1)
@@ -64,14 +63,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows["counts"][:, 0] = rows["used"] * 2
         rows["start"] = rows["counts"][:, 0].cumsum() - rows["counts"][:, 0]
         used = torch.tensor([2 * i + j for i in some for j in range(2) if i in USED])
-        writer.write("samples", "train", shard, 0, rows, shard_samples=half)
-        writer.write("image", "train", shard, 0, image[some.start : some.stop], shard_samples=half)
-        writer.write("text", "train", shard, 0, text[used], shard_samples=half)
         captions = [texts[2 * i : 2 * i + 2] if i in USED else [] for i in some]
         reasons = ["" if i in USED else "no_image" for i in some]
-        writer.write_texts("train", shard, 0, [f"k{i}" for i in some], captions, reasons, shard_samples=half)
+        parts_of = {"samples": rows, "image": image[some.start : some.stop], "text": text[used]}
+        writer.write(Chunk("train", shard, 0, half), parts_of, Texts([f"k{i}" for i in some], captions, reasons))
     writer.finish()
     writer.close()
+    towers.save_pretrained(folder / "store/model")
     return folder
 
 
@@ -92,9 +90,8 @@ def search(topic: str, folder: Path, *flags: Any, out: str = "") -> list[dict[st
     if path.suffix == ".parquet":
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
         return rows
-    if path.suffix == ".json":
-        rows = json.loads(path.read_text())
-        return rows
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines()]
     return list(csv.DictReader(path.open())) if path.suffix == ".csv" else []
 
 
@@ -119,7 +116,7 @@ def test_neighbours_of_a_picture_a_text_and_a_sample(folder: Path, capsys: pytes
 
 
 def test_neighbours_of_equal_pictures_come_in_the_order_of_the_store(folder: Path) -> None:
-    found = search("neighbours", folder, "--query-key", "k11", "-k", 3, out="near.json")
+    found = search("neighbours", folder, "--query-key", "k11", "-k", 3, out="near.jsonl")
     assert [row["key"] for row in found] == ["k2", "k9", "k11"]
 
 
@@ -162,47 +159,42 @@ def test_scores_and_what_is_kept(folder: Path, capsys: pytest.CaptureFixture[str
     assert "best caption of each sample" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["neighbours"], "give --query-image FILE"),
-        (["neighbours", "--query-key", "nobody"], "has no such sample"),
-        (["neighbours", "--query-image", "nowhere.png"], "--query-image nowhere.png: No such file"),
-        (["neighbours", "--query-image", "setup"], "undecodable_image"),
-        (["neighbours", "--query-image", "fifo"], "--query-image fifo: it is no regular file"),
-        (["neighbours", "--query-key", "k1", "--part", "teacher.image"], "no features 'teacher.image'"),
-        (["neighbours", "--query-key", "k1", "--out", "a.doc"], "the suffix says"),
-        (["neighbours", "--query-key", "k1", "--device", "nonsense"], "--device nonsense"),
-        (["neighbours", "--query-key", "k1", "-k", "0"], "must be 1 or more"),
-        (["duplicates", "--threshold", "2"], "is a cosine"),
-        (["duplicates", "--part", "text"], "near-duplicates are images"),
-        (["clusters", "--k", "100"], "100 clusters of 11 rows"),
-        (["scores", "--top-fraction", "0"], "is a share"),
-        (["scores", "--min-score", "nan"], "a cosine is from -1 to 1, not nan"),
-        (["neighbours", "--query-key", "k1", "--index", "faisss"], "expected exact, faiss or faiss:FACTORY"),
-        (["neighbours", "--query-key", "k1", "--out", "s3://a/b.csv"], "s3://a/b.csv is a URL"),
-        (["nonsense"], "invalid choice"),
-    ],
-)
-def test_wrong_flags(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
-) -> None:
+def test_wrong_flags(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
     (folder / "setup").write_text("no image")
-    (folder / "fifo").unlink(missing_ok=True)
     os.mkfifo(folder / "fifo")  # nobody writes to it
-    try:
-        code = main([flags[0], str(folder / "store"), *flags[1:]])
-    except SystemExit as end:
-        code = int(str(end.code))
-    assert code == 2 and said in capsys.readouterr().err
+    for command, said in (
+        ("neighbours", "give --query-image FILE"),
+        ("neighbours --query-key nobody", "has no such sample"),
+        ("neighbours --query-image nowhere.png", "--query-image nowhere.png: No such file"),
+        ("neighbours --query-image setup", "undecodable_image"),
+        ("neighbours --query-image fifo", "--query-image fifo: not a regular file"),
+        ("neighbours --query-key k1 --part teacher.image", "no features 'teacher.image'"),
+        ("neighbours --query-key k1 --out a.doc", "expected a file with the suffix"),
+        ("neighbours --query-key k1 --device nonsense", "--device nonsense"),
+        ("neighbours --query-key k1 -k 0", "expected a whole number, at least 1, not '0'"),
+        ("duplicates --threshold 2", "expected a cosine, from -1 to 1, not '2'"),
+        ("duplicates --part text", "near-duplicates are images"),
+        ("clusters --k 100", "100 clusters of 11 rows"),
+        ("scores --top-fraction 0", "expected a share above 0"),
+        ("scores --min-score nan", "expected a cosine, from -1 to 1, not 'nan'"),
+        ("neighbours --query-key k1 --index faisss", "expected exact, faiss or faiss:FACTORY"),
+        ("neighbours --query-key k1 --out s3://a/b.csv", "s3://a/b.csv is a URL"),
+        ("nonsense", "invalid choice"),
+    ):
+        topic, *flags = command.split()
+        try:
+            code = main([topic, str(folder / "store"), *flags])
+        except SystemExit as end:
+            code = int(str(end.code))
+        assert code == 2 and said in capsys.readouterr().err, command
 
 
 def test_faiss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["neighbours", str(folder / "store"), "--query-key", "k1", "-k", "3", "--index", "faiss:Flat"]
     if importlib.util.find_spec("faiss") is None:
         assert main(command) == 2
-        assert EXTRA in capsys.readouterr().err
+        assert NO_FAISS in capsys.readouterr().err
         return
     assert main(command) == 0
     assert "recall@3 1.0000 of 1 queries" in capsys.readouterr().out

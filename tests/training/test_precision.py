@@ -14,11 +14,12 @@ from torch import nn
 import clipstream
 from clipstream.cli.verbs.train import main
 from clipstream.errors import SettingsError
-from clipstream.features.analysis.search import TensorRows, search
+from clipstream.features.analysis.search import duplicates
 from clipstream.training.precision import check_device, prepare_towers
 from clipstream.utils.matmul_precision import restored_matmul_precision
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags, place
+from tests.support.stored_features import TensorRows
 
 __all__ = ["place"]  # the fixture
 
@@ -65,7 +66,7 @@ def restore(_: object, program: str) -> int:
             use_tf32(enabled)
         assert seen() == before, enabled
     rows = torch.eye(2)
-    search(TensorRows(rows), rows, 1)
+    duplicates(TensorRows(rows), 0.5)
     assert seen() == before
     exec(program.replace("'tf32'", "'ieee'"))  # also what is set for all backends applies as before
     assert "'tf32'" not in program or torch.backends.cuda.matmul.fp32_precision == "ieee"

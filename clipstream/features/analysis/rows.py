@@ -1,7 +1,7 @@
 """The features of a store's part as rows in order, without those of dropped samples, and the names of these rows.
 
-A store enters; blocks of rows of length 1, names of rows, and the cosines of pictures with their captions leave. In a
-part of pictures a row is a sample, the mean of its views; in a part of texts a row is a caption.
+A store enters; blocks of rows of length 1, names of rows, and the cosines of images with their captions leave. In a
+part of images a row is a sample, the mean of its views; in a part of texts a row is a caption.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.analysis.search import BLOCK
-from clipstream.features.codec import FEATURE_DTYPES, decode_rows
+from clipstream.features.codec import decode_rows
 from clipstream.features.manifest import IMAGE, TEXT
 from clipstream.features.store import FeatureStore, StoredSource
 
@@ -32,7 +32,7 @@ class Name(NamedTuple):
     source: str
     shard: str  # name without folders
     key: str
-    choice: int  # of the sample's captions; 0 in a part of pictures
+    choice: int  # of the sample's captions; 0 in a part of images
     captions: list[str]  # of the sample; in a part of texts that of the row alone
 
     @property
@@ -103,7 +103,7 @@ class StoredRows:
     part: str = IMAGE
 
     def __post_init__(self) -> None:
-        parts = {name: part for name, part in self.store.manifest.parts.items() if part.dtype in FEATURE_DTYPES}
+        parts = self.store.manifest.feature_parts
         if self.part not in parts:
             raise SettingsError(f"{self.store.shown} has no features {self.part!r}, only {', '.join(parts) or 'none'}")
         _ = self.firsts
@@ -116,6 +116,11 @@ class StoredRows:
     def views(self) -> int:
         """Stored rows of each row."""
         return self.store.manifest.rows_of(self.part)
+
+    @property
+    def per_caption(self) -> bool:
+        """Whether a row is a caption, and not an image."""
+        return self.store.manifest.per_caption(self.part)
 
     @cached_property
     def shards(self) -> list[ShardPart]:
@@ -165,17 +170,15 @@ class StoredRows:
         found: dict[int, Name] = {}
         wanted = np.unique(np.asarray(rows, np.int64))
         numbers = np.searchsorted(self.firsts, wanted, side="right") - 1
-        texts = self.store.manifest.per_caption(self.part)
         for number in np.unique(numbers).tolist():
             shard, own = self.shards[number], wanted[numbers == number]
             ends = (shard.rows_of_samples() // self.views).cumsum()
             samples = np.searchsorted(ends, own - self.firsts[number], side="right")
             choices = own - self.firsts[number] - np.concatenate([[0], ends])[samples]
-            known = shard.source.texts_of(shard.number, np.unique(samples))
+            keys, captions = shard.source.keys(shard.number), shard.source.captions(shard.number)
             for row, sample, choice in zip(own.tolist(), samples.tolist(), choices.tolist(), strict=True):
-                key, captions = known[sample]
-                captions = [captions[choice]] if texts else captions
-                found[row] = Name(shard.source.name, shard.name, key, choice, captions)
+                texts = captions[sample][choice : choice + 1] if self.per_caption else captions[sample]
+                found[row] = Name(shard.source.name, shard.name, keys[sample], choice, texts)
         return [found[row] for row in rows]
 
     def find(self, key: str) -> list[int]:
@@ -183,20 +186,20 @@ class StoredRows:
         rows: list[int] = []
         for number, shard in enumerate(self.shards):
             keys = {key, key.removeprefix(f"{shard.name}/")}
-            if len(samples := shard.source.find(shard.number, sorted(keys))):
-                counts = shard.rows_of_samples() // self.views
-                starts = self.firsts[number] + counts.cumsum() - counts
-                rows += [row for i in samples.tolist() for row in range(starts[i], starts[i] + counts[i])]
+            if samples := [i for i, own in enumerate(shard.source.keys(shard.number)) if own in keys]:
+                ends = self.firsts[number] + (shard.rows_of_samples() // self.views).cumsum()
+                starts = np.concatenate([self.firsts[number : number + 1], ends])
+                rows += [row for i in samples for row in range(starts[i], ends[i])]
         return rows
 
     def gather(self, rows: Sequence[int]) -> torch.Tensor:
         """Rows of any numbers, float32 [n, D]; all blocks up to the last are read."""
         found = torch.zeros(len(rows), self.width)
         wanted = torch.tensor(rows, dtype=torch.int64)
-        for first, block in self.blocks(int(wanted.min()) if len(rows) else 0):
+        for first, block in self.blocks(min(rows)) if rows else ():
             here = (wanted >= first) & (wanted < first + len(block))
             found[here] = block[wanted[here] - first]
-            if first + len(block) > int(wanted.max()):
+            if first + len(block) > max(rows):
                 break
         return found
 
@@ -213,11 +216,11 @@ class PairScores(NamedTuple):
     shard: ShardPart
     samples: Numbers  # int64 [m], the pairs' samples in the shard
     choices: Numbers  # int64 [m], their captions
-    scores: torch.Tensor  # float32 [m]: cosine of picture and caption, the mean over the picture's views
+    scores: torch.Tensor  # float32 [m]: cosine of image and caption, the mean over the image's views
 
 
 def pair_scores(store: FeatureStore, image: str = IMAGE, text: str = TEXT) -> Iterator[PairScores]:
-    """The cosine of each picture with each of its captions, in order (the CLIP score of arXiv:2104.08718, unscaled).
+    """The cosine of each image with each of its captions, in order (the CLIP score of arXiv:2104.08718, unscaled).
 
     Args:
         image, text: the parts.
@@ -227,13 +230,13 @@ def pair_scores(store: FeatureStore, image: str = IMAGE, text: str = TEXT) -> It
     images, texts = StoredRows(store, image), StoredRows(store, text)
     if images.width != texts.width:
         raise SettingsError(f"{image} has rows of {images.width} features and {text} of {texts.width}: other models")
-    for number, (pictures, captions) in enumerate(zip(images.shards, texts.shards, strict=True)):
+    for number, (image_shard, text_shard) in enumerate(zip(images.shards, texts.shards, strict=True)):
         step = min(images.step(number), texts.step(number))
-        for block, of in zip(pictures.blocks(step), captions.blocks(step), strict=True):
+        for block, of in zip(image_shard.blocks(step), text_shard.blocks(step), strict=True):
             owners = np.searchsorted(block.samples[:: images.views], of.samples)
             mean = unit_views(block.features, images.views).mean(dim=1)
             scores = (mean[torch.from_numpy(owners)] * F.normalize(of.features, dim=1)).sum(dim=1)
-            yield PairScores(captions, of.samples, of.choices, scores)
+            yield PairScores(text_shard, of.samples, of.choices, scores)
 
 
 def unit_views(features: torch.Tensor, views: int) -> torch.Tensor:

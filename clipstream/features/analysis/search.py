@@ -1,29 +1,32 @@
-"""Exact search and near-duplicates over features that are read in blocks.
+"""Exact search, near-duplicates and FAISS indexes over features that are read in blocks.
 
-Rows of length 1 enter, block by block; row numbers and cosines leave. A score is the float64 product, rounded to
-float32: float32 products select candidates, and those that are closer to the limit than float32's error are computed
-again in float64. Results therefore depend neither on the block size nor on device or threads.
-
-Memory besides the results, the queries and (for `duplicates`) `held`: about three blocks and `WORKSPACE` bytes.
+Rows of length 1 enter, block by block; row numbers and cosines leave. Memory besides the results and the queries: a few
+blocks, `TILE` scores, and for `duplicates` also `held`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from clipstream.errors import SettingsError
+from clipstream.utils import atomic_write
 from clipstream.utils.matmul_precision import restored_matmul_precision
 
 BLOCK = 16384  # rows of a block, by default
 TILE = 1 << 22  # scores computed at once
-WORKSPACE = TILE * 96  # bytes that the scores of a tile and what is made of them take
-SLACK = 16  # candidates of a block besides k: they prove that no other row is among the k best
-AT_ONCE = 1 << 21  # feature elements converted to float64 at once: 16 MiB
+NO_FAISS = "FAISS is not installed: pip install 'clipstream[faiss]'"
+TRAINED_ON = 100_000  # rows, at most, that a FAISS index is trained on
+PROBED = 16  # one in so many lists of an inverted file is searched, but at least 8 lists
+_LAST = (1 << 32) - 1
 
 
 class Rows(Protocol):
@@ -40,25 +43,6 @@ class Rows(Protocol):
         """(number of the first row, float32 [m, D] on the CPU) of blocks in order, from row `start` on."""
 
 
-@dataclass(frozen=True)
-class TensorRows:
-    """Rows that are in memory."""
-
-    features: torch.Tensor  # float32 [N, D]
-    block: int = BLOCK
-
-    @property
-    def width(self) -> int:
-        return self.features.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    def blocks(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        for first in range(start, len(self), self.block):
-            yield first, self.features[first : first + self.block]
-
-
 class Found(NamedTuple):
     """The best rows of q queries, best first; rows of equal score in ascending order."""
 
@@ -69,83 +53,32 @@ class Found(NamedTuple):
 def search(rows: Rows, queries: torch.Tensor, k: int, *, device: torch.device | str = "cpu") -> Found:
     """The k rows with the largest product with each query; all rows if there are fewer.
 
+    A score is the float64 product, rounded to float32: results do not depend on the size of blocks or on the device.
+
     Args:
         queries: float32 [q, D].
         device: where the products are computed; results are on the CPU.
     """
-    k = min(k, len(rows))
-    queries = queries.to(device, torch.float32)
-    best = Found(
-        torch.full((len(queries), k), -torch.inf, device=device),
-        torch.full((len(queries), k), -1, dtype=torch.int64, device=device),
-    )
-    if k:
-        with _full_precision():
-            for first, features in rows.blocks():
-                block = features.to(device)
-                margins = _margins(queries, block)
-                for some in torch.split(torch.arange(len(queries), device=device), max(1, TILE // len(block))):
-                    _search_block(best, queries, some, block, first, margins)
-    return Found(best.scores.cpu(), best.rows.cpu())
+    queries, k = queries.to(device, torch.float64), min(k, len(rows))
+    best = torch.full((len(queries), k), torch.iinfo(torch.int64).min, device=device)
+    for first, features in rows.blocks() if k else ():
+        block = features.to(device, torch.float64)
+        for part in torch.split(torch.arange(len(queries), device=device), max(1, TILE // len(block))):
+            ranks = _ranks((queries[part] @ block.T).float(), first)
+            best[part] = torch.cat([best[part], ranks], 1).topk(k).values
+    bits = best >> 32
+    return Found(_ordered(bits).int().view(torch.float32).cpu(), (_LAST - (best & _LAST)).cpu())
 
 
-def _search_block(
-    best: Found, queries: torch.Tensor, some: torch.Tensor, block: torch.Tensor, first: int, margins: torch.Tensor
-) -> None:
-    """Update the best rows of the queries `some`, int64 [n], with a block whose first row has the number `first`."""
-    k, wanted, margin = best.scores.shape[1], queries[some], margins[some]
-    likely = (wanted @ block.T).topk(min(k + SLACK, len(block)))
-    # Without the queries of which no row of the block can be among the best.
-    hopeful = likely.values[:, 0] + margin >= best.scores[some, -1]
-    some, wanted, margin = some[hopeful], wanted[hopeful], margin[hopeful]
-    if not len(some):
-        return
-    before = Found(best.scores[some], best.rows[some])
-    columns, order = likely.indices[hopeful].sort(dim=1)
-    rough = likely.values[hopeful].gather(1, order)
-    limits = before.scores[:, -1]
-    if rough.shape[1] > k:
-        limits = torch.maximum(limits, likely.values[hopeful, k - 1] - margin)
-    places = (rough + margin[:, None] >= limits[:, None]).nonzero()
-    exact = torch.full_like(rough, -torch.inf)
-    for n, j in (part.unbind(1) for part in torch.split(places, max(1, AT_ONCE // block.shape[1]))):
-        exact[n, j] = (wanted[n].double() * block[columns[n, j]].double()).sum(dim=1).float()
-    merged = _merged(before, Found(exact, columns + first))
-    if columns.shape[1] < len(block):
-        # A row that is no candidate may still be one of the best where the last candidate is too close to them.
-        unsure = (likely.values[hopeful, -1] + margin >= merged.scores[:, -1]).nonzero().squeeze(1)
-        if len(unsure):
-            wide, numbers = block.double().T, torch.arange(first, first + len(block), device=block.device)
-            for part in torch.split(unsure, max(1, TILE // 4 // len(block))):
-                scores = (wanted[part].double() @ wide).float()
-                every = Found(scores, numbers.expand(len(part), -1))
-                known = Found(before.scores[part], before.rows[part])
-                merged.scores[part], merged.rows[part] = _merged(known, every)
-    best.scores[some], best.rows[some] = merged
+def _ranks(scores: torch.Tensor, first: int) -> torch.Tensor:
+    """int64 [q, m], larger for better rows: the bits of the score float32 [q, m], then the row, from `first` on."""
+    bits = _ordered((scores + 0.0).view(torch.int32).long())  # + 0.0: there is no -0.0
+    return (bits << 32) | (_LAST - first - torch.arange(scores.shape[1], device=scores.device))
 
 
-def _merged(before: Found, block: Found) -> Found:
-    """The best of both; the rows of `block` are in ascending order, and all after those of `before`."""
-    scores, rows = torch.cat([before.scores, block.scores], 1), torch.cat([before.rows, block.rows], 1)
-    scores, order = scores.sort(dim=1, descending=True, stable=True)
-    k = before.scores.shape[1]
-    return Found(scores[:, :k], rows.gather(1, order[:, :k]))
-
-
-def _margins(queries: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Bound of the error of float32 products, float32 [n] (Higham, Accuracy and Stability, 3.5), for any order."""
-    longest = torch.linalg.vector_norm(block, dim=1).max()
-    lengths = torch.linalg.vector_norm(queries, dim=1)
-    margins: torch.Tensor = lengths * longest * ((block.shape[1] + 8) * 2.0**-24)
-    return margins
-
-
-@contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    """Products of float32 in float32, never in TF32 or bf16."""
-    with restored_matmul_precision():
-        torch.set_float32_matmul_precision("highest")
-        yield
+def _ordered(bits: torch.Tensor) -> torch.Tensor:
+    """Bits of float32 as integers of the same order, and the reverse; int64."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 class Groups:
@@ -181,7 +114,8 @@ def duplicates(
 ) -> np.ndarray[Any, Any]:
     """Groups of near-duplicates: rows that a chain of pairs connects, each pair's cosine at least `threshold`.
 
-    Compares all pairs, N^2 D multiplications and additions in all; the rows are read about N D / (held / 4) times.
+    Compares all pairs by float32 products, N^2 D multiplications and additions in all; the rows are read about
+    N D / (held / 4) times.
 
     Args:
         device: where the products are computed.
@@ -190,9 +124,9 @@ def duplicates(
     Returns:
         int64 [N], the first row of each row's group: itself for a row without an earlier duplicate.
     """
-    groups = Groups(len(rows))
-    start = 0
-    with _full_precision():
+    groups, start = Groups(len(rows)), 0
+    with restored_matmul_precision():
+        torch.set_float32_matmul_precision("highest")  # never TF32 or bf16
         while start < len(rows):
             parts: list[torch.Tensor] = []
             for first, block in rows.blocks(start):
@@ -203,28 +137,81 @@ def duplicates(
             outer = torch.cat(parts).to(device)
             del parts
             for first, features in rows.blocks(start):
-                _join_block(groups, outer, start, features.to(device), first, threshold)
+                block, step = features.to(device), max(1, TILE // len(features))
+                for top in range(0, min(len(outer), first + len(block) - start), step):
+                    one, other = (outer[top : top + step] @ block.T >= threshold).nonzero().cpu().numpy().T
+                    one, other = one + (start + top), other + first
+                    later = one < other
+                    groups.join(one[later], other[later])
             start = end
     return groups.roots(np.arange(len(rows)))
 
 
-def _join_block(
-    groups: Groups, outer: torch.Tensor, start: int, block: torch.Tensor, first: int, threshold: float
-) -> None:
-    """Join the pairs of a row of `outer`, from row `start` on, and a later row of a block from row `first` on."""
-    step, margin = max(1, TILE // len(block)), float(_margins(outer, block).max())
-    for top in range(0, min(len(outer), first + len(block) - start), step):
-        tile = outer[top : top + step]
-        scores = tile @ block.T
-        if float(scores.max()) < threshold - margin:
-            continue
-        for some in torch.split((scores >= threshold - margin).nonzero(), TILE // 4):
-            i, j = some.unbind(1)
-            later = i + (start + top) < j + first
-            i, j = i[later], j[later]
-            sure = scores[i, j] >= threshold + margin
-            unsure = (~sure).nonzero().squeeze(1)
-            for part in torch.split(unsure, max(1, AT_ONCE // block.shape[1])):
-                exact = (tile[i[part]].double() * block[j[part]].double()).sum(dim=1)
-                sure[part] = exact >= threshold
-            groups.join((i[sure] + (start + top)).cpu().numpy(), (j[sure] + first).cpu().numpy())
+@dataclass(frozen=True)
+class FaissIndex:
+    """An index of FAISS in memory."""
+
+    index: Any  # faiss.Index
+    factory: str
+
+    def search(self, queries: torch.Tensor, k: int) -> Found:
+        """The k nearest rows that the index finds, for queries float32 [q, D]; -1 where it finds fewer."""
+        scores, rows = self.index.search(np.ascontiguousarray(queries.numpy()), k)
+        return Found(torch.from_numpy(scores), torch.from_numpy(rows))
+
+
+def default_factory(rows: int) -> str:
+    """`IVFn,Flat` with n = 4 sqrt(rows) lists, of at least 39 rows each, as FAISS recommends; 'Flat' for few rows."""
+    lists = min(int(4 * math.sqrt(rows)), rows // 39)
+    return f"IVF{lists},Flat" if lists > 1 else "Flat"
+
+
+def open_index(rows: Rows, factory: str, path: Path, identity: dict[str, object]) -> FaissIndex:
+    """The index in a file; built and written if it is not there, or if it was built of other features.
+
+    A JSON file beside the index says of what features it was built.
+
+    Args:
+        factory: FAISS's description of the index, such as 'IVF1024,PQ64' or 'HNSW32'; '' for `default_factory`.
+        identity: what the rows are, to be compared with what is written beside the file.
+
+    Raises SettingsError: FAISS is not installed, or cannot build or read such an index, or the file cannot be written.
+    """
+    try:
+        import faiss  # an optional dependency
+    except ImportError as error:
+        raise SettingsError(NO_FAISS) from error
+    factory = factory or default_factory(len(rows))
+    about = {"factory": factory, "rows": len(rows), **identity}
+    beside, draft = path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.tmp")
+    known: object = None
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(beside.read_bytes())
+    try:
+        if path.exists() and known == about:
+            index = faiss.read_index(str(path))
+        else:
+            index = faiss.index_factory(rows.width, factory, faiss.METRIC_INNER_PRODUCT)
+            if not index.is_trained:
+                step = -(-len(rows) // TRAINED_ON)
+                index.train(np.concatenate([block[-first % step :: step].numpy() for first, block in rows.blocks()]))
+            for _, block in rows.blocks():
+                index.add(np.ascontiguousarray(block.numpy()))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.unlink(missing_ok=True)
+            faiss.write_index(index, str(draft))
+            draft.replace(path)
+            atomic_write.replace(beside, json.dumps(about).encode())
+    except (OSError, RuntimeError) as error:
+        draft.unlink(missing_ok=True)
+        raise SettingsError(f"--index faiss:{factory}: {path}: {error}") from error
+    lists = faiss.try_extract_index_ivf(index)
+    if lists is not None:
+        lists.nprobe = min(lists.nlist, max(8, lists.nlist // PROBED))
+    return FaissIndex(index, factory)
+
+
+def recall(found: Found, exact: Found) -> float:
+    """The share of the exact rows that are among those found."""
+    hits = (found.rows[:, :, None] == exact.rows[:, None, :]).any(dim=1)
+    return float(hits.float().mean()) if hits.numel() else 1.0

@@ -1,33 +1,42 @@
-"""Tables that are written part by part: Parquet, CSV, JSON, or text with a line 'SHARD/KEY' for each row.
+"""Tables of results and the export of a store's features, as files that other programs read.
 
-The kind follows from the suffix. A file appears under its name when it is complete.
+    OUT/PART/SOURCE-00000.parquet     a row for an image's view or a caption: source, shard, key, its features, …
+    OUT/PART.npy                      the features [N, D]
+    OUT/PART.keys.parquet             what the rows of PART.npy belong to: the columns of above without features
+
+Samples that were dropped have no row. A file appears under its name when it is complete.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import csv, parquet
 
 from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.features.analysis.rows import StoredRows
+from clipstream.features.store import FeatureStore
+from clipstream.text import file_name
 from clipstream.utils import atomic_write
 
-SUFFIXES = (".parquet", ".csv", ".json", ".jsonl", ".txt")
+SUFFIXES = (".parquet", ".csv", ".jsonl", ".txt")
 GROUP = 1 << 16  # rows of a row group of Parquet, at most
+SAMPLE = (("source", pa.string()), ("shard", pa.string()), ("key", pa.string()))  # columns
 
 
 class TableWriter:
-    """A table under construction; as a context, it is complete at the end and removed after an error.
+    """A table that is written part by part; as a context, it is complete at the end and removed after an error.
 
     Args:
-        path: where it is written; the suffix is one of `SUFFIXES`.
-        schema: pyarrow schema of the columns. A text file needs the columns shard and key.
+        path: the file; its suffix is the format: Parquet, CSV, JSON Lines, or text with a line 'SHARD/KEY' for each
+            row, which needs the columns shard and key.
+        schema: pyarrow schema of the columns.
 
     Raises:
         SettingsError: another suffix, or the file cannot be created.
@@ -38,16 +47,11 @@ class TableWriter:
         check_suffix(path)
         self.path, self.schema, self.rows = path, schema, 0
         self._draft = path.with_name(f"{path.name}.tmp")
-        self._text: TextIO | None = None
+        make = {".parquet": parquet.ParquetWriter, ".csv": csv.CSVWriter}.get(path.suffix)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".parquet":
-                self._file: Any = parquet.ParquetWriter(self._draft, schema)
-            elif path.suffix == ".csv":
-                self._file = csv.CSVWriter(self._draft, schema)
-            else:
-                self._file = self._text = self._draft.open("w", encoding="utf-8", errors="backslashreplace")
-        except BaseException as error:
+            self._file: Any = open(self._draft, "wb") if make is None else make(self._draft, schema)  # noqa: SIM115
+        except BaseException as error:  # also a signal
             with contextlib.suppress(OSError):
                 self._draft.unlink()
             if not isinstance(error, OSError):
@@ -62,8 +66,12 @@ class TableWriter:
         except UnicodeEncodeError:  # a key of bytes that are not UTF-8
             batch = pa.table({name: _printable(column) for name, column in named.items()}, schema=self.schema)
         try:
-            if self._text is not None:
-                self._text.writelines(self._lines(batch.to_pylist()))
+            if self.path.suffix == ".txt":
+                lines = [f"{row['shard']}/{row['key']}\n" for row in batch.select(["shard", "key"]).to_pylist()]
+                self._file.write("".join(lines).encode())
+            elif self.path.suffix == ".jsonl":
+                lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in batch.to_pylist()]
+                self._file.write("".join(lines).encode())
             else:
                 for part in batch.to_batches(max_chunksize=GROUP):
                     self._file.write(part)
@@ -71,25 +79,11 @@ class TableWriter:
             raise ClipstreamError(f"{self.path} could not be written: {error.strerror or error}") from error
         self.rows += batch.num_rows
 
-    def _lines(self, rows: Sequence[dict[str, Any]]) -> list[str]:
-        if self.path.suffix == ".txt":
-            return [f"{row['shard']}/{row['key']}\n" for row in rows]
-        if self.path.suffix == ".jsonl":
-            return [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows]
-        first = self.rows == 0
-        return [
-            f"{'[' if first and i == 0 else ','}\n{json.dumps(row, ensure_ascii=False)}" for i, row in enumerate(rows)
-        ]
-
     def __enter__(self) -> TableWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if self._text is not None and self.path.suffix == ".json":
-                self._text.write("\n]\n" if self.rows else "[]\n")
             self._file.close()
             if kind is None:
                 atomic_write.flush(self._draft)
@@ -103,7 +97,7 @@ class TableWriter:
 def check_suffix(path: Path) -> None:
     """Raises SettingsError: the suffix is none of `SUFFIXES`."""
     if path.suffix not in SUFFIXES:
-        raise SettingsError(f"{path}: the suffix says how it is written: one of {', '.join(SUFFIXES)}")
+        raise SettingsError(f"{path}: expected a file with the suffix {', '.join(SUFFIXES)}")
 
 
 def _printable(column: Any) -> Any:
@@ -111,3 +105,103 @@ def _printable(column: Any) -> Any:
     if not isinstance(column, list) or not any(isinstance(value, str) for value in column):
         return column
     return [value if value is None else value.encode(errors="backslashreplace").decode() for value in column]
+
+
+def export(
+    store: FeatureStore,
+    part: str,
+    out: Path,
+    form: str,
+    dtype: str | None = None,
+    captions: bool = False,
+    file_rows: int | None = None,
+) -> list[Path]:
+    """Export a part, and return the files.
+
+    Args:
+        form: 'parquet' or 'npy'.
+        dtype: 'float16' or 'float32'; float16 for features that are stored so, float32 for all others.
+        captions: whether to write the captions of each image or text too.
+        file_rows: rows of a Parquet file, about; all of a source unless set.
+
+    Raises:
+        SettingsError: no such part, or the folder cannot be written.
+        ClipstreamError: a file cannot be written, as when the disk is full.
+    """
+    rows = StoredRows(store, part)
+    kind = np.dtype(dtype or ("float16" if store.manifest.parts[part].dtype == "float16" else "float32"))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{out} cannot be made: {error.strerror}") from error
+    if form == "npy":
+        return _numpy(rows, out, kind, captions)
+    return list(_parquet(rows, out, kind, captions, file_rows))
+
+
+def _columns(rows: StoredRows, captions: bool) -> dict[str, Any]:
+    """Type of each column besides the features."""
+    if rows.per_caption:
+        return {**dict(SAMPLE), "choice": pa.int32(), **({"caption": pa.string()} if captions else {})}
+    views = {"view": pa.int32()} if rows.views > 1 else {}
+    return {**dict(SAMPLE), **views, **({"captions": pa.list_(pa.string())} if captions else {})}
+
+
+def _blocks(rows: StoredRows, captions: bool) -> Iterator[tuple[str, dict[str, list[Any]], np.ndarray[Any, Any]]]:
+    """(source, its columns, features float32 [m, D] as stored) of blocks of rows, in order."""
+    names_of = _columns(rows, captions)
+    for number, shard in enumerate(rows.shards):
+        keys = shard.source.keys(shard.number)
+        texts = shard.source.captions(shard.number) if captions else []
+        for block in shard.blocks(rows.step(number)):
+            samples, choices = block.samples.tolist(), block.choices.tolist()
+            values: dict[str, list[Any]] = {
+                "source": [shard.source.name] * len(samples),
+                "shard": [shard.name] * len(samples),
+                "key": [keys[i] for i in samples],
+                "choice": choices,
+                "view": choices,
+            }
+            if "caption" in names_of:
+                values["caption"] = [texts[i][choice] for i, choice in zip(samples, choices, strict=True)]
+            elif captions:
+                values["captions"] = [texts[i] for i in samples]
+            yield shard.source.name, {name: values[name] for name in names_of}, block.features.numpy()
+
+
+def _parquet(rows: StoredRows, out: Path, kind: np.dtype[Any], captions: bool, file_rows: int | None) -> Iterator[Path]:
+    features_type = pa.list_(pa.from_numpy_dtype(kind), rows.width)
+    schema = pa.schema([*_columns(rows, captions).items(), ("features", features_type)])
+    with contextlib.ExitStack() as stack:
+        writer: TableWriter | None = None
+        before, number = "", 0
+        for source, columns, features in _blocks(rows, captions):
+            full = writer is not None and file_rows is not None and writer.rows >= file_rows
+            if writer is None or source != before or full:
+                stack.close()
+                number = number + 1 if source == before else 0
+                path = out / file_name(rows.part) / f"{file_name(source)}-{number:05d}.parquet"
+                writer, before = stack.enter_context(TableWriter(path, schema)), source
+                yield path
+            flat = pa.array(features.astype(kind).reshape(-1))
+            writer.write({**columns, "features": pa.FixedSizeListArray.from_arrays(flat, rows.width)})
+
+
+def _numpy(rows: StoredRows, out: Path, kind: np.dtype[Any], captions: bool) -> list[Path]:
+    path, keys = out / f"{file_name(rows.part)}.npy", out / f"{file_name(rows.part)}.keys.parquet"
+    draft = path.with_name(f"{path.name}.tmp")
+    shape = (len(rows) * rows.views, rows.width)
+    header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
+    try:
+        with TableWriter(keys, pa.schema(list(_columns(rows, captions).items()))) as table, draft.open("wb") as file:
+            np.lib.format.write_array_header_2_0(file, header)
+            for _, columns, features in _blocks(rows, captions):
+                table.write(columns)
+                file.write(features.astype(kind).data)
+        atomic_write.flush(draft)
+        draft.replace(path)
+    except OSError as error:
+        raise ClipstreamError(f"{path} could not be written: {error.strerror or error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return [path, keys]

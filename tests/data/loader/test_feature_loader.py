@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -487,16 +486,3 @@ def test_counts_are_those_of_batches_that_were_trained_on(
         assert run is not None and run[2] == used
         for name, one in whole.items():
             assert run[0][name] == one, (name, layouts)
-
-
-def test_a_chunk_that_changes_while_it_is_trained_on_ends_the_run(shards: dict[str, list[str]], tmp_path: Path) -> None:
-    settings = data(shards["a"], sources=sources(shards))
-    batches = stored(settings, write_store(tmp_path / "s", settings))
-    for _ in range(3):
-        next(batches)
-    for path in (tmp_path / "s" / "image").rglob("*.safetensors"):
-        with open(path, "r+b") as file:
-            os.pwrite(file.fileno(), bytes(100), 4096)
-    with pytest.raises(DataError, match=r"image/a/0000\d-0000\.safetensors is damaged"):
-        for _ in range(50):
-            next(batches)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from clipstream.errors import SettingsError
 from clipstream.features.analysis.clusters import kmeans
-from clipstream.features.analysis.search import TensorRows
+from tests.support.stored_features import TensorRows
 
 
 def blobs(k: int, each: int, width: int = 32, noise: float = 0.05, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,18 +1,17 @@
 """The verb `clipstream precompute STORE --towers image`: features of frozen towers, computed once and stored.
 
-A command line enters, a store of features is written. The command line is checked here, before torch is imported; `run`
-does the work.
+The command line is checked here, before torch is imported; `run` does the work.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from clipstream.cli.verbs.precompute.options import STORED_DTYPES, StoreOptions
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import run_main, show_help
 from clipstream.config.flags import own_flags
@@ -26,6 +25,7 @@ from clipstream.models.settings import ModelSettings
 from clipstream.utils.logs import set_level
 from clipstream.utils.section import own_path
 
+STORED_DTYPES = ("float32", "float16", "bfloat16", "int8")
 CHUNK_ROWS, ROWS_MULTIPLE = 8192, 4096
 NAME = re.compile(r"[A-Za-z0-9][\w-]{0,60}")
 TAKEN = ("image", "text", "ids", "samples", "texts", "model")  # names that no teacher may have
@@ -39,6 +39,20 @@ OWN_FLAGS = {
     "--random-weights": "true takes a teacher without pretrained weights, for tests",
     "--chunk-rows": f"samples of a file, a multiple of {ROWS_MULTIPLE}; {CHUNK_ROWS} unless given",
 }
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """The store to write."""
+
+    folder: Path  # of the store, absolute
+    towers: tuple[Literal["image", "text"], ...]  # of the settings' model; none to store teachers alone
+    views: int  # augmented views of each image; 0: the image as evaluations preprocess it
+    dtype: str  # of STORED_DTYPES
+    zstd: bool  # whether files are compressed
+    chunk_rows: int  # samples of a chunk
+    random_weights: bool  # whether a teacher may have no pretrained weights
+    batch_size: int  # images, or texts, of a forward pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,35 +94,22 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     settings = load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
     set_level(settings.log.level)
     settings.log_notices()
-    teachers: dict[str, ModelSettings] = {}
-    for text in own["--teacher"].split("\n") if "--teacher" in own else ():
-        name, equals, model = text.partition("=")
-        model, _, pretrained = model.partition(",")
-        if not equals or not model or not NAME.fullmatch(name):
-            raise SettingsError(
-                f"--teacher: expected NAME=MODEL[,PRETRAINED], with a NAME of letters, digits, - and _, not {text!r}"
-            )
-        if name.lower() in TAKEN:
-            raise SettingsError(f"--teacher: {name} is a part of every store: give the teacher another name")
-        if name.lower() in map(str.lower, teachers):
-            raise SettingsError(
-                f"--teacher: {name} is given twice: each teacher has a name of its own, in lower case too"
-            )
-        teachers[name] = ModelSettings(name=model, pretrained=pretrained or None, cache_dir=settings.model.cache_dir)
+    teachers = _teachers(own.get("--teacher", ""), settings.model.cache_dir)
     towers = _choice(own, "--towers", ("image", "text", "both"), "")
     if not towers and not teachers:
-        raise SettingsError("whose features? Give --towers image, text or both, or --teacher NAME=MODEL[,PRETRAINED]")
-    chunk_rows = _number(own, "--chunk-rows", CHUNK_ROWS, ROWS_MULTIPLE)
-    if chunk_rows % ROWS_MULTIPLE:
+        raise SettingsError("give --towers image, text or both, or --teacher NAME=MODEL[,PRETRAINED]")
+    chunk_rows = _number(own, "--chunk-rows", CHUNK_ROWS)
+    if chunk_rows < 1 or chunk_rows % ROWS_MULTIPLE:
         raise SettingsError(f"--chunk-rows: expected a multiple of {ROWS_MULTIPLE}, not {chunk_rows}")
-    if own.get("--views", "0") != "0" and not settings.data.augment.enabled:
-        raise SettingsError("--views: data.augment.enabled is false, so that all views are the same: leave one out")
+    views = _number(own, "--views", 0)
+    if views and not settings.data.augment.enabled:
+        raise SettingsError("--views requires data.augment.enabled")
     micro = settings.train.micro_batch_size
     chosen: dict[str, Any] = {"": (), "image": ("image",), "text": ("text",), "both": ("image", "text")}
     options = StoreOptions(
         folder=Path(own_path(argv[0])).absolute(),
         towers=chosen[towers],
-        views=_number(own, "--views", 0, 0),
+        views=views,
         dtype=_choice(own, "--dtype", STORED_DTYPES, "float16"),
         zstd=_choice(own, "--zstd", ("true", "false"), "false") == "true",
         chunk_rows=chunk_rows,
@@ -118,14 +119,29 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     return settings, options, teachers
 
 
+def _teachers(lines: str, cache_dir: str | None) -> dict[str, ModelSettings]:
+    """The teachers by name, of the values of --teacher. Raises SettingsError."""
+    teachers: dict[str, ModelSettings] = {}
+    for text in lines.splitlines():
+        name, _, model = text.partition("=")
+        model, _, pretrained = model.partition(",")
+        if not model or not NAME.fullmatch(name):
+            raise SettingsError(
+                f"--teacher: expected NAME=MODEL[,PRETRAINED], with a NAME of letters, digits, - and _, not {text!r}"
+            )
+        if name.lower() in (*TAKEN, *map(str.lower, teachers)):
+            raise SettingsError(f"--teacher: {name} is the name of another part of the store: give another name")
+        teachers[name] = ModelSettings(name=model, pretrained=pretrained or None, cache_dir=cache_dir)
+    return teachers
+
+
 def _choice(own: Mapping[str, str], flag: str, choices: Sequence[str], default: str) -> str:
     if (text := own.get(flag, default)) not in (*choices, default):
         raise SettingsError(f"{flag}: expected {', '.join(choices)}, not {text!r}")
     return text
 
 
-def _number(own: Mapping[str, str], flag: str, default: int, least: int) -> int:
-    text = own.get(flag, str(default))
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-        raise SettingsError(f"{flag}: expected a whole number, at least {least}, not {text!r}")
+def _number(own: Mapping[str, str], flag: str, default: int) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text := own.get(flag, str(default))):
+        raise SettingsError(f"{flag}: expected a whole number, not {text!r}")
     return int(text)

@@ -1,51 +1,69 @@
-"""What the verb `precompute` does: features of frozen towers and teachers, computed once and stored.
+"""The work of `clipstream precompute`: features of frozen towers and teachers, computed once and stored.
 
 Settings, a StoreOptions and teachers enter; a store of features is written (`features.manifest` has its layout). Each
-model is a pass over the data: decoding costs little beside a tower, and so every model has its own picture size,
+model is a pass over the data: decoding costs little beside a tower, and so every model has its own image size,
 tokenizer and batches. The ranks take the shards of a source in turn, or where there are few of them, their chunks.
+
+Batches never cross a chunk, and a chunk's texts are encoded in batches of their own, so that a stored row depends on
+its chunk alone: not on the number of ranks, nor on where an earlier call ended. Encoding runs ahead of the files: on a
+GPU nothing is waited for before the end of a chunk, whose rows are copied and written by a thread while the next chunk
+is encoded.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from clipstream.cli.verbs.precompute.compute import ChunkComputer, Pass
-from clipstream.cli.verbs.precompute.options import StoreOptions
+from clipstream.cli.verbs.precompute import StoreOptions
 from clipstream.config.settings import Settings, open_sources, require_equal
+from clipstream.data.batch import Batch
 from clipstream.data.build import chunk_loader
-from clipstream.data.decode.captions import CaptionExtractor, build_caption, candidates
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer
 from clipstream.data.loader.health import SourceHealth
-from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.pipeline import ModelInputs, SampleBatches
+from clipstream.data.loader.pipeline import BatchPart, FilledPart, ModelInputs, SampleBatches
 from clipstream.data.loader.sampler import ChunkPlan
 from clipstream.data.loader.workers import auto_workers
+from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import reading_of, stable_names, tokenizer_identity, views_of
 from clipstream.data.settings import JsonCaption, TokenizerSettings
-from clipstream.data.sources import SourceContext
 from clipstream.data.sources.registry import Source
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, DataError, Dropped, Interrupted, SettingsError, Stopped
-from clipstream.features.manifest import MODEL, SAMPLES, TEXTS, Manifest, PartInfo, ShardInfo, SourceInfo, part_folder
-from clipstream.features.writer import StoreWriter
+from clipstream.errors import ClipstreamError, DataError, Interrupted, SettingsError, Stopped
+from clipstream.features.codec import encode_rows
+from clipstream.features.manifest import (
+    IDS,
+    IMAGE,
+    MODEL,
+    SAMPLES,
+    TEXT,
+    TEXTS,
+    Manifest,
+    PartInfo,
+    ShardInfo,
+    SourceInfo,
+    sample_dtype,
+)
+from clipstream.features.writer import Chunk, StoreWriter, Texts
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.build import build_towers
 from clipstream.models.fingerprint import image_fingerprint, text_fingerprint, tower_state, weights_digest
@@ -54,18 +72,17 @@ from clipstream.models.model_config import WEIGHT_FILES
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights
-from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact
-from clipstream.storage.transfer import ShardError
 from clipstream.text import counted, duration, printable, printable_lines
 from clipstream.training.precision import Precision, autocast, check_device, prepare, resolve_precision
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
 
 FEW = 4  # shards a rank; where there are fewer, the ranks take chunks in turn
-LOOKED_AT, LOOKED = 4, 16  # shards that the estimate opens, and samples of each whose captions it counts
+AHEAD = 2  # chunks that wait to be written; each holds its rows in memory
 LINES_EVERY, REFRESH = 30.0, 0.5  # s between lines of progress, and between two redraws of a bar
 SHOWN = 5  # shards in a message
+Encode = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -117,44 +134,35 @@ def precompute(
             check_device(world.device, precision)
             _compute(Job(settings, options, teachers, world, watch, precision))
     except Interrupted:
-        text = f"stopped by {signals.received}: rerun the same command to continue {options.folder}"
-        raise Stopped(text) from None
+        raise Stopped(f"stopped by {signals.received}: rerun the same command to continue {options.folder}") from None
 
 
 def _compute(job: Job) -> None:
     """Models and store; then, for each model, a pass over each source."""
-    world, folder = job.world, job.options.folder
+    world, folder, began = job.world, job.options.folder, time.monotonic()
     models = [_build(job, name) for name in (*([""] if job.options.towers else []), *job.teachers)]
     sources = open_sources(job.settings)
     draft = _manifest(job, models, sources)
     writer = StoreWriter(folder, draft) if world.is_main else None
     world.barrier()
-    writer = writer or StoreWriter(folder, draft, rank=world.rank)
-    try:
-        guess = None
-        if world.is_main:
-            if job.options.towers:
-                _save_model(models[0].towers, folder / MODEL, writer.manifest)
-            guess = estimate(job.settings, writer.manifest, sources)
-            guess.announce(folder)
-        progress, counts = Progress(guess, len(models), world), Counts()
+    with writer or StoreWriter(folder, draft, rank=world.rank) as writer:
+        if world.is_main and job.options.towers:
+            _save_model(models[0].towers, folder / MODEL, writer.manifest)
+        found: dict[str, SourceHealth] = {}
         for model in models:
             prepare(model.towers, job.precision)
             model.towers.to(world.device).eval()
             for name in sources:
-                _pass(job, model, name, writer, progress, counts)
+                if (health := _pass(job, model, name, writer)) is not None:
+                    found.setdefault(name, health)
             model.towers.to("cpu")
             if world.device.startswith("cuda"):
                 torch.cuda.empty_cache()
-        progress.close()
         world.arrive("precomputed")  # the shares of ranks may take hours more or less
-        counts = Counts.merged(world.gather_objects(counts))
-        counts.check()
+        merged = _merged(world.gather_objects(found))
         if world.is_main:
-            _conclude(folder, writer.finish(), counts, time.monotonic() - progress.began)
+            _conclude(folder, writer.finish(), merged, time.monotonic() - began)
         world.barrier()
-    finally:
-        writer.close()
 
 
 def _build(job: Job, name: str) -> Model:
@@ -247,41 +255,35 @@ def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
         ) from error
 
 
-def _pass(job: Job, model: Model, name: str, writer: StoreWriter, progress: Progress, counts: Counts) -> None:
+def _pass(job: Job, model: Model, name: str, writer: StoreWriter) -> SourceHealth | None:
     """Compute what the store lacks of one model's features of one source, as far as it is this rank's share.
+
+    Returns what was read, None if nothing was missing.
 
     Raises DataError: a shard could be opened before and not now, or more samples fail than the settings allow.
     """
     settings, options, towers, world = job.settings, job.options, model.towers, job.world
 
-    def encoder(encode: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        def encoded(rows: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad(), autocast(world.device, job.precision):
-                return encode(rows)
-
-        return encoded
+    def encoded(encode: Encode, rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), autocast(world.device, job.precision):
+            return encode(rows)
 
     made = Pass(
         parts=model.parts,
-        encode_image=encoder(towers.encode_image) if "image" in model.parts else None,
-        encode_text=encoder(towers.encode_text) if "text" in model.parts else None,
+        encode_image=partial(encoded, towers.encode_image) if IMAGE in model.parts else None,
+        encode_text=partial(encoded, towers.encode_text) if TEXT in model.parts else None,
         context_length=model.tokenizer.context_length,
         batch_size=options.batch_size,
         device=world.device,
     )
-    share = Share.of(writer, name, made.names, world)
-    progress.skip(share.samples)
+    share = Share.of(writer, name, [SAMPLES, TEXTS, *model.parts.values()], world)
     if not share.todo:
-        return
+        return None
     data = settings.data
     if data.workers == "auto":
         data = data.model_copy(update={"workers": auto_workers(world)})
     batch_size = max(1, options.batch_size // max(1, options.views))
     seed = mix(settings.run.seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
-
-    def key(shard: int) -> int:
-        return mix(shard, state=seed)
-
     plan = ChunkPlan(
         shards=share.todo,
         wanted=share.wanted,
@@ -289,16 +291,16 @@ def _pass(job: Job, model: Model, name: str, writer: StoreWriter, progress: Prog
         batch_size=batch_size,
         lanes=max(1, min(int(data.workers), batch_size)),
         depth=data.prefetch,
-        key=key if options.views else None,
+        key=(lambda shard: mix(shard, state=seed)) if options.views else None,
     )
     inputs = ModelInputs(model.tokenizer, towers.image)
     loader = chunk_loader(data, name, plan, inputs, views=options.views, done=share.done, device=world.device)
     job.watch.on_exit(loader.close)
-    with loader, ChunkComputer(writer, name, made, key=plan.key) as computer:
+    progress = Progress(f"{model.name or 'model'} on {name}", share.todo, shown=world.is_main)
+    with loader, progress, ChunkComputer(writer, name, made, key=plan.key) as computer:
         try:
             for batch in loader:
-                computer.add(batch, loader.parts)
-                progress.add(len(batch))
+                progress.add(len(batch), shard=computer.add(batch, loader.parts))
         except torch.OutOfMemoryError as error:
             raise ClipstreamError(f"the GPU's memory is full: use a smaller --batch-size ({error})") from error
     health = loader.health.sources[name]
@@ -309,7 +311,8 @@ def _pass(job: Job, model: Model, name: str, writer: StoreWriter, progress: Prog
         if writer.shard_samples(name, number) is not None:
             raise DataError(f"source {name!r}: {redact(shard)} was read before, and now: {fault}")
         writer.write_empty(name, number, fault)
-    counts.add(model.name, name, loader)
+    health.listed = []
+    return health
 
 
 @dataclass
@@ -322,7 +325,6 @@ class Share:
     present: set[tuple[int, int]] = field(default_factory=set)  # (shard, chunk) of the share that need not be computed
     todo: list[int] = field(default_factory=list)  # shards that may lack a chunk
     done: list[int] = field(default_factory=list)  # the other shards of the share
-    samples: int = 0  # in the chunks that are present
 
     def owns(self, shard: int, chunk: int) -> bool:
         """Whether a chunk is in the share."""
@@ -338,214 +340,79 @@ class Share:
         manifest = writer.manifest
         shards, rows = len(manifest.sources[source].shards), manifest.chunk_rows
         share = cls(world.rank, world.size, by_chunk=shards < FEW * world.size)
-        names = re.compile(r"([0-9]+)-([0-9]+)\.safetensors")
-        listed: dict[int, list[int]] = {}
-        for path in (writer.path / part_folder(TEXTS, source)).glob("*-*.safetensors*"):
-            if found := names.match(path.name):
-                listed.setdefault(int(found[1]), []).append(int(found[2]))
         for shard in range(shards):
             if not share.by_chunk and not share.owns(shard, 0):
                 continue
             size = writer.shard_samples(source, shard)
-            chunks = listed.get(shard, []) if size is None else list(range(-(-size // rows)))
-            mine = [chunk for chunk in chunks if share.owns(shard, chunk)]
+            mine = [chunk for chunk in range(-(-(size or 0) // rows)) if share.owns(shard, chunk)]
             here = [chunk for chunk in mine if not any(writer.missing(source, shard, chunk, part) for part in parts)]
             share.present.update((shard, chunk) for chunk in here)
-            share.samples += sum(min(rows, (size or rows) - chunk * rows) for chunk in here if size is not None)
             (share.todo if size is None or len(here) < len(mine) else share.done).append(shard)
         return share
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What will be computed, from looking at some shards."""
-
-    samples: int | None  # None if that takes opening remote shards
-    shards: int
-    exact: bool
-    captions: float  # of a sample
-    parts: dict[str, int]  # part -> bytes of all samples, or of one where their number is unknown
-
-    def announce(self, folder: Path) -> None:
-        """Print the estimate, and warn if the disk has less space."""
-        about = "" if self.exact else "about "
-        total, free = sum(self.parts.values()), shutil.disk_usage(folder).free
-        sizes = ", ".join(f"{part} {decimal(size)}" for part, size in self.parts.items())
-        shards = counted(self.shards, "shard", ",")
-        if self.samples is None:
-            announce(f"samples  unknown, in {shards}")
-            announce(f"size     {total:,} bytes a sample ({sizes}); {decimal(free)} are free in {folder}")
-            return
-        announce(f"samples  {about}{self.samples:,} in {shards}; captions {self.captions:.3g} a sample")
-        announce(f"size     about {decimal(total)} ({sizes}); {decimal(free)} are free in {folder}")
-        if total > free:
-            logger.warning(f"the disk of {folder} has {decimal(free)} free, and the store may need {decimal(total)}")
-
-
-def estimate(settings: Settings, manifest: Manifest, sources: Mapping[str, Source]) -> Estimate:
-    """Samples and bytes of the store; opens a few local shards, and no remote one."""
-    total: int | None = 0
-    exact, looks = True, _Looks()
-    with closing(ShardCache(None)) as store:
-        for name, source in sources.items():
-            section = settings.data.sources[name]
-            opening = Source(section, SourceContext(store, settings.data.cache, f"data.sources.{name}"))
-            counts = looks.add(opening, build_caption(section.caption))
-            if source.samples is not None:
-                held: int | None = source.samples
-            else:
-                held = sum(counts) * len(source.names) // len(counts) if counts else None
-                exact = exact and len(counts) == len(source.names)
-            total = None if total is None or held is None else total + held
-    each = sum(looks.captions) / len(looks.captions) if looks.captions else 1.0
-    rows = {"sample": 1.0, "view": float(max(1, manifest.views)), "caption": each}
-    one = {part: info.row_bytes * rows[info.rows_per] for part, info in manifest.parts.items()}
-    one[SAMPLES] = max(manifest.row_bytes(SAMPLES, name) for name in manifest.sources)
-    one[TEXTS] = sum(looks.sizes) / len(looks.sizes) if looks.sizes else 64.0
-    parts = {part: round(size * (1 if total is None else total)) for part, size in one.items()}
-    return Estimate(total, sum(len(source.names) for source in sources.values()), exact, each, parts)
-
-
-@dataclass
-class _Looks:
-    """What some samples hold."""
-
-    captions: list[int] = field(default_factory=list)  # number of captions of each
-    sizes: list[int] = field(default_factory=list)  # bytes in the part `texts` of each
-
-    def add(self, source: Source, extract: CaptionExtractor) -> list[int]:
-        """Look into some local shards of a source; the number of samples of each."""
-        local = [shard for shard in source.names if not source.types[shard].is_remote(shard)]
-        counts = []
-        for shard in local[:: max(1, -(-len(local) // LOOKED_AT))]:
-            try:
-                opened = source.open(shard)
-            except (ShardError, OSError):
-                continue
-            samples = opened.index.samples
-            counts.append(len(samples))
-            for number in range(0, len(samples), max(1, -(-len(samples) // LOOKED))):
-                ref = samples[number]
-                with suppress(Dropped):
-                    sample = {"__key__": ref.key, "__url__": "", **opened.load(ref)}
-                    texts = [text for path in candidates(extract, sample) for text in path]
-                    self.captions.append(len(texts))
-                    self.sizes.append(sum(len(text.encode()) + 8 for text in texts) + len(ref.key) + 24)
-            opened.close()
-            source.types[shard].release(shard)
-        return counts
-
-
 class Progress:
-    """The progress of rank 0, speed and time left included: a bar on a terminal, lines elsewhere.
+    """The progress of a pass over `shards`: a bar on a terminal, lines elsewhere; a context manager."""
 
-    Args:
-        guess: on rank 0; other ranks show nothing.
-        passes: number of models.
-    """
-
-    def __init__(self, guess: Estimate | None, passes: int, world: World) -> None:
-        self.began = self._said = time.monotonic()
-        self._shown, self._where = guess is not None, " on rank 0" * (world.size > 1)
-        samples = None if guess is None or guess.samples is None else guess.samples * passes
+    def __init__(self, name: str, shards: Sequence[int], *, shown: bool) -> None:
+        self._name, self._shown, self._total = name, shown, len(shards)
+        self._place = {shard: place for place, shard in enumerate(shards)}
+        self._began = self._said = time.monotonic()
+        self._samples = 0
         # Without a refreshing thread, as data workers are forked while the bar is shown.
         self._bar = RichProgress(
-            TextColumn("precompute"), BarColumn(), TextColumn("{task.description}"),
-            console=Console(force_terminal=True), auto_refresh=False, disable=not (self._shown and sys.stdout.isatty()),
+            TextColumn("{task.fields[name]}", markup=False), BarColumn(), MofNCompleteColumn(),
+            TextColumn("shards  {task.description}"),
+            console=Console(force_terminal=True), auto_refresh=False, disable=not (shown and sys.stdout.isatty()),
         )  # fmt: skip
-        self._bar.add_task("", total=None if samples is None else -(-samples // world.size))
-        self._task = self._bar.tasks[0]
+        self._task = self._bar.add_task("", total=self._total, name=name)
+
+    def __enter__(self) -> Progress:
         self._bar.start()
+        return self
 
-    def skip(self, samples: int) -> None:
-        """Leave out samples whose features are there."""
-        if samples and self._task.total is not None:
-            self._bar.update(self._task.id, total=max(self._task.total - samples, 0))
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
-    def add(self, samples: int) -> None:
-        """Count a batch that was encoded, or is being encoded by a GPU."""
-        self._bar.advance(self._task.id, samples)
-        now = time.monotonic()
-        if self._shown and now - self._said >= (LINES_EVERY if self._bar.disable else REFRESH):
-            self._said = now
-            self._draw()
-
-    def close(self) -> None:
-        """Draw the bar for the last time."""
-        if not self._bar.disable:
-            self._draw()
-            self._bar.stop()
-
-    def _draw(self) -> None:
-        task = self._task
-        of = "" if task.total is None else f" of about {task.total:,.0f}"
-        parts = [f"{task.completed:,.0f}{of} samples{self._where}"]
-        if task.speed:
-            parts.append(f"{task.speed:,.0f} samples/s")
-        if task.time_remaining is not None:
-            parts.append(f"{duration(task.time_remaining)} left")
+    def add(self, samples: int, *, shard: int) -> None:
+        """Count a batch of a shard that was encoded, or is being encoded by a GPU."""
+        self._samples += samples
+        now, place = time.monotonic(), self._place[shard]
+        if not self._shown or now - self._said < (LINES_EVERY if self._bar.disable else REFRESH):
+            return
+        self._said, took = now, now - self._began
+        text = f"{self._samples:,} samples  {self._samples / took:,.0f} samples/s"
+        if place:
+            text += f"  {duration(took * (self._total - place) / place)} left"
         if self._bar.disable:
-            announce("  ".join(parts))
+            announce(f"{self._name}  shard {place + 1:,} of {self._total:,}  {text}")
         else:
-            self._bar.update(task.id, description="  ".join(parts), refresh=True)
+            self._bar.update(self._task, completed=place, description=text, refresh=True)
 
 
-@dataclass
-class Counts:
-    """What was read and dropped now, of all passes of a rank, or of all ranks."""
-
-    # (name of a teacher or '', source) -> counts
-    health: dict[tuple[str, str], SourceHealth] = field(default_factory=dict)
-    complaints: dict[tuple[str, str], str] = field(default_factory=dict)  # why no sample was usable
-
-    def add(self, model: str, source: str, loader: Loader) -> None:
-        """Add a pass that has ended."""
-        health = loader.health.sources[source]
-        health.listed = []
-        self.health[model, source] = health
-        if complaint := loader.complaint():
-            self.complaints[model, source] = complaint
-
-    @classmethod
-    def merged(cls, ranks: Sequence[Counts]) -> Counts:
-        """Those of all ranks together."""
-        found = cls()
-        for one in ranks:
-            for key, health in one.health.items():
-                if key in found.health:
-                    found.health[key].merge(health)
-                else:
-                    found.health[key] = health
-            found.complaints |= one.complaints
-        return found
-
-    def check(self) -> None:
-        """Raise DataError if no sample of a source was usable."""
-        for key, health in self.health.items():
-            if health.read and not health.used:
-                raise DataError(self.complaints.get(key, f"source {key[1]!r}: no sample is usable"))
-
-    def lines(self) -> Iterator[str]:
-        """Lines for the terminal."""
-        first: dict[str, SourceHealth] = {}
-        for (model, source), health in self.health.items():
-            if first.setdefault(source, health) is health:
-                yield f"source {source}: {health.read:,} samples read now, {health.used:,} used"
-                for reason, count in health.dropped.most_common():
-                    yield f"  {count:,} ({count / health.read:.1%}) dropped: {reason}, e.g. {health.examples[reason]}"
-                for shard, fault in list(health.faults.items())[:SHOWN]:
-                    yield f"  {printable(shard)}: {printable(fault, 500)}"
-                if len(health.faults) > SHOWN:
-                    yield f"  … and {len(health.faults) - SHOWN:,} more shards"
-            elif health.dropped != first[source].dropped and health.read == first[source].read:
-                lost = health.dropped.total() - first[source].dropped.total()
-                yield f"  {lost:+,} dropped for {model}: their features are zeros"
+def _merged(ranks: Sequence[Mapping[str, SourceHealth]]) -> dict[str, SourceHealth]:
+    """The counts of all ranks by source. Raises DataError: no sample of a source was usable."""
+    found: dict[str, SourceHealth] = {}
+    for name, health in ((name, health) for one in ranks for name, health in one.items()):
+        found.setdefault(name, SourceHealth()).merge(health)
+    for name, health in found.items():
+        if health.read and not health.used:
+            raise DataError(f"source {name!r}: no sample is usable: {health.funnel()}")
+    return found
 
 
-def _conclude(folder: Path, manifest: Manifest, counts: Counts, seconds: float) -> None:
+def _conclude(folder: Path, manifest: Manifest, found: Mapping[str, SourceHealth], seconds: float) -> None:
     """Print what was dropped, and what the store holds."""
-    for line in counts.lines():
-        announce(printable_lines(line))
+    for source, health in found.items():
+        lines = [f"source {source}: {health.read:,} samples read now, {health.used:,} used"]
+        for reason, count in health.dropped.most_common():
+            lines.append(f"  {count:,} ({count / health.read:.1%}) dropped: {reason}, e.g. {health.examples[reason]}")
+        for shard, fault in list(health.faults.items())[:SHOWN]:
+            lines.append(f"  {printable(shard)}: {printable(fault, 500)}")
+        if len(health.faults) > SHOWN:
+            lines.append(f"  … and {len(health.faults) - SHOWN:,} more shards")
+        for line in lines:
+            announce(printable_lines(line))
     shards = [shard for source in manifest.sources.values() for shard in source.shards]
     lost = sum(bool(shard.reason) for shard in shards)
     missing = f", without {lost:,} that could not be opened" if lost else ""
@@ -554,3 +421,178 @@ def _conclude(folder: Path, manifest: Manifest, counts: Counts, seconds: float) 
         f"{folder} is complete: {', '.join(manifest.parts)} of {samples:,} samples in "
         f"{counted(len(shards), 'shard', ',')}{missing}; {duration(seconds)}"
     )
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a pass over the data makes."""
+
+    parts: Mapping[str, str]  # any of IMAGE, TEXT and IDS -> name of the part in the store
+    encode_image: Encode | None  # uint8 [n, 3, H, W] -> L2-normalised [n, D]; both on the device
+    encode_text: Encode | None  # int [c, T] -> L2-normalised [c, D]
+    context_length: int  # T
+    batch_size: int  # texts of a forward pass
+    device: str  # torch's name of it
+
+
+@dataclass
+class _Batches:
+    """The batches of a chunk while they come."""
+
+    shard: int
+    number: int  # of the chunk
+    shard_samples: int  # of the whole shard
+    checksums: list[torch.Tensor] = field(default_factory=list)  # of the images, of each batch
+    weights: list[torch.Tensor] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)  # encoded rows of the part `image`
+    ids: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    texts: list[list[list[str]]] = field(default_factory=list)  # of each sample, by path
+    reasons: list[str] = field(default_factory=list)  # '' for a sample that is used
+
+
+class ChunkComputer:
+    """Encodes the batches of a source and writes its chunks; a context manager that waits for the last one.
+
+    Args:
+        key: key of the random numbers of a shard's samples, as ChunkPlan has it; None without augmented views.
+    """
+
+    def __init__(self, writer: StoreWriter, source: str, made: Pass, *, key: Callable[[int], int] | None) -> None:
+        self.writer, self.source, self.made, self.manifest = writer, source, made, writer.manifest
+        self._key = key
+        self._chunk: _Batches | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chunks")
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> ChunkComputer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._pending and kind is None:
+                self._pending.popleft().result()
+        finally:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def add(self, batch: Batch, filled: Sequence[FilledPart]) -> int:
+        """Encode the next batch, and write its chunk if it is the last one of it; return the number of its shard.
+
+        Args:
+            filled: `Loader.parts` of the batch.
+
+        Raises:
+            DataError: data workers read different samples.
+            OSError: an earlier chunk could not be written.
+        """
+        parts = [part for part in filled if isinstance(part, BatchPart)]
+        cursor, rows = _position_of(parts), self.manifest.chunk_rows
+        chunk = self._chunk
+        if chunk is None:
+            samples = max(part.candidates.shard_samples for part in parts if part.candidates is not None)
+            chunk = self._chunk = _Batches(cursor.group, cursor.window // rows, samples)
+        self._collect(chunk, batch, parts)
+        if chunk.number * rows + len(chunk.keys) == min(chunk.shard_samples, (chunk.number + 1) * rows):
+            self._chunk = None
+            on_host = _to_host(self._rows(chunk))
+            while len(self._pending) >= AHEAD:
+                self._pending.popleft().result()
+            self._pending.append(self._thread.submit(self._write, chunk, on_host))
+        return chunk.shard
+
+    def _collect(self, chunk: _Batches, batch: Batch, parts: Sequence[BatchPart]) -> None:
+        """Add a batch to its chunk; on a GPU without waiting for it."""
+        keys = {slot: key for part in parts for slot, key in part.keys.items()}
+        own = [part.candidates for part in parts if part.candidates is not None]
+        texts = {slot: found for one in own for slot, found in one.texts.items()}
+        reasons = {slot: reason for one in own for slot, reason in one.dropped.items()}
+        for slot in range(len(batch)):
+            chunk.keys.append(keys[slot].partition("/")[2])
+            chunk.texts.append(texts.get(slot, []))
+            chunk.reasons.append("" if slot in texts else reasons[slot])
+        # Workers fill consecutive slots, so that their ids follow each other in the order of the slots.
+        for one in sorted((one for one in own if one.texts), key=lambda one: min(one.texts)):
+            chunk.ids.append(one.ids)
+        assert batch.pictures is not None
+        chunk.checksums.append(batch.pictures.clone())  # on the CPU the loader fills its memory again
+        chunk.weights.append(batch.weights.clone())
+        if self.made.encode_image is not None:
+            assert batch.pixels is not None
+            features = self.made.encode_image(batch.pixels)
+            used = (batch.weights > 0).repeat_interleave(max(self.manifest.views, 1))
+            features = torch.where(used[:, None], features, 0.0)
+            chunk.rows.append(encode_rows(features, self.manifest.parts[self.made.parts[IMAGE]].dtype))
+
+    def _rows(self, chunk: _Batches) -> dict[str, torch.Tensor]:
+        """The rows of a whole chunk by part, and its checksums and weights."""
+        made, infos = self.made, self.manifest.parts
+        rows = {"checksums": torch.cat(chunk.checksums), "weights": torch.cat(chunk.weights)}
+        ids = np.concatenate(chunk.ids) if chunk.ids else np.empty((0, made.context_length), np.int32)
+        if IMAGE in made.parts:
+            rows[made.parts[IMAGE]] = torch.cat(chunk.rows)
+            chunk.rows.clear()
+        if TEXT in made.parts:
+            assert made.encode_text is not None
+            info = infos[made.parts[TEXT]]
+            found = [encode_rows(torch.empty(0, info.width, device=made.device), info.dtype)]
+            for start in range(0, len(ids), made.batch_size):
+                some = torch.from_numpy(np.ascontiguousarray(ids[start : start + made.batch_size]))
+                if made.device.startswith("cuda"):
+                    some = some.pin_memory().to(made.device, non_blocking=True)
+                found.append(encode_rows(made.encode_text(some), info.dtype))
+            rows[made.parts[TEXT]] = torch.cat(found)
+        if IDS in made.parts:
+            rows[made.parts[IDS]] = torch.from_numpy(ids.astype(infos[made.parts[IDS]].dtype))
+        return rows
+
+    def _write(self, chunk: _Batches, on_host: Callable[[], dict[str, torch.Tensor]]) -> None:
+        """In the thread: the files of a chunk. Those that exist stay."""
+        rows: dict[str, Any] = on_host()
+        manifest, count = self.manifest, len(chunk.keys)
+        samples = np.zeros(count, sample_dtype(manifest.views, manifest.sources[self.source].paths))
+        samples["used"], samples["pictures"] = rows.pop("weights").numpy() > 0, rows.pop("checksums").numpy()
+        for number, texts in enumerate(chunk.texts):
+            if texts:
+                samples["counts"][number] = [len(path) for path in texts]
+        counts = samples["counts"].sum(axis=1)
+        samples["start"] = np.cumsum(counts) - counts
+        if self._key is not None:
+            state, first = self._key(chunk.shard), chunk.number * manifest.chunk_rows
+            keys = [mix(first + number, state=state) for number in range(count)]
+            samples["views"] = [[mix(view, state=key) for view in range(manifest.views)] for key in keys]
+        captions = [[text for path in paths for text in path] for paths in chunk.texts]
+        where = Chunk(self.source, chunk.shard, chunk.number, chunk.shard_samples)
+        self.writer.write(where, {**rows, SAMPLES: samples}, Texts(chunk.keys, captions, chunk.reasons))
+
+
+def _position_of(parts: Sequence[BatchPart]) -> Cursor:
+    """The cursor of all lanes after a batch (see ChunkSampler).
+
+    Raises DataError: lanes are at different samples, as a shard could be read by one worker and not by another.
+    """
+    cursors = [lane.cursors[0] for part in parts for lane in part.lanes.values()]
+    if any(cursor != cursors[0] for cursor in cursors):
+        raise DataError(
+            "a shard could be opened by one data worker and not by another: rerun the same command to continue"
+        )
+    return cursors[0]
+
+
+def _to_host(tensors: dict[str, torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
+    """A function that returns the tensors on the CPU; those of a GPU are copied in the background."""
+    gpu = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    if gpu is None:
+        return lambda: tensors
+    copies = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.is_cuda:
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies[name].copy_(tensor, non_blocking=True)
+    done: Any = torch.cuda.current_stream(gpu).record_event()
+
+    def wait() -> dict[str, torch.Tensor]:
+        with torch.cuda.device(gpu):  # else a thread takes memory of GPU 0
+            done.synchronize()
+        return copies
+
+    return wait

@@ -1,6 +1,6 @@
-"""`clipstream search`: a store of features and a command line enter; tables are printed, and a file is written.
+"""The topics of `clipstream search`: a store and a command line enter; tables are printed, and a file is written.
 
-Queries by picture or text are encoded by the model in the store, in float32.
+Queries by image or text are encoded by the model in the store, in float32.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.settings import ModelTokenizer
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.features.analysis import clusters as kmeans
-from clipstream.features.analysis import faiss_index
 from clipstream.features.analysis import search as exact
 from clipstream.features.analysis.rows import Name, PairScores, StoredRows, pair_scores
-from clipstream.features.analysis.tables import TableWriter, check_suffix
+from clipstream.features.analysis.tables import SAMPLE, TableWriter, check_suffix
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.store import FeatureStore
 from clipstream.models.build import build_towers
@@ -36,45 +35,61 @@ SHOWN = 25  # rows of a table
 CELL = 100  # characters of a caption or query
 QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 RECALL_QUERIES = 100  # of which the recall of an index is measured
-SAMPLE = (("source", pa.string()), ("shard", pa.string()), ("key", pa.string()))
 
 
-def neighbours(options: argparse.Namespace) -> None:
-    """Print the rows nearest to each query.
+def search(options: argparse.Namespace) -> None:
+    """Run the topic that the command line names.
 
     Raises:
-        SettingsError: no query, a picture that cannot be read, no such key, no model in the store, or no FAISS.
+        SettingsError: an option does not fit the store, or the file cannot be written.
         DataError: the store cannot be read, or has no rows.
     """
-    store, rows = _opened(options)
-    titles, queries = _queries(options, store, rows)
-    device = _device(options.device)
+    if options.out:
+        check_suffix(Path(options.out))
+    store = FeatureStore.open(options.store, options.cache)
+    rows = StoredRows(store, IMAGE if options.topic == "scores" else options.part)
+    if not len(rows):
+        raise DataError(f"{store.shown} has no rows in {rows.part}: all samples were dropped")
+    if options.topic == "scores":
+        scores(options, rows)
+        return
+    try:
+        device = "cuda" if options.device == "auto" and torch.cuda.is_available() else options.device
+        device = torch.empty(0, device="cpu" if device == "auto" else device).device
+    except (RuntimeError, AssertionError) as error:
+        raise SettingsError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
+    {"neighbours": neighbours, "duplicates": duplicates, "clusters": clusters}[options.topic](options, rows, device)
+
+
+def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
+    """Print, and write, the rows nearest to each query."""
+    titles, queries = _queries(options, rows)
     if options.index == "exact":
         found = exact.search(rows, queries, options.k, device=device)
     else:
-        if "://" in store.shown:
-            raise SettingsError(f"--index: an index is kept beside the features: copy {store.shown} to this machine")
-        path = Path(store.path) / "faiss" / f"{options.part}.{re.sub(r'[^A-Za-z0-9,]+', '_', options.index)}.index"
-        factory = options.index.partition(":")[2]
-        index = faiss_index.open_index(rows, factory, path, rows.identity())
+        if "://" in rows.store.shown:
+            raise SettingsError(
+                f"--index: the store must be local, as the index is kept in it: copy {rows.store.shown}"
+            )
+        path = Path(rows.store.path) / "faiss" / f"{rows.part}.{re.sub(r'[^A-Za-z0-9,]+', '_', options.index)}.index"
+        index = exact.open_index(rows, options.index.partition(":")[2], path, rows.identity())
         found = index.search(queries, min(options.k, len(rows)))
         reference = exact.search(rows, queries[:RECALL_QUERIES], options.k, device=device)
-        share = faiss_index.recall(exact.Found(*(of[:RECALL_QUERIES] for of in found)), reference)
+        share = exact.recall(exact.Found(*(of[:RECALL_QUERIES] for of in found)), reference)
         print(f"index {path} ({index.factory}): recall@{options.k} {share:.4f} of {len(reference.rows)} queries")
-    names = dict(zip(wanted := sorted({*found.rows.flatten().tolist()} - {-1}), rows.names(wanted), strict=True))
+    names = _names(rows, found.rows)
     table = _table("Neighbours", "query", "rank", "score", "sample", "caption")
     written: list[dict[str, Any]] = []
-    for title, scores, numbers in zip(titles, found.scores.tolist(), found.rows.tolist(), strict=True):
-        for rank, (score, row) in enumerate(zip(scores, numbers, strict=True), start=1):
+    for title, of_query, numbers in zip(titles, found.scores.tolist(), found.rows.tolist(), strict=True):
+        for rank, (score, row) in enumerate(zip(of_query, numbers, strict=True), start=1):
             if row < 0:
                 continue  # the index found fewer
             name = names[row]
             caption = name.captions[0] if name.captions else ""
             about = {"source": name.source, "shard": name.shard, "key": name.key, "caption": caption}
             written.append({"query": title, "rank": rank, "score": score, **about})
-            first = printable(title, CELL) if rank == 1 else ""
-            label, text = printable(name.label, CELL), printable(caption, CELL)
-            table.add_row(first, str(rank), f"{score:.4f}", label, text)
+            cells = printable(title, CELL) if rank == 1 else "", printable(name.label, CELL), printable(caption, CELL)
+            table.add_row(cells[0], str(rank), f"{score:.4f}", *cells[1:])
     ResultConsole(markup=False).print(table)
     if options.out:
         start, end = (("query", pa.string()), ("rank", pa.int32()), ("score", pa.float32())), ("caption", pa.string())
@@ -82,19 +97,11 @@ def neighbours(options: argparse.Namespace) -> None:
             writer.write({name: [row[name] for row in written] for name in writer.schema.names})
 
 
-def duplicates(options: argparse.Namespace) -> None:
-    """Print groups of near-duplicates; the file lists the samples to drop.
-
-    Raises:
-        SettingsError: the threshold is no cosine, or the part is not one of pictures.
-        DataError: the store cannot be read, or has no rows.
-    """
-    if not -1 <= options.threshold <= 1:
-        raise SettingsError(f"--threshold is a cosine, from -1 to 1, not {options.threshold:g}")
-    store, rows = _opened(options)
-    if store.manifest.per_caption(options.part):
-        raise SettingsError(f"--part {options.part}: near-duplicates are images; take a part of images")
-    roots = exact.duplicates(rows, options.threshold, device=_device(options.device))
+def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
+    """Print groups of near-duplicates; the file lists the samples to drop."""
+    if rows.per_caption:
+        raise SettingsError(f"--part {rows.part}: near-duplicates are images: name a part of images")
+    roots = exact.duplicates(rows, options.threshold, device=device)
     first, sizes = np.unique(roots, return_counts=True)
     groups = first[sizes > 1][np.argsort(-sizes[sizes > 1], kind="stable")]
     size_of = dict(zip(first.tolist(), sizes.tolist(), strict=True))
@@ -125,27 +132,18 @@ def duplicates(options: argparse.Namespace) -> None:
         print(options.out)
 
 
-def clusters(options: argparse.Namespace) -> None:
-    """Print sizes and nearest rows of clusters; the file lists the cluster of each row.
-
-    Raises:
-        SettingsError: more clusters than rows.
-        DataError: the store cannot be read, or has no rows.
-    """
-    _, rows = _opened(options)
-    device = _device(options.device)
+def clusters(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
+    """Print sizes and nearest rows of clusters; the file lists the cluster of each row."""
     found = kmeans.kmeans(
         rows, options.k, seed=options.seed, init=options.init, iterations=options.iterations, device=device
     )
     near = exact.search(rows, found.centroids, options.nearest, device=device)
-    names = dict(zip(wanted := sorted({*near.rows.flatten().tolist()}), rows.names(wanted), strict=True))
+    names = _names(rows, near.rows)
     table = _table("Clusters", "cluster", "rows", "share", "nearest")
     for number in found.sizes.sort(descending=True, stable=True).indices.tolist():
-        size = int(found.sizes[number])
-        labels = []
-        for row in near.rows[number].tolist():
-            caption = next(iter(names[row].captions), "")
-            labels.append(printable(f"{names[row].label}: {caption}" if caption else names[row].label, CELL))
+        size, labels = int(found.sizes[number]), []
+        for name in (names[row] for row in near.rows[number].tolist()):
+            labels.append(printable(": ".join([name.label, *name.captions[:1]]), CELL))
         table.add_row(str(number), f"{size:,}", f"{size / len(rows):.2%}", "\n".join(labels))
     ResultConsole(markup=False).print(table)
     print(f"mean cosine with the centroid {found.means[-1]:.4f} after {len(found.means) - 1} iterations")
@@ -165,21 +163,11 @@ def clusters(options: argparse.Namespace) -> None:
         print(options.out)
 
 
-def scores(options: argparse.Namespace) -> None:
-    """Print quantiles of the cosines of pictures and captions; the file lists the pairs, or the samples kept.
-
-    Raises:
-        SettingsError: the store lacks one of the parts, or the share is none.
-        DataError: the store cannot be read, or has no pairs.
-    """
-    if options.top_fraction is not None and not 0 < options.top_fraction <= 1:
-        raise SettingsError(f"--top-fraction is a share above 0 and at most 1, not {options.top_fraction:g}")
-    if options.out:
-        check_suffix(Path(options.out))
-    store = FeatureStore.open(options.store, options.cache)
+def scores(options: argparse.Namespace, images: StoredRows) -> None:
+    """Print quantiles of the cosines of images and captions; the file lists the pairs, or the samples kept."""
+    store = images.store
     # Made at once: small arrays that stay between large ones that go would keep the memory of these from reuse.
-    every = np.empty(len(StoredRows(store, TEXT)), np.float32)
-    of_samples = np.empty(len(StoredRows(store, IMAGE)), np.float32)
+    every, of_samples = np.empty(len(StoredRows(store, TEXT)), np.float32), np.empty(len(images), np.float32)
     pairs = samples = 0
     for some in pair_scores(store):
         every[pairs : pairs + len(some.scores)] = some.scores.numpy()
@@ -243,62 +231,57 @@ def _best(some: PairScores) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
     return samples, best.scatter_reduce(0, torch.from_numpy(places), some.scores, "amax")
 
 
-def _opened(options: argparse.Namespace) -> tuple[FeatureStore, StoredRows]:
-    """The store and the rows of the part. Raises SettingsError, DataError."""
-    if options.out:
-        check_suffix(Path(options.out))
-    store = FeatureStore.open(options.store, options.cache)
-    rows = StoredRows(store, options.part)
-    if not len(rows):
-        raise DataError(f"{store.shown} has no rows in {options.part}: all samples were dropped")
-    return store, rows
-
-
-def _queries(options: argparse.Namespace, store: FeatureStore, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
+def _queries(options: argparse.Namespace, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
     """(what each query is called, float32 [q, D])."""
-    titles: list[str] = []
-    features: list[torch.Tensor] = []
-    if options.query_image or options.query_text:
-        encoded = _encoded(store, options.part, options.query_image, options.query_text)
-        titles, features = [*options.query_image, *options.query_text], [encoded]
+    store, part = rows.store, rows.part
+    titles, features = [*options.query_image, *options.query_text], torch.empty(0, rows.width)
+    if titles:
+        folder = Path(store.path) / MODEL
+        if part not in (IMAGE, TEXT) or not folder.is_dir():
+            raise SettingsError(
+                f"--query-image and --query-text need the model of the features in {part}, which is not in "
+                f"{store.shown}: give --query-key"
+            )
+        features = _encoded(folder, options.query_image, options.query_text, upright=store.manifest.views > 0)
     numbers: list[int] = []
     for key in options.query_key:
-        found = rows.find(key)
-        if not found:
-            raise SettingsError(f"--query-key {key}: {store.shown} has no such sample in {options.part}")
+        if not (found := rows.find(key)):
+            raise SettingsError(f"--query-key {key}: {store.shown} has no such sample in {part}")
         titles += [name.label for name in rows.names(found)]
         numbers += found
     if not titles:
         raise SettingsError("give --query-image FILE, --query-text TEXT or --query-key KEY")
-    return titles, torch.cat([*features, rows.gather(numbers)]) if numbers else torch.cat(features)
+    return titles, torch.cat([features, rows.gather(numbers)])
 
 
-def _encoded(store: FeatureStore, part: str, images: Sequence[str], texts: Sequence[str]) -> torch.Tensor:
-    """Features of pictures and texts by the model of the store, float32 [n, D], rows of length 1."""
-    folder = Path(store.path) / MODEL
-    if part not in (IMAGE, TEXT):
-        raise SettingsError(f"--part {part}: a store has no teacher's model; search it by --query-key")
-    if not folder.is_dir():
-        raise SettingsError(f"{folder} is not there: without the store's model only --query-key can be used")
-    towers = build_towers(ModelSettings(name=f"local-dir:{folder}"), seed=0).eval()
-    found = []
-    with torch.inference_mode():
-        # As `precompute` reads pictures by default: turned by their EXIF orientation in augmented views only.
-        transform = EvalTransform(towers.image, "white", upright=store.manifest.views > 0)
-        for file in images:
-            if Path(file).exists() and not Path(file).is_file():  # a FIFO may never be written to
-                raise SettingsError(f"--query-image {file}: it is no regular file")
-            try:
-                pixels = transform(Path(file).read_bytes())
-            except OSError as error:
-                raise SettingsError(f"--query-image {file}: {error.strerror}") from error
-            except Dropped as error:
-                raise SettingsError(f"--query-image {file}: {error}") from error
-            found.append(towers.encode_image(torch.from_numpy(pixels).permute(2, 0, 1)[None]))
-        if texts:
-            tokenizer = build_tokenizer(ModelTokenizer(), towers.open_clip_tokenizer(), towers.context_length)
-            found.append(towers.encode_text(torch.as_tensor(tokenizer.encode(list(texts)))))
-    return torch.cat(found).clone()
+@torch.inference_mode()
+def _encoded(model: Path, images: Sequence[str], texts: Sequence[str], *, upright: bool) -> torch.Tensor:
+    """Features of images and texts, float32 [n, D], rows of length 1.
+
+    Args:
+        model: folder of the model.
+        upright: whether images are turned by their EXIF orientation; `precompute` does so in augmented views only.
+    """
+    towers = build_towers(ModelSettings(name=f"local-dir:{model}"), seed=0).eval()
+    transform, found = EvalTransform(towers.image, "white", upright=upright), []
+    for file in images:
+        if Path(file).exists() and not Path(file).is_file():  # a FIFO may never be written to
+            raise SettingsError(f"--query-image {file}: not a regular file")
+        try:
+            pixels = transform(Path(file).read_bytes())
+        except (OSError, Dropped) as error:
+            raise SettingsError(f"--query-image {file}: {getattr(error, 'strerror', None) or error}") from error
+        found.append(towers.encode_image(torch.from_numpy(pixels).permute(2, 0, 1)[None]))
+    if texts:
+        tokenizer = build_tokenizer(ModelTokenizer(), towers.open_clip_tokenizer(), towers.context_length)
+        found.append(towers.encode_text(torch.as_tensor(tokenizer.encode(list(texts)))))
+    return torch.cat(found)
+
+
+def _names(rows: StoredRows, numbers: torch.Tensor) -> dict[int, Name]:
+    """The names of rows; -1 has none."""
+    wanted = sorted({*numbers.flatten().tolist()} - {-1})
+    return dict(zip(wanted, rows.names(wanted), strict=True))
 
 
 def _by_shard(rows: StoredRows) -> Iterator[tuple[list[Name], np.ndarray[Any, Any]]]:
@@ -312,15 +295,6 @@ def _by_shard(rows: StoredRows) -> Iterator[tuple[list[Name], np.ndarray[Any, An
 def _samples(names: Sequence[Name]) -> dict[str, list[str]]:
     """The columns of `SAMPLE`."""
     return {column: [getattr(name, column) for name in names] for column, _ in SAMPLE}
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise SettingsError(f"--device {name}: {str(error).splitlines()[0]}") from error
 
 
 def _table(title: str, *columns: str) -> Table:

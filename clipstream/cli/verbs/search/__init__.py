@@ -1,0 +1,112 @@
+"""The verb `clipstream search TOPIC STORE`: search in precomputed features. The flags; `run` does the work."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from clipstream.config.entry import run_main
+from clipstream.utils.section import own_path, with_home
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if the store cannot be read."""
+    return run_main(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    options = build_parser().parse_args(argv)
+    from clipstream.cli.verbs.search.run import search  # on use: --help imports no torch
+
+    search(options)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The verb's command line."""
+    parser = argparse.ArgumentParser(
+        prog="clipstream search",
+        description="Search in a store of features that `clipstream precompute` wrote: neighbours of images and "
+        "texts, near-duplicates, clusters, and scores of images with their captions, for filtering.",
+    )
+    topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("store", type=with_home, metavar="STORE", help="folder or URL of the store")
+    common.add_argument(
+        "--out", type=own_path, metavar="FILE", help="file for the result: .parquet, .csv, .jsonl, or .txt (SHARD/KEY)"
+    )
+    common.add_argument("--device", default="auto", help="cpu, cuda, … (auto: a GPU if there is one)")
+    common.add_argument("--cache", type=own_path, metavar="FOLDER", help="keeps what is downloaded of a remote store")
+    part = argparse.ArgumentParser(add_help=False)
+    part.add_argument("--part", default="image", help="image, text, or a teacher's NAME.image or NAME.text (image)")
+
+    topic = topics.add_parser(
+        "neighbours", parents=[common, part], help="the rows nearest to a query",
+        description="Print the rows with the largest cosine to each query. The search is exact unless --index is set.",
+    )  # fmt: skip
+    query = topic.add_argument_group("queries (the model in STORE/model encodes images and texts)")
+    query.add_argument("--query-image", nargs="+", default=[], type=with_home, metavar="FILE", help="images")
+    query.add_argument("--query-text", nargs="+", default=[], metavar="TEXT", help="texts")
+    query.add_argument("--query-key", nargs="+", default=[], metavar="KEY", help="stored samples, KEY or SHARD/KEY")
+    topic.add_argument("-k", type=_count, default=10, metavar="N", help="neighbours of each query (10)")
+    topic.add_argument(
+        "--index", default="exact", type=_index, metavar="exact|faiss[:FACTORY]",
+        help="faiss: an index of FAISS, as faiss:IVF1024,PQ64, built once and kept in STORE/faiss; its recall against "
+        "the exact search is printed (exact)",
+    )  # fmt: skip
+
+    topic = topics.add_parser(
+        "duplicates", parents=[common, part], help="images that are nearly the same",
+        description="Find groups of images that pairs of a cosine of at least --threshold connect. --out lists the "
+        "samples to drop: all of a group but the first.",
+    )  # fmt: skip
+    topic.add_argument(
+        "--threshold", type=_cosine, default=0.95, metavar="COSINE", help="least cosine of a pair (0.95)"
+    )
+
+    topic = topics.add_parser(
+        "clusters", parents=[common, part], help="spherical k-means",
+        description="Cluster the rows by their directions. --out lists the cluster of each row.",
+    )  # fmt: skip
+    topic.add_argument("--k", type=_count, default=100, metavar="N", help="clusters (100)")
+    topic.add_argument("--seed", type=int, default=0, help="of the first centroids (0)")
+    topic.add_argument(
+        "--init", choices=("k-means++", "random"), default="k-means++", help="first centroids (k-means++)"
+    )
+    topic.add_argument("--iterations", type=_count, default=25, metavar="N", help="most iterations (25)")
+    topic.add_argument("--nearest", type=_count, default=3, metavar="N", help="rows shown of each cluster (3)")
+
+    topic = topics.add_parser(
+        "scores", parents=[common], help="cosines of images with their captions",
+        description="Print quantiles of the cosines of images with their captions. --out lists all pairs, or with "
+        "--min-score or --top-fraction the samples whose best caption scores high enough.",
+    )  # fmt: skip
+    limit = topic.add_mutually_exclusive_group()
+    limit.add_argument("--min-score", type=_cosine, metavar="COSINE", help="keep samples that score at least this")
+    limit.add_argument("--top-fraction", type=_share, metavar="SHARE", help="keep this share of the samples, 0 to 1")
+    return parser
+
+
+def _index(text: str) -> str:
+    if text not in ("exact", "faiss") and not text.startswith("faiss:"):
+        raise argparse.ArgumentTypeError(f"expected exact, faiss or faiss:FACTORY, not {text!r}")
+    return text
+
+
+def _number(parse: Callable[[str], float], holds: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    """The type of a flag. Raises ArgumentTypeError: not what is `wanted`."""
+
+    def number(text: str) -> float:
+        try:
+            if holds(value := parse(text)):
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected {wanted}, not {text!r}")
+
+    return number
+
+
+_count = _number(int, lambda value: value >= 1, "a whole number, at least 1")
+_cosine = _number(float, lambda value: -1 <= value <= 1, "a cosine, from -1 to 1")
+_share = _number(float, lambda value: 0 < value <= 1, "a share above 0 and at most 1")
