@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
+
+
+TENSORS = ("pixels", "ids", "weights", "sources", "pictures", "teacher_pixels", "teacher_ids")
 
 
 @dataclass(frozen=True)
@@ -74,26 +77,14 @@ class Batch:
         return self._map(lambda tensor: tensor.clone())
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        def applied(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else function(tensor)
-
-        return replace(
-            self,
-            pixels=applied(self.pixels),
-            ids=function(self.ids),
-            weights=function(self.weights),
-            sources=function(self.sources),
-            features={name: function(tensor) for name, tensor in self.features.items()},
-            pictures=applied(self.pictures),
-            teacher_pixels=applied(self.teacher_pixels),
-            teacher_ids=applied(self.teacher_ids),
-        )
+        held = {name: getattr(self, name) for name in TENSORS}
+        changed: dict[str, Any] = {name: function(tensor) for name, tensor in held.items() if tensor is not None}
+        return replace(self, features={name: function(rows) for name, rows in self.features.items()}, **changed)
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the batch."""
-        found = [self.pixels, self.ids, self.weights, self.sources, *self.features.values(), self.pictures]
-        found += [self.teacher_pixels, self.teacher_ids]
-        return [tensor for tensor in found if tensor is not None]
+        held = [*(getattr(self, name) for name in TENSORS), *self.features.values()]
+        return [tensor for tensor in held if tensor is not None]
 
     def without_padding(self) -> Batch:
         """The batch without its samples of weight 0."""

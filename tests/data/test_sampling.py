@@ -51,27 +51,6 @@ def test_global_batches_are_the_same_for_every_layout(shards: list[str], mode: s
         assert digests(mixed(shards, mode, owned, workers=workers), ranks, 20) == expected, (ranks, workers)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "owned"), KINDS)
-def test_two_hundred_batches_are_the_same_from_four_ranks_to_two_to_one(tmp_path: Path, mode: str, owned: str) -> None:
-    shards = make_shards(tmp_path, [*SIZES, 11, 5])  # one a lane at least
-    expected = digests(mixed(shards, mode, owned, 8, global_batch_size=8), 1, 200)
-    assert len(set(expected)) == 200
-    for workers in (0, 1, 3, 8):
-        found: list[str] = []
-        state = None
-        for ranks, steps in ((4, 70), (2, 65), (1, 65)):
-            loaders = [
-                loader(mixed(shards, mode, owned, 8, global_batch_size=8, workers=workers), rank, ranks, state)
-                for rank in range(ranks)
-            ]
-            found += [digest([next(one) for one in loaders]) for _ in range(steps)]
-            state = DataState.merge([one.state() for one in loaders])
-            for one in loaders:
-                one.close()
-        assert found == expected, workers
-
-
 @pytest.mark.parametrize(("mode", "owned"), KINDS)
 def test_resume_across_an_epochs_end_on_other_ranks_and_workers(shards: list[str], mode: str, owned: str) -> None:
     expected = digests(mixed(shards, mode, owned), 1, 20)

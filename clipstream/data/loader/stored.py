@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -564,13 +564,7 @@ class StoredKeys(Sequence[str]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self._names[index]
 
     def __iter__(self) -> Iterator[str]:
@@ -579,11 +573,7 @@ class StoredKeys(Sequence[str]):
     def __eq__(self, other: object) -> bool:
         return self._names == (other._names if isinstance(other, StoredKeys) else other)
 
-    def __hash__(self) -> int:
-        return hash(self._names)
-
-    def __repr__(self) -> str:
-        return repr(self._names)
+    __hash__ = None  # type: ignore[assignment]  # names are read when they are asked for
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (self._names,)  # other ranks have other mappings of the store

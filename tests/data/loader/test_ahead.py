@@ -50,19 +50,6 @@ def served(shards: list[str]) -> Iterator[tuple[list[str], list[str]]]:
     server.server_close()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_first_broken_shard_may_end_the_run(shards: list[str], tmp_path: Path, workers: int) -> None:
-    broken = tmp_path / "cut.tar"
-    broken.write_bytes(Path(shards[2]).read_bytes()[:9000])
-    settings = data([*shards, str(broken)], workers=workers, max_shard_failures=0)
-    with (
-        pytest.raises(DataError, match=rf"max-shard-failures 0.*\n.*{broken}: truncated_member"),
-        loader(settings) as stream,
-    ):
-        for _ in range(60):
-            next(stream)
-
-
 def test_remote_shards_are_fetched_before_they_are_needed(
     shards: list[str], served: tuple[list[str], list[str]]
 ) -> None:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
-import random
 import statistics
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import DataSettings
-from tests.support.broken import COUNT, broken_shards
 from tests.support.loaders import data, loader
 from tests.support.pictures import picture
 from tests.support.tars import tar_bytes
-from tests.support.watched import children, descriptors, private_bytes
+from tests.support.watched import private_bytes
 
 MIB = 1 << 20
 
@@ -100,82 +98,3 @@ def test_workers_take_no_more_memory_for_10000_shards_than_for_100(many: tuple[s
             assert grown(stream, 30) < 3 * MIB
             sizes.append(statistics.mean(private_bytes(pid) for pid in stream.worker_pids()))
     assert sizes[1] - sizes[0] < 8 * MIB, sizes
-
-
-SOAK = 1000  # shards
-
-
-class Sizes(NamedTuple):
-    """The most that a worker takes."""
-
-    memory: int
-    files: int
-    children: int
-
-    @classmethod
-    def of(cls, pids: list[int]) -> Sizes:
-        return cls(*(max(map(ask, pids)) for ask in (private_bytes, descriptors, children)))
-
-
-class Folder(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder."""
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-def soak_shards(folder: Path, root: str) -> tuple[list[str], int, Counter[str]]:
-    """1,000 shards, a third each local, by http and by pipe, ten of them broken; samples that are whole; faults."""
-    folder.mkdir()
-    names, whole, faults = [], 0, Counter[str]()
-    draws = random.Random(5)
-    kinds = dict.fromkeys(draws.sample(range(SOAK), SOAK // 100))
-    wrong = [kind for kind in broken_shards([_sample(0, i) for i in range(COUNT)]) if "zip" not in kind]
-    kinds = dict(zip(kinds, draws.sample(wrong, len(kinds)), strict=True))
-    for number in range(SOAK):
-        samples = [_sample(number, i) for i in range(COUNT)]
-        path = folder / f"{number:04d}.tar"
-        body: bytes | None = tar_bytes(samples)
-        if number in kinds:
-            broken = broken_shards(samples)[kinds[number]]
-            body = broken.data
-            whole += len(broken.whole)
-            absent = ["missing", "http_404", "pipe_failed"][number % 3]
-            faults[absent if body is None else broken.reason] += 1
-        else:
-            whole += COUNT
-        if body is not None:
-            path.write_bytes(body)
-        names.append([str(path), f"{root}/{path.name}", f"pipe:cat '{path}'"][number % 3])
-    return names, whole, faults
-
-
-def _sample(shard: int, number: int) -> dict[str, Any]:
-    return {"__key__": f"{shard:04d}-{number}", "jpg": picture(number), "txt": "x"}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("commands")
-def test_a_soak_of_1000_shards(tmp_path: Path) -> None:
-    with serving(functools.partial(Folder, directory=str(tmp_path / "shards"))) as root:
-        names, whole, faults = soak_shards(tmp_path / "shards", root)
-        epochs = settings(names, sampling={"mode": "epoch"}, prefetch=1, shuffle={"window": 10, "shards": 2})
-        seen: Counter[str] = Counter()
-        passes: list[list[Sizes]] = []
-        with loader(epochs) as stream:
-            handed = 0
-            for number in (1, 2):
-                passes.append([])
-                while handed < number * whole:
-                    batch = next(stream)
-                    handed += len(batch)
-                    seen.update(batch.keys)
-                    passes[-1].append(Sizes.of(stream.worker_pids()))
-            counts = stream.health.summary()["train"]
-    assert len(seen) == whole and counts["shards"] == SOAK
-    assert Counter(counts["fault_reasons"]) == faults
-    assert counts["read"] == counts["used"] == handed, "the counts are those of what was handed out"
-    first, second = passes
-    assert second[-1].memory - first[-1].memory < 2 * MIB
-    assert max(s.files for s in second) <= max(s.files for s in first) + 2
-    assert max(s.children for s in second) <= 2, "one that is fetched, and one that is fetched ahead"

@@ -41,11 +41,6 @@ def test_ranks_own_contiguous_lanes_and_each_lane_once(ranks: int, lanes: int) -
     assert owned == list(range(lanes))
 
 
-def test_hashes_of_lanes_groups_and_windows_never_collide() -> None:
-    seen = {mix(3, source, lane, window) for source in range(4) for lane in range(64) for window in range(1000)}
-    assert len(seen) == 4 * 64 * 1000
-
-
 def test_draws_are_uniform_and_a_function_of_their_key() -> None:
     draws = SampleRNG(5)
     values = [draws.uniform() for _ in range(20_000)]
@@ -96,17 +91,6 @@ def test_windows_of_a_group_hold_every_sample_once(sizes: list[int], window: int
     cut = order(window=window)
     walked = [sample for w in range(cut.windows(sizes)) for sample in cut.samples(0, 0, w, sizes)]
     assert sorted(map(tuple, walked)) == [(place, i) for place, size in enumerate(sizes) for i in range(size)]
-
-
-def test_a_short_run_sees_late_samples_of_a_shard_as_often_as_early_ones() -> None:
-    cut, size, eighths = order(shards=200, window=500, open_shards=4), 1000, 8
-    sizes = [size] * 4
-    counts = [0] * eighths
-    for lane in range(400):  # the first hundred samples of each
-        for _, number in cut.samples(lane, 0, 0, sizes)[:100]:
-            counts[number * eighths // size] += 1
-    # 400 windows fall on 8 stretches: a binomial's standard deviation is 6.6 windows of 100 samples.
-    assert all(abs(count - 5000) < 4.5 * 660 for count in counts), counts
 
 
 def test_resampled_groups_differ_and_hold_no_shard_twice() -> None:
