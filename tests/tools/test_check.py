@@ -76,11 +76,6 @@ def test_advice_says_what_was_seen() -> None:
         assert part in advice
 
 
-def test_dots_in_keys_are_explained() -> None:
-    profile = profile_of(*[{f"{i}.jpg": JPG, f"{i}.txt": "a"} for i in range(9)])
-    assert "first dot" in profile.advice("jpg", TextCaption())
-
-
 def test_profiles_merge_as_if_all_samples_had_gone_into_one() -> None:
     samples: list[dict[str, bytes | str]] = [
         {"png": PNG, "json": '{"a": null, "b": "x"}'}, {"PNG": PNG, "json": '{"a": "late"}'}, {"json": "no json"},
@@ -128,14 +123,6 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "is a folder" in capsys.readouterr().err
 
 
-def test_a_damaged_shard_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples = [{"__key__": str(i), "png": picture("red"), "txt": "a"} for i in range(9)]
-    path = write_tar(tmp_path / "a.tar", samples)
-    path.write_bytes(path.read_bytes()[:-12_000])
-    assert main([str(path)]) == 0
-    assert "missing_end" in (out := capsys.readouterr().out) or "truncated" in out
-
-
 def test_the_verb_imports_no_torch(shards: str) -> None:
     code = (
         f"import sys; from clipstream.cli.verbs.check import main; main([{shards!r}]); sys.exit('torch' in sys.modules)"
@@ -161,15 +148,6 @@ def test_a_manifest_is_seen_with_its_rows(
     assert "no_image" in (err := capsys.readouterr().err) and "--caption" not in err, "it would not help"
     assert main([f"{tmp_path}/pairs.jsonl", "--image-key", "path"]) == 3
     assert " among filepath, caption " in (err := capsys.readouterr().err) and "by --image-key" in err
-
-
-def test_captions_of_a_csv_are_found_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "a.png").write_bytes(picture("red"))
-    for column in ("title", "txt", "name"):
-        (tmp_path / f"{column}.csv").write_text(f"filepath,{column}\na.png,a red picture\n")
-    assert main([f"{tmp_path}/title.csv"]) == main([f"{tmp_path}/title.csv::{tmp_path}/txt.csv"]) == 0
-    assert main([f"{tmp_path}/name.csv"]) == main([f"{tmp_path}/title.csv", "--caption-key", "name"]) == 3
 
 
 def test_pictures_are_used_and_dropped_as_training_does(tmp_path: Path) -> None:

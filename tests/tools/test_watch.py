@@ -168,17 +168,6 @@ def test_a_run_that_lies_still(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not (run.parent / "none").exists(), "a run must find its name free"
 
 
-@pytest.mark.slow
-def test_a_second_follower(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "metrics.jsonl").unlink()
-    first = follower(run)
-    wait_until(lambda: len(figures(run)) == 6, first)
-    assert main(["--watch", str(run)]) == 2
-    assert f"is being followed by process {first.pid}" in capsys.readouterr().err
-    first.send_signal(signal.SIGINT)
-    assert first.wait(TIMEOUT) == 75
-
-
 @pytest.mark.parametrize(
     ("argv", "told"),
     [

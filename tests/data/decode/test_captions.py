@@ -83,12 +83,6 @@ def test_text_captions(members: dict[str, Any], expected: str) -> None:
     assert caption({"type": "text", "key": "Txt"}, raw(**members)) == expected
 
 
-def test_an_absent_member_is_named() -> None:
-    with pytest.raises(Dropped, match=r"no member \.txt or \.caption") as drop:
-        build_caption(CaptionSettings.model_validate({"type": "text", "key": "txt;caption"}))(raw(), None)
-    assert drop.value.reason == "no_caption"
-
-
 @pytest.mark.parametrize(
     ("value", "path", "expected"),
     [

@@ -60,20 +60,13 @@ def test_evaluation_equals_open_clip_bit_for_bit(goal: tuple[int, int], mode: st
         pictures = [
             photo(width, height), photo(width, height, "WEBP"), save(rgb), save(rgb.convert("L")),
             save(rgb.convert("P")), save(rgb.convert("1")), save(rgb.convert("CMYK"), "JPEG"),
+            save(rgb.convert("RGBA")), save(rgb.convert("LA")),  # opaque
             photo(width, height, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"),
         ]  # fmt: skip
         for data in pictures:
             pixels = transform(data)
             assert pixels.shape == (*goal, 3) and pixels.dtype == np.uint8 and pixels.flags["C_CONTIGUOUS"]
             np.testing.assert_array_equal(pixels, reference(data, spec), err_msg=f"{width} x {height}")
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_an_alpha_channel_that_hides_nothing_changes_nothing(mode: str) -> None:
-    spec = ImageSpec((32, 32))
-    for width, height in SIZES:
-        data = save(Image.fromarray(smooth(width, height)).convert(mode))
-        np.testing.assert_array_equal(EvalTransform(spec, "red")(data), reference(data, spec))
 
 
 def clear(kind: str) -> bytes:

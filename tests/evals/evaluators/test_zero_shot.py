@@ -16,14 +16,12 @@ import torch
 from open_clip.zero_shot_classifier import build_zero_shot_classifier
 from PIL import Image
 
-from clipstream.data.batch import Batch
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.classes import Labelling, class_names, prompt_templates
 from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.zero_shot import ZeroShot, text_classifier
-from clipstream.evals.gallery import Kept, show_classes
 from clipstream.evals.metrics import figures
 from clipstream.evals.runner import EvalRunner, Listeners, build_evaluators
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
@@ -317,23 +315,3 @@ def test_pictures_are_shown_with_their_best_classes(pictures: Path) -> None:
     for example in examples:
         assert example.text in CLASSES and len(example.guesses) == 3
         assert (example.guesses[0][0] == example.text) == (example.group == "right")
-
-
-def test_right_and_wrong_stand_apart() -> None:
-    context = context_of(World())
-    context.examples_wanted = 4
-    kept = Kept(context)
-    labels = torch.tensor([[0], [1], [2], [0], [1]], dtype=torch.int32)
-    pixels = torch.zeros((5, 3, 16, 16), dtype=torch.uint8)
-    keys = tuple(f"0/{i}" for i in range(5))
-    kept.add(Batch(pixels, labels, torch.ones(5), keys, torch.zeros(5), step=0, global_size=5))
-    classifier = torch.eye(3)
-    images = torch.tensor([[0.9, 0.4, 0], [0.9, 0.4, 0], [0, 0.4, 0.9], [0.9, 0, 0.1], [0, 0.6, 0.7]])
-    show_classes(context, kept, [images[:3], images[3:]], classifier, ["ant", "bee", "cat"])
-    assert [(e.group, e.key, e.text, e.guesses[0][0]) for e in context.examples] == [
-        ("right", "0/0", "ant", "ant"),
-        ("right", "0/2", "cat", "cat"),
-        ("wrong", "0/1", "bee", "ant"),
-        ("wrong", "0/4", "bee", "cat"),
-    ]
-    assert [score for _, score in context.examples[0].guesses] == pytest.approx([0.9, 0.4, 0])
