@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
@@ -57,9 +57,7 @@ class Training:
         optimizer = AdamW.Settings().build(towers, "ViT")
         settings = TrainSettings(precision=args.precision, micro_batch_size=args.micro_batch)
         self.step = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, self.world, settings)
-        self.saver = AsyncWriter(
-            folder, self.world, CheckpointSettings(keep_last=1), towers=towers, optimizer=optimizer
-        )
+        self.saver = AsyncWriter(folder, self.world, CheckpointSettings(keep_last=1), Content(towers, optimizer))
         self.batch = batch_of(towers, args.batch, 0)
         self.parameters, self.saves = towers.n_parameters, 0
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.state import CheckpointMeta
 from clipstream.config.dump import noted, print_best, print_summary, redacted, write_config
@@ -281,14 +281,12 @@ def build_evals(run: Run, step: TrainStep, tokenizer: tokenizers.Tokenizer, outp
 def build_writer(run: Run, step: TrainStep, resumed: Resumed, outputs: Outputs) -> AsyncWriter:
     """The writer of checkpoints, with averaged weights as a further file."""
     averages, towers = step.averages, step.towers
+    tensors = {} if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.saved_tensors())}
     return AsyncWriter(
         run.folder / "checkpoints",
         run.world,
         run.settings.checkpoint,
-        towers=towers,
-        optimizer=step.optimizer,
-        recorded=noted(run.settings),
-        tensors=None if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.saved_tensors())},
+        Content(towers, step.optimizer, noted(run.settings), tensors),
         sync=resumed.remote_sync,
         status=outputs.status,
     )

@@ -14,10 +14,9 @@ import atexit
 import io
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,16 +52,28 @@ from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 
 _Evaluated = tuple[int, float] | None  # step and value of the last evaluation of `keep_best`
-NOTICEABLE = 1.0  # s that a save waits for the previous one before it says so
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a run's checkpoints contain, beside its position and random states.
+
+    Attributes:
+        towers: the model, without wrappers; it may be sharded.
+        recorded: settings to record in state.json, by dotted key.
+        tensors: further files of tensors: name -> function that returns them; called at each save, on all ranks.
+    """
+
+    towers: Towers
+    optimizer: torch.optim.Optimizer
+    recorded: Mapping[str, object] = field(default_factory=dict)
+    tensors: Mapping[str, Callable[[], Tensors]] = field(default_factory=dict)
 
 
 class AsyncWriter:
     """Writes a run's checkpoints. Context manager: its exit waits for the save in progress.
 
     Args:
-        towers: the model, without wrappers; it may be sharded.
-        recorded: settings to record in state.json, by dotted key.
-        tensors: further files of tensors: name -> function that returns them; called at each save, on all ranks.
         sync: copies the checkpoints to remote storage, on rank 0.
         status: called on rank 0 with 'saving' when a save begins, and with '' at the next step after it is written.
     """
@@ -72,19 +83,15 @@ class AsyncWriter:
         folder: Path,
         world: World,
         settings: CheckpointSettings,
+        content: Content,
         *,
-        towers: Towers,
-        optimizer: torch.optim.Optimizer,
-        recorded: Mapping[str, object] | None = None,
-        tensors: Mapping[str, Callable[[], Tensors]] | None = None,
         sync: RemoteSync | None = None,
         status: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.folder, self.world, self.settings, self._metric = folder, world, settings, settings.best_by
-        self._towers, self._optimizer, self._more = towers, optimizer, tensors or {}
-        self._recorded = dict(recorded or {})
-        self._snapshot = Snapshot(world.device, optimizer, kept=world.is_main)
-        self._description = towers.description() if world.is_main else {}
+        self._content = content
+        self._snapshot = Snapshot(world.device, content.optimizer, kept=world.is_main)
+        self._description = content.towers.description() if world.is_main else {}
         self._sync, self._status = sync, status
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -131,29 +138,19 @@ class AsyncWriter:
 
         Raises ClipstreamError: the previous save failed, other than by a full disk.
         """
-        step, began = state.step, time.monotonic()
         self.world.on_main(self._join)
-        if (waited := time.monotonic() - began) > NOTICEABLE:
-            self._warn(
-                f"the save of step {step} waited {waited:.0f} s for the one before: raise checkpoint.every, or save "
-                "to a faster disk"
-            )
         if self.world.is_main:
             self._status("saving")
         parts = self.world.gather_objects((state.data, random_state(self.world.device)))
-        reshard(self._towers)
-        self._snapshot.take(
-            {
-                WEIGHTS: self._towers.saved_tensors(),
-                OPTIMIZER: moments(self._optimizer),
-                **{name: tensors() for name, tensors in self._more.items()},
-            }
-        )
+        content = self._content
+        reshard(content.towers)
+        files = {WEIGHTS: content.towers.saved_tensors(), OPTIMIZER: moments(content.optimizer)}
+        self._snapshot.take(files | {name: tensors() for name, tensors in content.tensors.items()})
         if not self.world.is_main:
             return
         state = replace(state, data=DataState.merge([part for part, _ in parts]))
-        groups = groups_to_json(self._optimizer)
-        job = (CheckpointMeta(state, self._recorded), groups, [random for _, random in parts], self._evaluated)
+        groups = groups_to_json(content.optimizer)
+        job = (CheckpointMeta(state, dict(content.recorded)), groups, [random for _, random in parts], self._evaluated)
         self._thread = threading.Thread(target=self._run, args=job, name="save", daemon=True)
         self._thread.start()
 
@@ -179,12 +176,11 @@ class AsyncWriter:
 
         Raises ClipstreamError: as `check`.
         """
-        paths = [self.folder / store.folder_of(step) for step in steps]
-        if instead is not None:
-            paths = [instead if path.name == instead.name else path for path in paths]
 
         def look() -> Path | None:
             self._join()
+            paths = (self.folder / store.folder_of(step) for step in steps)
+            paths = (instead if instead is not None and path.name == instead.name else path for path in paths)
             return next((path for path in paths if store.fault(path) is None), None)
 
         found: Path | None = self.world.on_main(look)
@@ -206,11 +202,10 @@ class AsyncWriter:
                 self._prune()
             if self._sync is not None:
                 self._sync.wake()
-                self._sync.drain()
+            self.close()
             return self._written
 
-        written: bool = self.world.on_main(wait)
-        return written
+        return bool(self.world.on_main(wait))
 
     def close(self) -> None:
         """Wait for the save and the copy in progress on this rank."""
@@ -245,7 +240,9 @@ class AsyncWriter:
         self._written = False
         try:
             self._snapshot.wait()
-            headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._more)} | {OPTIMIZER: {GROUPS: groups}}
+            headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._content.tensors)} | {
+                OPTIMIZER: {GROUPS: groups}
+            }
             after = 0 if self._sync is None else self._sync.last_serial
             torch.save(random, pickled := io.BytesIO())
             text = json.dumps(meta.to_json(), indent=1, allow_nan=False) + "\n"

@@ -22,9 +22,8 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from clipstream.errors import SettingsError
-from clipstream.models.pickles import named_tensors, plain, read_object
 from clipstream.models.towers import Towers
-from clipstream.models.weights import finite, of_clip, without_prefix
+from clipstream.models.weights import finite, named_tensors, of_clip, plain, read_object, without_prefix
 from clipstream.text import shortened
 from clipstream.training.optim import UNDECAYED
 from clipstream.training.parallel import shard_like
@@ -100,18 +99,15 @@ class OpenClipCheckpoint:
             raise SettingsError(text) from error
         if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict) or "epoch" not in found:
             raise SettingsError(
-                f"--resume {path}: there are no epoch and optimizer in it, which a checkpoint of open_clip's trainer "
-                f"has: start a new run from its weights by --pretrained {path}"
+                f"--resume {path}: it has no epoch and optimizer, as a checkpoint of open_clip's trainer has; start a "
+                f"new run from its weights with --pretrained {path}"
             )
         try:
-            content = checked(
-                _Content, {key: found.get(key) for key in ("epoch", "optimizer", "scaler", "global_step")}
-            )
+            content = checked(_Content, {key: found.get(key) for key in _Content.__annotations__})
             weights = without_prefix(dict(named_tensors(found["state_dict"])), of_clip, path)
         except ValueError as error:
-            raise SettingsError(
-                f"--resume {path}: it is not what open_clip's trainer wrote: {_short(error)}"
-            ) from error
+            text = f"--resume {path}: it is not what open_clip's trainer wrote: {_short(error)}"
+            raise SettingsError(text) from error
         return cls(path, content.epoch, weights, content.optimizer, content.scaler or {}, content.global_step)
 
     def load(self, towers: Towers, optimizer: torch.optim.Optimizer) -> None:
@@ -121,9 +117,6 @@ class OpenClipCheckpoint:
         """
         try:
             present = towers.clip.state_dict()
-            for name in present.keys() & self.weights.keys():  # before their numbers are read
-                if self.weights[name].shape != present[name].shape:
-                    raise RuntimeError(f"{name} is {[*self.weights[name].shape]}, here {[*present[name].shape]}")
             saved = towers.not_stored(finite(self.weights.items(), self.path))
             towers.clip.load_state_dict({name: shard_like(tensor, present.get(name)) for name, tensor in saved})
         except RuntimeError as error:
@@ -143,12 +136,8 @@ class OpenClipCheckpoint:
                 f"--resume {self.path}: it has moments of {len(by_name)} parameters that this run does not train, such "
                 f"as {next(iter(by_name))}: lock the same towers as there"
             )
-        groups = [
-            {**group, "params": list(range(start, start + len(group["params"])))}
-            for group, start in zip(optimizer.param_groups, _starts(optimizer), strict=True)
-        ]
         try:
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         except (RuntimeError, ValueError, KeyError) as error:
             raise SettingsError(f"--resume {self.path}: its optimizer is another one: {_short(error)}") from error
 
@@ -211,15 +200,6 @@ class OpenClipCheckpoint:
         return all(
             not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape == shape for value in values.values()
         )
-
-
-def _starts(optimizer: torch.optim.Optimizer) -> list[int]:
-    """The number of the first parameter of each group."""
-    starts, at = [], 0
-    for group in optimizer.param_groups:
-        starts.append(at)
-        at += len(group["params"])
-    return starts
 
 
 def _fitted(value: Any, parameter: nn.Parameter) -> Any:

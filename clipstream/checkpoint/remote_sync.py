@@ -5,7 +5,7 @@
 
 `RemoteSync` uploads checkpoints, settings and metrics in the background: a thread copies the newest whole checkpoint,
 then those that are kept for longer, then removes the others from remote storage; a copy in progress is finished before
-a newer one begins. A failure is a warning, and the copy is tried again after the next save: it never ends a run.
+a newer one begins. A failure is a warning, and the copy is retried after the next save: it never ends a run.
 `download` copies a checkpoint to this machine. Credentials are the backends' own, as for shards, and are never shown.
 """
 
@@ -155,11 +155,9 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
         """The whole checkpoints that the URL may name, newest first."""
         named = remote
         if remote.name in (LATEST, BEST):
-            name = (remote.read() or b"").decode(errors="replace").partition("\n")[0].strip()
-            named = remote.parent / name
+            named = remote.parent / (remote.read() or b"").decode(errors="replace").partition("\n")[0].strip()
         if NAME.fullmatch(named.name):
-            marker = named.marker()
-            return [] if marker is None else [(named, marker)]
+            return [] if (marker := named.marker()) is None else [(named, marker)]
         for part in (named / CHECKPOINTS, named):
             if whole := part.whole():
                 return [(part / name, marker) for name, marker in whole.items()]
@@ -176,7 +174,7 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
             for name in marker.sizes:
                 (candidate / name).download(draft / name)
                 atomic_write.flush(draft / name)
-            damage = store.fault_by(marker, draft)
+            damage = store.fault(draft, marker=marker)
             if damage is None:
                 return store.commit(draft, marker)
             store.remove(draft)
@@ -203,43 +201,44 @@ class RemoteSync:
     def __init__(self, remote: RemoteDir, folder: Path, settings: CheckpointSettings) -> None:
         self.remote, self.last_serial = remote, 0
         self._folder, self._checkpoints, self._settings = folder, folder / CHECKPOINTS, settings
-        self._state = threading.Condition()
-        self._wanted = self._busy = False
+        self._lock = threading.Lock()
+        self._wanted = False
         self._held: frozenset[str] = frozenset()
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # while there is something to copy
 
     def wake(self) -> None:
         """Start a copy of what is new."""
-        with self._state:
+        with self._lock:
             self._wanted = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="remote-sync", daemon=True)
                 self._thread.start()
-            self._state.notify_all()
 
     def drain(self) -> None:
         """Wait until everything is copied, or has failed."""
-        with self._state:
-            for limit in (NOTICEABLE, None):
-                if self._state.wait_for(lambda: not (self._wanted or self._busy), limit):
-                    break
+        if (thread := self._thread) is not None:
+            thread.join(NOTICEABLE)
+            if thread.is_alive():
                 logger.info(f"waiting for the copy to {self.remote.shown}")
+                thread.join()
 
     @contextmanager
     def holding(self) -> Iterator[frozenset[str]]:
         """The checkpoints being copied, which must not be removed; no other copy begins within the context."""
-        with self._state:
+        with self._lock:
             yield self._held
 
     def _run(self) -> None:
+        """The thread."""
         while True:
-            with self._state:
-                self._busy, self._held = False, frozenset()
-                self._state.notify_all()
-                self._state.wait_for(lambda: self._wanted)
-                self._wanted, self._busy = False, True
+            with self._lock:
+                self._held = frozenset()
+                if not self._wanted:
+                    self._thread = None
+                    return
+                self._wanted = False
             try:
-                with self._state:
+                with self._lock:
                     markers = store.markers(self._checkpoints)
                     found = {name: marker for name, marker in markers.items() if not name.endswith(ASIDE)}
                     kept = store.retained(self._checkpoints, found, last=1, every=self._settings.keep_every)
@@ -249,8 +248,8 @@ class RemoteSync:
             except Exception as error:  # backends raise errors of their own types
                 message = redact(f"{type(error).__name__}: {error}")
                 logger.warning(
-                    f"{self.remote.setting}: not all is copied to {self.remote.shown}, and it is tried again "
-                    f"after the next save: {message}"
+                    f"{self.remote.setting}: the copy to {self.remote.shown} is incomplete and is retried after the "
+                    f"next save: {message}"
                 )
 
     def _copy(self, local: dict[str, Marker]) -> None:

@@ -29,9 +29,8 @@ from clipstream.checkpoint import store
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.pickles import read_object
 from clipstream.models.towers import Towers
-from clipstream.models.weights import finite
+from clipstream.models.weights import finite, read_object
 from clipstream.text import shortened
 from clipstream.training.optim import CONSTRUCTED, groups_from_json
 from clipstream.training.parallel import shard_like
@@ -276,6 +275,7 @@ def load(
 
 
 def set_random_state_of(path: Path, world: World) -> None:
+    """Set this rank's random states, read from a file of all ranks'. Raises SettingsError: it does not hold them."""
     try:
         if not (states := checked(list[RandomState], read_object(path))):
             raise ValueError("an empty list")

@@ -112,23 +112,21 @@ def marker_of(checkpoint: Path) -> Marker | None:
         return None
 
 
-def fault(checkpoint: Path, files: Collection[str] | None = None) -> str | None:
-    """The damage of a checkpoint, whose files (all, or `files`) are read; None if there is none."""
-    marker = marker_of(checkpoint)
-    return "it is not whole" if marker is None else fault_by(marker, checkpoint, files)
+def fault(checkpoint: Path, files: Collection[str] | None = None, marker: Marker | None = None) -> str | None:
+    """The damage of a checkpoint, whose files (all, or `files`) are read; None if there is none.
 
-
-def fault_by(marker: Marker, folder: Path, files: Collection[str] | None = None) -> str | None:
-    """As `fault`, for a folder that has the marker's files in the right sizes."""
+    Args:
+        marker: of a folder that has none, and the marker's files in the right sizes; read from the folder unless given.
+    """
+    if (marker := marker or marker_of(checkpoint)) is None:
+        return "it is not whole"
     for name, checksum in marker.checksums.items():
-        if files is not None and name not in files:
-            continue
-        try:
-            found = atomic_write.checksum(folder / name)
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-        if found != checksum:
-            return f"{name} is not what was written"
+        if files is None or name in files:
+            try:
+                if atomic_write.checksum(checkpoint / name) != checksum:
+                    return f"{name} is not what was written"
+            except OSError as error:
+                return f"{name} cannot be read: {error.strerror}"
     return None
 
 
@@ -162,7 +160,7 @@ def pointed(pointer: Path) -> Path | None:
 
 
 def newest(folder: Path, files: Collection[str] | None = None) -> Path | None:
-    """The newest checkpoint without a `fault`; damaged ones that are newer are named on stderr."""
+    """The newest checkpoint without a `fault`; warns of newer ones that are damaged."""
     found = whole(folder)
     last = pointed(folder / LATEST)
     faults = [(last, "it is not whole")] if last is not None and last not in found else []

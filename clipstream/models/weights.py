@@ -1,18 +1,27 @@
-"""Weights in files: read without running code in them, checked, and loaded into a model or its image tower.
+"""Files of weights in any format: read without running code in them, checked, and loaded into a model or image tower.
 
-A path enters; tensors by name leave, or a `SettingsError` that names what does not fit.
+A path enters: safetensors, a zip or an older file of torch.save, a TorchScript archive, or a plain pickle, told apart
+by their content. Tensors by name leave, with an `Inert` object in place of each object that is no tensor and no plain
+value of Python, or a `SettingsError` that names what does not fit. Tensors of zip files are not read before they are
+used. Tars of torch before 0.1.10 are not read.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
+import pickle
 import re
+import struct
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
+import numpy as np
 import torch
 from open_clip.factory import (
     convert_state_dict,
@@ -20,13 +29,239 @@ from open_clip.factory import (
     resize_pos_embed,
     resize_text_pos_embed,
 )
+from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
 from clipstream.errors import SettingsError
 from clipstream.models.model_config import CONFIG_FILE, HUB
-from clipstream.models.pickles import named_tensors, read_object
 from clipstream.models.pretrained import ModelFiles
+from clipstream.utils.content import HEAD, describe
 from clipstream.utils.logs import logger
+
+LEGACY = 0x1950A86A20F9469CFC6C  # first pickle of a file of torch.save before 1.6
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+_Storage = Callable[[str, torch.dtype, int], torch.Tensor]  # key, type, number of items -> all its items
+
+
+class Inert(dict[Any, Any]):
+    """In place of an object of any class that a pickle names, or of the result of any function: items of a mapping,
+    arguments and state are kept, and nothing is done.
+    """
+
+    origin = ""  # MODULE.NAME in the pickle
+    state: Any = None
+    args: tuple[Any, ...] = ()
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        self = super().__new__(cls)
+        self.args = args
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Inert:
+        return Inert()
+
+    def extend(self, items: Any) -> None:
+        """Items of a list or a set are dropped."""
+
+    append = add = extend
+
+    def members(self) -> dict[Any, Any]:
+        """Items of a mapping, else the attributes of an object."""
+        return self or (self.state if isinstance(self.state, dict) else {})
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds tensors, and an `Inert` object in place of all else. `limit`: bytes of the largest tensor."""
+
+    def __init__(self, file: IO[bytes], storage: _Storage, limit: int) -> None:
+        super().__init__(file, encoding="latin1")  # of names that Python 2 wrote
+        self._storage, self._limit = storage, limit
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "torch":
+            found = STORAGES.get(name) or {
+                "_rebuild_tensor": self._tensor,
+                "_rebuild_tensor_v2": self._tensor,
+                "_rebuild_parameter": self._parameter,
+                "_rebuild_parameter_with_state": self._parameter,
+                "_rebuild_from_type_v2": self._of_type,
+            }.get(name)
+            if found is not None:
+                return found
+        if (module, name) == ("_codecs", "encode"):  # bytes in protocol 2
+            return self._encoded
+        return type("Inert", (Inert,), {"origin": f"{module}.{name}"})
+
+    def persistent_load(self, pid: Any) -> Any:
+        if not isinstance(pid, tuple) or len(pid) < 5 or not isinstance(pid[1], torch.dtype):
+            return Inert()
+        _, dtype, key, _, numel, *view = pid
+        items = self._storage(str(key), dtype, int(numel))
+        return items if not view or view[0] is None else items[view[0][1] : view[0][1] + view[0][2]]
+
+    def _tensor(self, storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Any:
+        if not isinstance(storage, torch.Tensor):
+            return Inert()
+        if math.prod(size) * storage.itemsize > self._limit:
+            raise ValueError("a tensor is larger than the file")
+        return storage.as_strided(tuple(size), tuple(stride), storage.storage_offset() + offset)
+
+    def _parameter(self, data: Any, *_: Any) -> Any:
+        return data
+
+    def _of_type(self, rebuild: Any, _: Any, args: Any, *__: Any) -> Any:
+        return rebuild(*args)
+
+    def _encoded(self, text: str, *_: Any) -> bytes:
+        return text.encode("latin1")
+
+
+def read_object(path: Path) -> Any:
+    """The content of a file.
+
+    Raises ValueError: its content is of another kind, which the message names, or damaged.
+    """
+    if not path.is_file():
+        raise ValueError("it is no regular file")
+    with path.open("rb") as file:
+        head, size = file.read(HEAD), path.stat().st_size
+        try:
+            if head[:4] == b"PK\x03\x04":
+                return _zipped(path)
+            if head[8:9] == b"{":
+                return load_file(path)
+            if head[:1] == b"\x80":
+                file.seek(0)
+                return _pickled(file, size)
+        except Exception as error:  # an unpickler may raise anything for a damaged file
+            raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from error
+    what = describe(head) if head else "an empty file"
+    raise ValueError(f"it is {what}" if what else "it is neither safetensors nor a file of torch.save")
+
+
+def _zipped(path: Path) -> Any:
+    """The content of a zip file of torch.save, or of a TorchScript archive, whose code is not looked at."""
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        roots = [name for name in archive.namelist() if f"/{name}".endswith("/data.pkl")]
+        if not roots:
+            raise ValueError("a zip archive without data.pkl, which torch.save writes")
+        folder = min(roots, key=len).removesuffix("data.pkl")
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+        def record(name: str) -> tuple[int, int]:
+            """Where a record begins, and its length."""
+            info = archive.getinfo(folder + name)
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("its records are compressed")
+            names = struct.unpack_from("<HH", memory, info.header_offset + 26)
+            return info.header_offset + 30 + sum(names), info.file_size
+
+        def storage(key: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+            begin, length = record(f"data/{key}")
+            if not 0 <= numel * dtype.itemsize <= length:
+                raise ValueError(f"record {key} is too short")
+            return (
+                torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin)
+                if numel
+                else torch.empty(0, dtype=dtype)
+            )
+
+        if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
+            raise ValueError("its numbers are big-endian")
+        record("data.pkl")
+        with archive.open(f"{folder}data.pkl") as pickled:
+            return _Unpickler(pickled, storage, len(memory)).load()
+
+
+def _pickled(file: IO[bytes], size: int) -> Any:
+    """The content of a file of torch.save before 1.6, whose numbers follow the pickles, or of a plain pickle."""
+    flat: dict[str, torch.Tensor] = {}
+
+    def storage(key: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        if key not in flat:
+            if not 0 <= numel * dtype.itemsize <= size - sum(items.nbytes for items in flat.values()):
+                raise ValueError("it is too short")
+            flat[key] = torch.empty(numel, dtype=dtype)
+        return flat[key]
+
+    def load() -> Any:
+        return _Unpickler(file, storage, size).load()
+
+    found = load()
+    if not isinstance(found, int) or found != LEGACY:
+        return found
+    load(), load()  # version of the format; sizes of C's types
+    found = load()
+    for key in map(str, load()):
+        items = flat[key].view(torch.uint8).numpy()
+        if struct.unpack("<q", file.read(8))[0] != len(flat[key]) or file.readinto(items) != len(items):  # type: ignore[attr-defined]
+            raise ValueError("it is too short")
+    return found
+
+
+def plain(value: Any) -> Any:
+    """The tensor or number that an `Inert` object of NumPy stands for; any other value as it is.
+
+    Raises ValueError: the array is damaged, or not of numbers.
+    """
+    if not isinstance(value, Inert) or not value.origin.startswith("numpy"):
+        return value
+    try:
+        match value.origin.rpartition(".")[2], value.args, value.state:
+            case "scalar", (dtype, data), _:
+                shape, fortran = None, False
+            case "_reconstruct", _, (_, shape, dtype, fortran, data):
+                pass
+            case _:
+                return value
+        code = re.fullmatch(r"[fiu][1248]|b1", str(dtype.args[0]))
+        data = data.encode("latin1") if isinstance(data, str) else bytes(data)
+        if code is None:
+            raise ValueError(f"of type {dtype.args[0]}")
+        order: Any = dtype.state[1] if dtype.state else "="
+        array = np.frombuffer(data, np.dtype(code[0]).newbyteorder(order))
+        array = array.reshape(shape or (), order="F" if fortran else "C")
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise ValueError(f"an array of NumPy cannot be read: {error}") from error
+    return array.item() if shape is None else torch.from_numpy(array.astype(code[0]))
+
+
+def named_tensors(found: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors in nested mappings and modules but those of optimizers, with the path of keys to each as its name.
+
+    Raises ValueError: an array of NumPy is damaged.
+    """
+    found, seen = plain(found), set() if seen is None else seen
+    if isinstance(found, torch.Tensor):
+        yield name, found
+    elif isinstance(found, dict) and id(found) not in seen:
+        seen.add(id(found))
+        for key, value in (found.members() if isinstance(found, Inert) else found).items():
+            if not str(key).startswith("optim"):
+                inner = (
+                    name if key in ("_parameters", "_buffers", "_modules") else f"{name}.{key}" if name else str(key)
+                )
+                yield from named_tensors(value, inner, seen)
+
 
 T = TypeVar("T")
 SHOWN = 4  # names in a message
@@ -109,7 +344,7 @@ def without_prefix(found: Mapping[str, T], fits: Callable[[str], bool], path: Pa
 
 
 def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles) -> None:
-    """Load a checkpoint's tensors into the model; position embeddings are resampled to its picture and text size.
+    """Load a checkpoint's tensors into the model; position embeddings are resampled to its image and text size.
 
     Raises SettingsError: names or shapes differ; names the first of them.
     """

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from clipstream import train
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
 from clipstream.checkpoint.store import find
+from clipstream.cli.verbs.train import main
 from clipstream.errors import SettingsError
 from clipstream.training.optim import AdamW
 from tests.support import model_files
@@ -45,11 +45,8 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="lock the same towers as there"):
         OpenClipCheckpoint.read(path).load(locked, AdamW.Settings().build(locked, "ViT"))
     torch.save(model.state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(SettingsError, match="by --pretrained"):
+    with pytest.raises(SettingsError, match="with --pretrained"):
         OpenClipCheckpoint.read(tmp_path / "weights.pt")
-    (tmp_path / "text.pt").write_text("no checkpoint")
-    with pytest.raises(SettingsError, match="no checkpoint of clipstream, nor of open_clip"):
-        OpenClipCheckpoint.read(tmp_path / "text.pt")
 
 
 def test_a_run_goes_on_from_open_clips_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +55,7 @@ def test_a_run_goes_on_from_open_clips_epoch(tmp_path: Path, capsys: pytest.Capt
     argv = ["--model", name, "--dataset-type", "synthetic", "--batch-size", "8", "--train-num-samples", "16"]
     argv += ["--epochs", "3", "--workers", "0", "--log.every", "1", "--device", "cpu", "--precision", "fp32"]
     argv += ["--run.threads", "1", "--logs", str(tmp_path / "logs"), "--name", "on", "--resume", str(path)]
-    assert train.main(argv) == 0
+    assert main(argv) == 0
     assert "epoch 2, step 4; the data order begins anew" in capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / "logs/on/metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [5, 6]
@@ -84,7 +81,7 @@ def test_a_run_goes_on_from_open_clips_epoch(tmp_path: Path, capsys: pytest.Capt
             {"optimizer": {"state": {"visual.proj": {"x": torch.ones(3)}}, "param_groups": []}},
             "cannot be matched",
         ),
-        ({"state_dict": {"visual.proj": torch.ones(2, 2)}}, r"visual.proj is \[2, 2\], here"),
+        ({"state_dict": {"visual.proj": torch.ones(2, 2)}}, "its weights do not fit"),
     ],
 )
 def test_odd_fields_are_named(changed: dict[str, Any], words: str | None, tmp_path: Path) -> None:
@@ -97,7 +94,7 @@ def test_odd_fields_are_named(changed: dict[str, Any], words: str | None, tmp_pa
 
 
 @pytest.mark.parametrize("content", [b"", b"<!DOCTYPE html><html>404</html>", b"../x\n", b"a\0b"])
-def test_a_file_of_anything_is_told(content: bytes, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_an_error(content: bytes, tmp_path: Path) -> None:
     (path := tmp_path / "epoch_1.pt").write_bytes(content)
     assert find(tmp_path, str(path)) == path
     with pytest.raises(SettingsError, match="nor of open_clip's trainer: it is"):

@@ -100,7 +100,7 @@ def test_a_failing_place_is_a_warning_and_tried_again(tmp_path: Path, capsys: py
     Weak.failures = 99
     save(saver, 2)
     said = capsys.readouterr().err
-    assert "warning: --remote-sync: not all is copied to weak://***@far" in said and "secret" not in said
+    assert "warning: --remote-sync: the copy to weak://***@far" in said and "secret" not in said
     assert "refused" in said
     Weak.failures = 0
     save(saver, 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.state import WEIGHTS, load
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
@@ -26,7 +26,7 @@ def deterministic() -> Iterator[None]:
 
 
 def writer_of(folder: Path, step: TrainStep) -> AsyncWriter:
-    return AsyncWriter(folder, step.world, CheckpointSettings(), towers=step.towers, optimizer=step.optimizer)
+    return AsyncWriter(folder, step.world, CheckpointSettings(), Content(step.towers, step.optimizer))
 
 
 def test_a_checkpoint_holds_the_weights_of_its_time(device: str, tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from clipstream.errors import SettingsError
-from clipstream.models.pickles import LEGACY, read_object
-from clipstream.models.weights import read_weights
+from clipstream.models.weights import LEGACY, read_object, read_weights
 
 TENSORS = {"visual.a": torch.arange(6.0).view(2, 3), "transformer.b": torch.ones(2, dtype=torch.bfloat16)}
 OBJECTS = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.remote_sync import RemoteSync
 from clipstream.distributed.world import World
 from clipstream.training.optim import AdamW
@@ -35,13 +35,14 @@ def saver_of(
     model: tuple[TinyTowers, torch.optim.Optimizer] | None = None,
     sync: RemoteSync | None = None,
     recorded: dict[str, Any] | None = None,
+    tensors: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncWriter:
     """What saves a small model in a folder."""
     towers, optimizer = model or parts()
     section = CheckpointSettings(**settings)
     return AsyncWriter(
-        folder, world or World(), section, towers=towers, optimizer=optimizer, sync=sync, recorded=recorded
+        folder, world or World(), section, Content(towers, optimizer, recorded or {}, tensors or {}), sync=sync
     )
 
 

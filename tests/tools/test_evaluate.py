@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.store import locate
 from clipstream.cli.verbs.evaluate import main
 from clipstream.cli.verbs.train import main as train
@@ -71,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     towers = tiny_towers()
     optimizer = torch.optim.AdamW(towers.parameters())
     kept = CheckpointSettings(keep_best="val/loss")
-    saver = AsyncWriter(folder / "checkpoints", World(), kept, towers=towers, optimizer=optimizer)
+    saver = AsyncWriter(folder / "checkpoints", World(), kept, Content(towers, optimizer))
     saver.save(TrainState(7))
     saver.on_eval([{"step": 7, "eval": "val", "loss": 1.0}])
     assert saver.finish()

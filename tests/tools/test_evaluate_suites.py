@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.cli.verbs.evaluate import ROOT as VARIABLE
 from clipstream.cli.verbs.evaluate import main
 from clipstream.config.dump import dump
@@ -143,7 +143,7 @@ def test_of_a_run_only_what_is_asked_for(sets: Path) -> None:
     """Its own evaluators are left out, but for those that the command line names."""
     run, towers = sets.parent / "run", tiny_towers()
     optimizer = torch.optim.AdamW(towers.parameters())
-    saver = AsyncWriter(run / "checkpoints", World(), CheckpointSettings(), towers=towers, optimizer=optimizer)
+    saver = AsyncWriter(run / "checkpoints", World(), CheckpointSettings(), Content(towers, optimizer))
     saver.save(TrainState(7))
     assert saver.finish()
     pairs = {"type": "retrieval", "data": {"shards": f"benchmark:{sets}/wds_flickr30k"}}

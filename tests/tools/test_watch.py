@@ -16,7 +16,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clipstream.checkpoint.async_writer import AsyncWriter
+from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.cli.verbs.compare import main as compare
 from clipstream.cli.verbs.evaluate import main
 from clipstream.cli.verbs.evaluate_watch import WatchedRun, fault
@@ -57,7 +57,7 @@ def save(folder: Path, step: int, weights: int, keep_last: int = 9) -> Path:
     towers = tiny_towers(weights)
     settings = CheckpointSettings(keep_last=keep_last)
     optimizer = torch.optim.AdamW(towers.parameters())
-    saver = AsyncWriter(folder / "checkpoints", World(), settings, towers=towers, optimizer=optimizer)
+    saver = AsyncWriter(folder / "checkpoints", World(), settings, Content(towers, optimizer))
     saver.save(TrainState(step))
     assert saver.finish()
     return folder / "checkpoints" / f"step_{step:08d}"

@@ -347,7 +347,7 @@ def fault(held: Path) -> str | None:
     """The damage of a held checkpoint's files; None if there is none."""
     marker = Marker.from_json((held / MARKER).read_bytes())
     assert marker is not None, "a held checkpoint has a marker"
-    return store.fault_by(marker, held, [name for name in marker.sizes if name not in UNREAD])
+    return store.fault(held, [name for name in marker.sizes if name not in UNREAD], marker)
 
 
 def _weights(marker: Marker) -> str:
