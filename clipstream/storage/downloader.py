@@ -13,8 +13,7 @@ import importlib
 import os
 import sys
 import zlib
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,21 +55,21 @@ class Guard(Monitor):
                 self.tar = False
                 fault = None if compression_of(head) else fault_at_start(head)
                 if head == ZERO or fault is not None:
-                    detail = "it begins with zeros and goes on" if fault is None else fault.detail
+                    detail = "it begins with zeros only" if fault is None else fault.detail
                     raise ShardError("not_a_tar", f"{self.url}: {detail}")
         disk = os.statvfs(self.part.parent)
         free, kept = disk.f_bavail * disk.f_frsize, min(KEPT_FREE, disk.f_blocks * disk.f_frsize // 20)
         if free < kept:
             raise ShardError(
                 "disk",
-                f"{self.part.parent} has {free / GIB:.2g} GiB left, after {size:,} bytes of {self.url}: give "
-                "--data.cache a folder with more space, limit it by --data.cache-gib, or lower --data.shuffle.shards",
+                f"{self.part.parent} has {free / GIB:.2g} GiB left, after {size:,} bytes of {self.url}: "
+                "use a --data.cache with more space, limit it by --data.cache-gib, or lower --data.shuffle.shards",
             )
         self.monitor.received(self.before + size)
 
     def _check_size(self, size: int) -> None:
         if size > self.most:
-            detail = f"{self.url} has more than {self.most / GIB:.3g} GiB: if it is no mistake, raise "
+            detail = f"{self.url} is larger than {self.most / GIB:.3g} GiB: if that is intended, raise "
             raise ShardError("too_large", f"{detail}--data.max-shard-gib")
 
 
@@ -90,14 +89,13 @@ class Fetcher:
 
         Also empty if the host does not answer; a host that never did is asked once.
         """
-        scheme = url.scheme or ""
         if url.path is not None:
             try:
                 stat = os.stat(url.path)
             except OSError:
                 return FileInfo()
             return FileInfo(f"{stat.st_mtime_ns}-{stat.st_size}", stat.st_size)
-        if url.host in self._silent or not _is_remote(scheme):
+        if url.host in self._silent or not _is_remote(url.scheme or ""):
             return FileInfo()
         try:
             return transfer.info(url, self.timeout)
@@ -118,8 +116,12 @@ class Fetcher:
         guard = Guard(monitor, url, part, self.most, tar)
         scheme = url.scheme or ""
         if url.path is not None:
-            with closing(_local_pieces(url.path)) as pieces:  # a pipe's writer ends once it is closed
-                _save(pieces, part, guard)
+            try:
+                source = open(url.path, "rb")  # noqa: SIM115
+            except OSError as error:
+                raise unreadable(url.path, error) from error
+            with source:
+                _save(source, part, guard)
         elif scheme == "pipe":
             run_pipe(url.full[len("pipe:") :], part, timeout=self.timeout, monitor=guard)
         elif _is_remote(scheme):
@@ -154,7 +156,7 @@ class Fetcher:
         kind = compression_of(packed)
         try:
             with gzip.open(packed) if kind == "gzip" else _open_zstd(packed) as source:
-                _save(_pieces(source), part, Guard(monitor, url, part, self.most, tar, before))
+                _save(source, part, Guard(monitor, url, part, self.most, tar, before))
         except (EOFError, zlib.error, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # of the disk; damaged content has no number
                 raise
@@ -179,23 +181,9 @@ def _open_zstd(packed: Path) -> Any:
     return pa.input_stream(str(packed), compression="zstd")
 
 
-def _pieces(stream: Any) -> Iterator[bytes]:
-    while data := stream.read(CHUNK):
-        yield data
-
-
-def _local_pieces(path: str) -> Generator[bytes]:
-    """The content of a local file. Raises ShardError."""
-    try:
-        with open(path, "rb") as source:
-            yield from _pieces(source)
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def _save(pieces: Iterable[bytes], part: Path, monitor: Monitor) -> None:
+def _save(source: Any, part: Path, monitor: Monitor) -> None:
     with open(part, "wb") as file:
-        for data in pieces:
+        while data := source.read(CHUNK):
             file.write(data)
             monitor.received(file.tell())
 
@@ -216,8 +204,8 @@ def _fetch_gopen(url: ShardURL, scheme: str, part: Path, monitor: Monitor) -> No
         stream = module.gopen(url.full, "rb")
         child = getattr(stream, "proc", None)
         try:
-            _save(_pieces(stream), part, monitor)
-        except (ClipstreamError, ShardError):
+            _save(stream, part, monitor)
+        except BaseException:
             if child is not None:
                 child.kill()
             with suppress(Exception):  # close() reports that the child was killed

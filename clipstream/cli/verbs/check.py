@@ -31,9 +31,8 @@ from clipstream.data.decode.images import check_shape, converted, loaded, opaque
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile
 from clipstream.data.loader.health import Captions
 from clipstream.data.settings import SourceSettings, rgb
-from clipstream.data.sources import OpenShard, SampleRef, SourceContext
+from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, SourceContext
 from clipstream.data.sources.registry import Source
-from clipstream.data.sources.tables import MISSING
 from clipstream.errors import DataError, Dropped, SettingsError, each, wrong_type
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact
@@ -355,6 +354,6 @@ def print_checked(source: SourceSettings, command: str, samples: int) -> None:
         hint = scattered or "see the note above"
     elif not useful:
         hint = f"e.g. {view.examples[reason]}" + (f"; {hint}" if hint and reason == "no_caption" else "")
-    if reason == MISSING and OTHER_NAME not in view.examples[reason]:
+    if reason == MISSING_IMAGE and OTHER_NAME not in view.examples[reason]:
         hint += "; if the paths of the images begin in another folder, set --folder"
     raise DataError(f"none of {view.tried:,} samples is usable, {count:,} of them dropped as {reason}: {hint}")

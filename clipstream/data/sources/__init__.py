@@ -22,6 +22,8 @@ from clipstream.storage.tar import SampleRef as SampleRef
 from clipstream.storage.tar import ShardIndex as ShardIndex
 from clipstream.text import counted
 
+MISSING_IMAGE = "missing_picture"  # the reason for a row whose image file cannot be read
+
 
 class OpenShard(Protocol):
     """An open shard, with its samples in order in `index`; keys are unique in the shard."""

@@ -36,7 +36,7 @@ class FolderSource(SourceType):
         """The classes in the order of their names.
 
         Raises:
-            SettingsError: there is no such folder, it holds no folders, one without pictures, or one that is not a
+            SettingsError: there is no such folder, it holds no folders, one without images, or one that is not a
                 class of ImageNet.
         """
         scheme, _, path = spec.partition(":")
@@ -45,7 +45,7 @@ class FolderSource(SourceType):
             inner = sorted(path for path in root.glob("[Ii]mage[Nn]et[Vv]2*") if path.is_dir())
             root = inner[0] if len(inner) == 1 else root
         if not root.is_dir():
-            raise SettingsError(f"{spec}: the folder {root} is not there")
+            raise SettingsError(f"{spec}: the folder {root} does not exist")
         return [f"{scheme}:{root / name}" for name in _numbers(scheme, root, self._image_keys)]
 
     def open(self, shard: str) -> OpenShard:
@@ -66,7 +66,7 @@ class FolderShard(OpenShard):
         self._folder = Path(path)
         number = _numbers(scheme, self._folder.parent, image_keys)[self._folder.name]
         self._label = {"cls": str(number).encode(), "class": self._folder.name.encode()}
-        self.index = ShardIndex([SampleRef(file) for file in sorted(_pictures(self._folder, image_keys))])
+        self.index = ShardIndex([SampleRef(file) for file in sorted(_images(self._folder, image_keys))])
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """See OpenShard. Raises Dropped: `unreadable_member`."""
@@ -78,8 +78,8 @@ class FolderShard(OpenShard):
         return found
 
 
-def _pictures(folder: Path, image_keys: Collection[str]) -> Iterator[str]:
-    """Paths of the pictures under a folder, relative to it. Raises OSError if a part cannot be read."""
+def _images(folder: Path, image_keys: Collection[str]) -> Iterator[str]:
+    """Paths of the images under a folder, relative to it. Raises OSError if a part cannot be read."""
     seen: set[str] = set()
 
     def fail(error: OSError) -> None:
@@ -91,8 +91,8 @@ def _pictures(folder: Path, image_keys: Collection[str]) -> Iterator[str]:
             continue
         seen.add(real)
         inner[:] = [name for name in inner if not _is_junk(name)]
-        pictures = (file for file in files if not _is_junk(file) and _suffix(file) in image_keys)
-        yield from (os.path.relpath(os.path.join(where, file), folder) for file in pictures)
+        images = (file for file in files if not _is_junk(file) and _suffix(file) in image_keys)
+        yield from (os.path.relpath(os.path.join(where, file), folder) for file in images)
 
 
 def _is_junk(name: str) -> bool:
@@ -109,7 +109,7 @@ def _numbers(scheme: str, root: Path, image_keys: tuple[str, ...]) -> dict[str, 
     folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not _is_junk(entry.name))
     if not folders:
         raise SettingsError(f"{scheme}:{root}: it holds no folders; one a class is expected")
-    if empty := [name for name in folders if not any(_pictures(root / name, image_keys))]:
+    if empty := [name for name in folders if not any(_images(root / name, image_keys))]:
         said = f"{scheme}:{root}: {len(empty)} of {len(folders)} folders have no images, such as {empty[0]!r}"
         if scheme == "folder":  # as torchvision's ImageFolder; of imagenet:, names have numbers of their own
             raise SettingsError(

@@ -18,12 +18,15 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
+
+import pyarrow as pa
+from pyarrow import parquet
 
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import OpenShard, SourceContext, SourceType
+from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact, table_format
@@ -32,9 +35,6 @@ from clipstream.storage.transfer import ShardError
 from clipstream.text import counted, printable
 from clipstream.utils.content import HEAD, OTHER_NAME, PICTURE_NAME, SUFFIXES, TEXTS, describe, kind, open_text, rows_of
 from clipstream.utils.logs import logger
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 BLOCK = 1000  # most rows of a shard
 BLOCKS = 192  # fewest shards of a source with at least as many rows
@@ -48,7 +48,6 @@ MOST_LINES = 100  # of a CSV's row
 SHORTEST_IMAGE = 100  # characters of an image in base64
 MOST_JSON = 1 << 30  # bytes of a JSON list or object, which is read at once
 Row = TypeVar("Row")
-MISSING = "missing_picture"  # the reason for a sample whose image file cannot be read
 
 
 class TableSource(SourceType):
@@ -171,8 +170,6 @@ def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = Non
         ShardError: `bad_manifest`: it is not of the format, or holds no row.
         OSError: the target cannot be written.
     """
-    import pyarrow as pa
-
     form = table_format(url)
 
     def read() -> Iterator[pa.RecordBatch]:
@@ -198,8 +195,6 @@ def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = Non
 
 
 def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
-
     with open_text(path) as file:
         header, start = file.readline(), 0
         if said := re.match(r"\"?sep=(.)\"?\s*$", header):  # Excel's first line
@@ -339,8 +334,6 @@ def _elements(text: str) -> Iterator[bytes]:
 
 
 def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
-    from pyarrow import parquet
-
     # Without Arrow's threads, as workers are forked from this process.
     with parquet.ParquetFile(path, pre_buffer=False) as file:
         kept = _kept(file.schema_arrow)
@@ -350,8 +343,6 @@ def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
 
 def _arrow(path: Path) -> Iterator[pa.RecordBatch]:
     """The batches of an Arrow file or stream, as Hugging Face's `save_to_disk` writes them."""
-    import pyarrow as pa
-
     with pa.memory_map(str(path)) as source:
         try:
             file = pa.ipc.open_file(source)
@@ -365,8 +356,6 @@ def _arrow(path: Path) -> Iterator[pa.RecordBatch]:
 
 def _kept(schema: pa.Schema) -> list[str]:
     """Names of the columns without nested dictionaries, which can be neither decoded nor written."""
-    import pyarrow as pa
-
     kept = [f.name for f in schema if pa.types.is_dictionary(f.type) or "dictionary<" not in str(f.type)]
     if left := [name for name in schema.names if name not in kept]:
         logger.warning(f"left out, as categories inside of lists or structs are not read: {', '.join(left)}")
@@ -375,8 +364,6 @@ def _kept(schema: pa.Schema) -> list[str]:
 
 def _even(batches: Iterable[pa.RecordBatch], kept: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Batches of ROWS rows each, without dictionaries, which cannot change from batch to batch in an Arrow file."""
-    import pyarrow as pa
-
     names, rest = _names(kept), None
     for batch in batches:
         arrays = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
@@ -407,8 +394,6 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 @lru_cache(maxsize=256)
 def mapped(arrow: Path) -> pa.RecordBatchFileReader:
     """The reader of the memory-mapped file, one per process; a fork shares its parent's."""
-    import pyarrow as pa
-
     return pa.ipc.open_file(pa.memory_map(str(arrow)))
 
 
@@ -501,7 +486,7 @@ class RowShard(OpenShard):
         try:
             return self.load(ref)
         except Dropped as drop:
-            if drop.reason != MISSING:
+            if drop.reason != MISSING_IMAGE:
                 raise
         return RowShard(self._arrow, range(0), (), "").load(ref)
 
@@ -522,7 +507,9 @@ class RowShard(OpenShard):
                 return {name: _from_base64(text)}
             url = ShardURL(text)
             if url.path is None:
-                raise Dropped(MISSING, f"{url}: the images of a table must be files: download them first (img2dataset)")
+                raise Dropped(
+                    MISSING_IMAGE, f"{url}: the images of a table must be files: download them first (img2dataset)"
+                )
             # A path with the spaces around it in the table, and one of Windows, are tried as they are first.
             for path in dict.fromkeys((url.path, url.path.strip(), url.path.strip().replace("\\", "/"))):
                 where = os.path.join(self._folder, os.path.expanduser(path))
@@ -534,7 +521,7 @@ class RowShard(OpenShard):
             shown = where.encode(errors="backslashreplace").decode()  # a name that is no UTF-8
             others = (PICTURE_NAME.sub("", where) + one for suffix in SUFFIXES for one in (suffix, suffix.upper()))
             there = os.path.basename(next(filter(os.path.isfile, others), ""))
-            raise Dropped(MISSING, f"{shown}: {fault}{f'; {OTHER_NAME} {there}: write that' if there else ''}")
+            raise Dropped(MISSING_IMAGE, f"{shown}: {fault}{f'; {OTHER_NAME} {there}: write that' if there else ''}")
         return {}
 
 
@@ -562,8 +549,6 @@ def _plain(value: object) -> str | None:
 
 def _value(scalar: Any) -> Any:
     """A value of Arrow for Python: maps as dict; as text what Python has no type for, as bytes what is no UTF-8."""
-    import pyarrow as pa
-
     if not _holds_map(scalar.type):
         try:
             return scalar.as_py()

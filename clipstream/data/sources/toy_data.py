@@ -88,7 +88,7 @@ SHAPES = ("circle", "ring", "crescent", *POLYGONS)
 
 @cache
 def shape_mask(shape: str, size: int, tilt: int) -> Image.Image:
-    """Coverage of a shape: an 'L' picture [size, size], 255 inside, turned by `tilt` degrees."""
+    """Coverage of a shape: an 'L' image [size, size], 255 inside, turned by `tilt` degrees."""
     full = size * FINE
     mask = Image.new("L", (full, full), 0)
     draw = ImageDraw.Draw(mask)
@@ -104,7 +104,7 @@ def shape_mask(shape: str, size: int, tilt: int) -> Image.Image:
 
 @cache
 def texture_mask(texture: str, size: int, phase: int) -> Image.Image:
-    """Where the second, lighter colour shows: an 'L' picture [size, size]; `phase` in 0..3 shifts the pattern."""
+    """Where the second, lighter colour shows: an 'L' image [size, size]; `phase` in 0..3 shifts the pattern."""
     period = max(4.0, size / 4.0)
     y, x = np.mgrid[0 : size * FINE, 0 : size * FINE] / FINE + phase * period / 4
     if texture == "striped":
@@ -194,7 +194,7 @@ def draw_scene(random: Random, pairs: tuple[tuple[str, str], ...], alone: float)
     return Scene((first, second), random.choice(("left", "above")))
 
 
-def draw_picture(scene: Scene, random: Random) -> bytes:
+def draw_image(scene: Scene, random: Random) -> bytes:
     """JPEG bytes of a scene, SIDE x SIDE pixels on a pale gradient; details that the scene does not fix are random."""
     half = SIDE // 2
     if scene.where == "left":
@@ -211,15 +211,15 @@ def draw_picture(scene: Scene, random: Random) -> bytes:
     base = np.array([205 + 45 * random.random() for _ in range(3)], dtype=np.float32)
     slope_x, slope_y = random.uniform(-14, 14), random.uniform(-14, 14)
     fade = slope_x * RAMP[None, :] + slope_y * RAMP[:, None]
-    picture = Image.fromarray(np.minimum(base + fade[:, :, None], 255).astype(np.uint8))
+    image = Image.fromarray(np.minimum(base + fade[:, :, None], 255).astype(np.uint8))
     for group, box in zip(scene.groups, boxes, strict=True):
-        _draw_group(picture, group, box, random)
+        _draw_group(image, group, box, random)
     out = io.BytesIO()
-    picture.save(out, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+    image.save(out, "JPEG", quality=JPEG_QUALITY, subsampling=0)
     return out.getvalue()
 
 
-def _draw_group(picture: Image.Image, group: Group, box: tuple[int, int, int, int], random: Random) -> None:
+def _draw_group(image: Image.Image, group: Group, box: tuple[int, int, int, int], random: Random) -> None:
     """Draw the equal objects of a group in separate cells of the box (left, top, right, bottom)."""
     left, top, right, bottom = box
     side = min(random.randint(*SIZES[group.size]), right - left, bottom - top)
@@ -236,7 +236,7 @@ def _draw_group(picture: Image.Image, group: Group, box: tuple[int, int, int, in
             # A darker (for black: a lighter) shade of the colour, so that outline and colour are kept.
             shade = tuple(part // 2 for part in tone) if max(tone) > 96 else tuple(part + 80 for part in tone)
             patch.paste(shade, (0, 0), texture_mask(group.texture, side, phase))
-        picture.paste(patch, (int(x), int(y)), mask)
+        image.paste(patch, (int(x), int(y)), mask)
 
 
 def _word_group(group: Group, random: Random, detail: float) -> str:
@@ -307,7 +307,7 @@ def _samples(split: str, shard: int) -> Iterator[dict[str, bytes]]:
             "groups": [vars(group) for group in scene.groups],
             "where": scene.where,
         }
-        sample = {"jpg": draw_picture(scene, random), "txt": caption.encode(), "json": json.dumps(description).encode()}
+        sample = {"jpg": draw_image(scene, random), "txt": caption.encode(), "json": json.dumps(description).encode()}
         if split == "heldout":
             sample["cls"] = str(names.index(f"{scene.groups[0].colour} {scene.groups[0].shape}")).encode()
         yield sample
@@ -387,7 +387,7 @@ class SyntheticSource(SourceType):
         text = spec.partition(":")[2]
         pixels = PIXELS if not text else int(text) if text.isdecimal() else 0
         if not 8 <= pixels <= LARGEST:
-            raise SettingsError(f"{spec!r}: synthetic:PIXELS takes the pictures' side, 8 to {LARGEST} pixels")
+            raise SettingsError(f"{spec!r}: synthetic:PIXELS takes the images' side, 8 to {LARGEST} pixels")
         return [f"synthetic:{pixels}/{number:04d}" for number in range(SYNTHETIC_SHARDS)]
 
     def open(self, shard: str) -> OpenShard:

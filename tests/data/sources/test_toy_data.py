@@ -114,7 +114,7 @@ def test_a_process_killed_midway_leaves_nothing_that_counts(small: Path, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(toy_data, "draw_picture", killed)
+        patch.setattr(toy_data, "draw_image", killed)
         with pytest.raises(KeyboardInterrupt):
             toy_data.shards("gallery")
     assert len(read(toy_data.shards("gallery")[0])) == 40
@@ -134,7 +134,7 @@ def test_every_shape_shows_its_colour_in_every_texture_and_size() -> None:
         for texture in toy_data.TEXTURES:
             for size in toy_data.SIZES:
                 scene = toy_data.Scene((toy_data.Group(1, size, "blue", texture, shape),), "in the middle")
-                picture = Image.open(io.BytesIO(toy_data.draw_picture(scene, Random(1)))).convert("RGB")
+                picture = Image.open(io.BytesIO(toy_data.draw_image(scene, Random(1)))).convert("RGB")
                 red, _, blue = np.asarray(picture, dtype=int).transpose(2, 0, 1)
                 assert (blue - red > 90).sum() >= 12, (shape, texture, size)
 
