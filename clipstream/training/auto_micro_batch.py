@@ -1,22 +1,19 @@
-"""Micro-batches of the largest size that fits into memory, or as many graphs of micro-batches as fit.
+"""Micro-batches of the largest size that fits into memory.
 
 **Search.** On the first batch, the number of samples that pass through the towers and back is doubled until memory runs
 out, and then the gap is halved. Gradients are zero, and ballast stands for what a real step allocates besides. The
 minimum over the ranks is used. The search is repeated when a larger batch arrives and the one before set no limit.
-For micro-batches of a given size (`finds_kept`), the number of the last ones whose graphs are held at once is found in
-the same way, and again for each larger batch.
 
 **Running out later.** In the first TRUSTED steps after a search, no rank waits for another until all have finished
 their chunks: each runs its chunks alone, then the ranks agree whether all succeeded, and only then are gradients
 summed, by a pass of one sample with zero gradients. In later steps, DDP sums during the last backward pass, as it does
 without this module; a rank that ran out of memory before that pass adds zeros, and then the ranks agree. If a rank
-failed, all take smaller chunks, or keep fewer graphs, and repeat the batch with the same random numbers. The loss is
+failed, all take smaller chunks and repeat the batch with the same random numbers. The loss is
 collective, and so is the pass that sums: on several ranks, running out of memory in one of them ends the run.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +25,7 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.errors import SettingsError
 from clipstream.losses.tiled import peak_bytes
-from clipstream.training.gradcache import GradCache, cut, detached, is_out_of_memory, propagate
+from clipstream.training.gradcache import GradCache, detached, is_out_of_memory, propagate
 from clipstream.training.parallel import sums_gradients
 from clipstream.training.precision import same_randomness, set_torch_state, torch_state
 from clipstream.utils.logs import logger
@@ -44,22 +41,21 @@ FIRST = 8  # samples of the first trial: with huge batches, some libraries fail 
 
 @dataclass(eq=False)
 class AutoMicroBatch(GradCache):
-    """GradCache with as many samples per pass as fit; with `finds_kept`, as many kept graphs of `size` samples."""
+    """GradCache with as many samples per pass as fit."""
 
     reserved: Callable[[], int] = lambda: 0  # returns the memory that the optimizer has still to allocate, in bytes
     trial_context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the search's passes
     # global batch size of the last search, whose samples all fit if `size` is None; 0 before the first
     tried_for: int = 0
-    finds_kept: bool = False  # whether `size` is given and `kept` is searched
     fitted: int = 0  # steps since the last search, or since the model changed
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """See GradCache; all ranks repeat a step together.
 
-        Raises SettingsError: not even one sample fits, or no chunk of the given size.
+        Raises SettingsError: not even one sample fits.
         """
-        if batch.global_size > self.tried_for and (self.finds_kept or self.size is None):
-            self._search_kept(batch) if self.finds_kept else self._search(batch)
+        if batch.global_size > self.tried_for and self.size is None:
+            self._search(batch)
         while True:
             state = torch_state(self.world.device)
             found = self._attempt(batch)
@@ -68,20 +64,12 @@ class AutoMicroBatch(GradCache):
                 return found
             self.model.zero_grad(set_to_none=True)
             set_torch_state(state, self.world.device)
-            if self.finds_kept:
-                before, unit = self.kept, "micro-batches kept"
-                if not before:
-                    raise SettingsError(
-                        f"memory ran out with {self.size} samples at once and no micro-batch kept: give a smaller "
-                        "--train.micro-batch-size, --grad-checkpointing or another --precision"
-                    )
-                self._search_kept(batch, before - max(1, before // FINENESS))
-                now = self.kept
-            else:
-                before, unit = self.size or max(self.world.gather_objects(len(batch))), "samples at once"
-                self._search(batch, before - max(1, before // FINENESS))
-                now = self.size or 0
-            self._log(logging.WARNING, f"out of memory with {before} {unit}; the step is repeated with {now}")
+            before = self.size or max(self.world.gather_objects(len(batch)))
+            self._search(batch, before - max(1, before // FINENESS))
+            if self.world.is_main:
+                logger.warning(
+                    f"out of memory with {before} samples at once; the step is repeated with {self.size or 0}"
+                )
 
     def _attempt(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """One try of the step; None on all ranks if one ran out of memory while no rank waited for it."""
@@ -125,10 +113,10 @@ class AutoMicroBatch(GradCache):
                 propagate(one, detached(one))
 
     def _too_late(self, where: str) -> SettingsError:
-        flag, now = ("kept-micro-batches", self.kept) if self.finds_kept else ("micro-batch-size", self.size)
+        below = f" below {self.size}" if self.size else ""
         return SettingsError(
-            f"memory ran out in {where}, in which ranks wait for each other: give --train.{flag} a number"
-            f"{f' below {now}' if now else ''}, so that more is left for it, or take a smaller batch"
+            f"memory ran out in {where}, in which ranks wait for each other: set --train.micro-batch-size to a "
+            f"number{below}, or use a smaller batch"
         )
 
     def _search(self, batch: Batch, most: int | None = None) -> None:
@@ -143,9 +131,10 @@ class AutoMicroBatch(GradCache):
             """Passes of the first samples, with zero gradients and the memory that a loss takes."""
             with same_randomness(self.world.device), self.trial_context():
                 features = self._unsummed(batch.images[:tried], batch.texts[:tried], **options_of(batch))
-                loss_memory = self._loss_memory(features.image, batch)
+                size = peak_bytes(self.loss, n, batch.global_size, features.image.shape[1], self.world)
+                of_loss = features.image.new_empty(size, dtype=torch.uint8)
                 propagate(features, detached(features))
-                del loss_memory
+                del of_loss
             return True
 
         fits = self._largest(top, min(FIRST, top), trial)
@@ -154,44 +143,14 @@ class AutoMicroBatch(GradCache):
         limits += [] if most is None else [most]
         if 0 in limits:
             raise SettingsError(
-                "train.micro_batch_size: memory runs out with a single sample; take a smaller model, "
+                "train.micro_batch_size: memory runs out with a single sample: use a smaller model, "
                 "--grad-checkpointing, or another --precision"
             )
         first = not self.tried_for
         self.tried_for, self.fitted = batch.global_size, 0
         self.size = min(limits) if limits else None
-        if limits and first:
-            self._log(logging.INFO, f"train.micro_batch_size: {self.size} samples fit at once")
-
-    def _loss_memory(self, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """As much memory as the loss of the batch takes, whose features are as wide as `rows`."""
-        size = peak_bytes(self.loss, len(batch), batch.global_size, rows.shape[1], self.world)
-        return rows.new_empty(size, dtype=torch.uint8)
-
-    def _search_kept(self, batch: Batch, most: int | None = None) -> None:
-        """Find `kept`, of all chunks but one, at most `most` if given. Collective."""
-        n, size = len(batch), self.size or len(batch)
-        count = -(-n // size)
-        top = count - 1 if most is None else min(count - 1, most)
-
-        def trial(kept: int) -> bool:
-            """Pass of the last chunks, with zero gradients and the memory that a loss takes."""
-            with same_randomness(self.world.device):
-                chunk = cut(batch, count, kept)[0][-1]
-                features = self._unsummed(*chunk.images_texts(batch), **chunk.options(batch.known))
-                loss_memory = self._loss_memory(features.image, batch)
-                propagate(features, detached(features))
-                del loss_memory
-            return True
-
-        counts = self.world.gather_objects((self._largest(top, min(1, top), trial), count - 1))
-        # A rank that could keep all of its chunks but one sets no limit.
-        limits = [found for found, possible in counts if found < possible] + ([] if most is None else [most])
-        self.kept = min(limits) if limits else max(possible for _, possible in counts)
-        self.tried_for, self.fitted = batch.global_size, 0
-        if most is None:
-            text = f"train.kept_micro_batches: {self.kept} of {count} micro-batches keep their activations"
-            self._log(logging.INFO, text)
+        if limits and first and self.world.is_main:
+            logger.info(f"train.micro_batch_size: {self.size} samples fit at once")
 
     def _largest(self, top: int, first: int, trial: Callable[[int], bool]) -> int:
         """The largest number up to `top`, to 1 / FINENESS, for which the trial finds memory; 0 if there is none.
@@ -222,10 +181,6 @@ class AutoMicroBatch(GradCache):
         if self.world.device.startswith("cuda"):
             torch.cuda.empty_cache()
         return None
-
-    def _log(self, level: int, text: str) -> None:
-        if self.world.is_main:
-            logger.log(level, text)
 
 
 def options_of(batch: Batch) -> dict[str, Any]:

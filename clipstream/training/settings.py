@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -59,10 +58,11 @@ class TrainSettings(Section):
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = Field(
         None, description="samples per forward pass on a rank, auto for as many as fit; all unless set"
     )
-    kept_micro_batches: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+    kept_micro_batches: int = Field(
         1,
+        ge=0,
         description="micro-batches of a step, but one, that keep their activations from the first pass, which saves "
-        "their second forward pass and takes their memory; auto for as many as fit",
+        "their second forward pass and takes their memory",
     )
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp", description="on several ranks: each holds the whole model (ddp), or a shard of it (fsdp, FSDP2)"
@@ -115,22 +115,17 @@ class TrainSettings(Section):
         SHARDED_NORMS,
         NOTHING_COMPILED,
         AUTO_ON_CPU,
-        replace(AUTO_ON_CPU, when={"kept_micro_batches": Is("auto"), "the device": Is("a CPU")}),
         Conflict({"parallel": "fsdp", "micro_batch_size": "auto"},
                  "not supported with fsdp, as its ranks wait for each other: name it"),
-        Conflict({"kept_micro_batches": "auto", "micro_batch_size": None},
-                 "there are no micro-batches: give --train.micro-batch-size as well"),
         Conflict(
-            {"kept_micro_batches": Is("0, or more than 1", lambda n: n not in (1, "auto")), "micro_batch_size": None},
+            {"kept_micro_batches": Is("0, or more than 1", lambda n: n != 1), "micro_batch_size": None},
             "has no effect, as there are no micro-batches, and all activations are kept: leave it out, or give "
             "--train.micro-batch-size as well",
             notice=True,
         ),
-        Conflict({"kept_micro_batches": "auto", "parallel": "fsdp"},
-                 "not supported with fsdp, as its ranks wait for each other: give a number"),
         Conflict(
             {
-                "kept_micro_batches": Is("auto, or more than 1", lambda n: n == "auto" or n > 1),
+                "kept_micro_batches": Is("more than 1", lambda n: n > 1),
                 "micro_batch_size": "auto",
             },
             "auto finds the largest micro-batch whose activations fit, which leaves no memory for those of more: leave "

@@ -47,8 +47,6 @@ class StepState:
     scaler: dict[str, int | float] = field(default_factory=dict)  # state of torch's GradScaler; empty without fp16
     # micro-batch size that `auto` found; it decides the last bits. None if all samples fit, or not auto
     micro_batch: Count | None = None
-    # micro-batches kept and the global batch size they were found for, likewise; None where they are not searched
-    kept_micro_batches: tuple[int, int] | None = None
     ema_updates: Count | None = None  # updates of the averaged weights; None without averaging
 
 

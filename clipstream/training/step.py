@@ -52,7 +52,7 @@ from clipstream.training.parallel import (
 from clipstream.training.precision import autocast, same_randomness
 from clipstream.training.settings import AUTO_ON_CPU, MICRO_NORMS, TrainSettings
 from clipstream.training.state import StepState
-from clipstream.utils.logs import announce, logger
+from clipstream.utils.logs import announce
 from clipstream.utils.timing import COPY, OPTIMIZER
 from clipstream.utils.timing.step_timer import begin, timed
 
@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 
 FLOAT32 = TrainSettings(precision="fp32")
 SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this scale never will be
-
-DOMINATES = 100.0  # times the other terms of the loss: a weight that was meant for another scale
 CACHED_AT_ONCE = 64  # samples of a pass for the cache, where no size of micro-batches is known
 
 
@@ -140,22 +138,17 @@ class TrainStep:
         # By torch's contract with GradScaler, but for its deprecated form.
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
         self._takes_flag = takes_flag and "grad_scaler" not in inspect.signature(optimizer.step).parameters
-        self._compared = not world.is_main  # whether the terms of the loss were compared
         self._set_locks(0)
         parts = (model, wrap(model, world, settings), loss, world, precision, self.scaler.scale)
         self.gradcache: GradCache
-        if isinstance(size, str) or isinstance(kept, str):
+        if isinstance(size, str):
 
             def reserved() -> int:  # by AdamW for its moments, before a parameter's first step
                 new = [p for p in self.parameters if p.requires_grad and not optimizer.state.get(p)]
                 return 2 * sum(p.numel() * p.element_size() for p in new)
 
             context = partial(eagerly, self.compilation)
-            self.gradcache = AutoMicroBatch(*parts, reserved=reserved, trial_context=context)
-            if isinstance(size, int):
-                self.gradcache.size, self.gradcache.finds_kept = size, True
-            else:
-                self.gradcache.kept = 1 if isinstance(kept, str) else kept
+            self.gradcache = AutoMicroBatch(*parts, None, kept, reserved=reserved, trial_context=context)
         else:
             self.gradcache = GradCache(*parts, size, kept)
         self._warm_up()
@@ -263,26 +256,9 @@ class TrainStep:
         of_parts, (grad_norm, logit_scale, *scaling) = rest[: len(names)], rest[len(names) :]
         parts = dict(zip(names, of_parts, strict=True))
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite and not self._compared:
-            self._compared = True
-            factors = getattr(self.gradcache.loss, "factors", {})
-            self._compare({name: factors.get(name, 1.0) * part for name, part in parts.items()})
         overflow, loss_scale = (bool(scaling[0]), scaling[1]) if scaling else (False, None)
         skipped = not finite and not overflow
         return StepResult(loss, grad_norm, logit_scale, n, loss_scale, overflow, skipped, parts)
-
-    @staticmethod
-    def _compare(terms: dict[str, float]) -> None:
-        """Warn where one term of the loss leaves the others without effect."""
-        (largest, name), *others = sorted(((abs(term), name) for name, term in terms.items()), reverse=True) or [
-            (0, "")
-        ]
-        if others and 0 < DOMINATES * others[0][0] < largest:
-            rest = ", ".join(f"{other} {term:.3g}" for term, other in others)
-            logger.warning(
-                f"the loss: its term {name} is {largest:.3g} in the first step, over {DOMINATES:g} times the others "
-                f"({rest}), which have little effect beside it: check the weights of the terms"
-            )
 
     def _set_locks(self, step: int) -> bool:
         """Lock and unlock the towers for a run of `step` steps; whether anything changed."""
@@ -327,8 +303,7 @@ class TrainStep:
         return StepState(
             precision=self.gradcache.precision,
             scaler=self.scaler.state_dict(),
-            micro_batch=None if auto is None or auto.finds_kept else auto.size,
-            kept_micro_batches=(auto.kept, auto.tried_for) if auto is not None and auto.finds_kept else None,
+            micro_batch=None if auto is None else auto.size,
             ema_updates=None if self.averages is None else self.averages.updates,
         )
 
@@ -336,12 +311,8 @@ class TrainStep:
         """Continue from a saved state; averaged weights are loaded apart (`WeightAverages.load`)."""
         if state.scaler:
             self.scaler.load_state_dict(state.scaler)
-        if not isinstance(self.gradcache, AutoMicroBatch):
-            return
-        if not self.gradcache.finds_kept:
+        if isinstance(self.gradcache, AutoMicroBatch):
             self.gradcache.size = state.micro_batch  # None: all samples fitted, which is tried again
-        elif state.kept_micro_batches is not None:
-            self.gradcache.kept, self.gradcache.tried_for = state.kept_micro_batches
 
 
 def fit_memory(
@@ -356,9 +327,8 @@ def fit_memory(
     Raises SettingsError: a budget is too little, a tower with a cache has weights that are trained, or micro-batches
     are to be fitted on the CPU.
     """
-    auto = [key for key in ("micro_batch_size", "kept_micro_batches") if getattr(settings, key) == "auto"]
-    if auto and not world.device.startswith("cuda"):
-        raise AUTO_ON_CPU.error(f"train.{auto[0]}")
+    if settings.micro_batch_size == "auto" and not world.device.startswith("cuda"):
+        raise AUTO_ON_CPU.error("train.micro_batch_size")
     samples, size = -(-batch_size // world.size), settings.micro_batch_size
     context = partial(autocast, world.device, settings.arithmetic)
     with same_randomness(world.device):

@@ -100,7 +100,6 @@ LATE: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "micro_batch_size, the model with batch norm": ({"vision_cfg": RESNET}, ["--train.micro-batch-size=8"]),
     "micro_batch_size, the device a CPU": ({}, ["--train.micro-batch-size=auto"]),
-    "kept_micro_batches, the device a CPU": ({}, ["--train.kept-micro-batches=auto", "--train.micro-batch-size=8"]),
 }  # fmt: skip
 # Refused on several ranks or by a tower of a class of one's own, or told of a store: tests of these packages hold them.
 ELSEWHERE = (

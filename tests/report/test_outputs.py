@@ -49,13 +49,6 @@ FAILING_EVALUATOR = "{type: tests.distributed.test_failure:Faulty, every: 2, on_
         ("data", ["--caption-key", "nothing"], 3, "failed", "--caption-key"),
         ("diverged", ["--lr", "1e30", "--train.max-nonfinite", "1", "--train.max-rollbacks", "0"], 4, "diverged", ""),
         ("settings", ["--train.micro-batch-size", "auto"], 2, "failed", "micro_batch_size: auto"),
-        (
-            "kept",
-            ["--train.micro-batch-size", "4", "--train.kept-micro-batches", "auto"],
-            2,
-            "failed",
-            "kept_micro_batches: auto finds out when a GPU's memory is full",
-        ),
         ("bug", ["--evals.mine", FAILING_EVALUATOR], 1, "failed", "ZeroDivisionError: of my own making"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,15 @@ from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings
 from clipstream.training import auto_micro_batch
-from clipstream.training.auto_micro_batch import TRUSTED, MicroBatch
+from clipstream.training.auto_micro_batch import TRUSTED
 from clipstream.training.gradcache import is_out_of_memory
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.ranks import end_ranks, run_ranks
 from tests.support.steps import LOSSES, Features, TinyTowers, make_batch, reference, sgd
+
+AUTO = TrainSettings(precision="fp32", micro_batch_size="auto")
+AUTO64 = TrainSettings(precision="fp64", micro_batch_size="auto")
 
 
 class _Full(torch.autograd.Function):
@@ -64,7 +66,7 @@ def tight_steps(world: World, kind: str, first: dict[str, int], then: dict[str, 
     """Of two steps from the same weights, the second with less memory: result, gradients, and what was found."""
     model = TightTowers(kind, **(first if world.rank == world.size - 1 else {})).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step = TrainStep(model, LOSSES[kind], sgd(model), world, TrainSettings(precision="fp64", micro_batch_size="auto"))
+    step = TrainStep(model, LOSSES[kind], sgd(model), world, AUTO64)
     found = []
     for number in range(2):
         if number and world.rank == world.size - 1:
@@ -112,7 +114,7 @@ def overlapped_steps(world: World, first: dict[str, int], then: dict[str, int]) 
     torch.set_num_threads(1)
     model, last = TightTowers().double(), world.rank == world.size - 1
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step = TrainStep(model, LOSSES["clip"], sgd(model), world, TrainSettings(precision="fp64", micro_batch_size="auto"))
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, AUTO64)
     found = []
     for number in range(TRUSTED + 4):
         if last and number in (0, TRUSTED + 2):
@@ -152,7 +154,7 @@ def late(world: World) -> int:
     watch = FailureWatch(world)
     watch.start()
     model = TightTowers()
-    step = TrainStep(model, LOSSES["clip"], sgd(model), world, TrainSettings(precision="fp32", micro_batch_size="auto"))
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, AUTO)
     try:
         for number in range(TRUSTED + 1):
             if number == TRUSTED and world.rank == 1:
@@ -166,7 +168,7 @@ def late(world: World) -> int:
 def test_all_ranks_end_if_one_runs_out_of_memory_in_the_pass_that_sums() -> None:
     ends = end_ranks(2, late)
     assert [end.code for end in ends] == [2, 2]
-    assert "backward pass that sums gradients, in which ranks wait for each other: give --train.micro-batch" in (
+    assert "backward pass that sums gradients, in which ranks wait for each other: set --train.micro-batch" in (
         ends[0].stderr
     )
 
@@ -175,10 +177,8 @@ def test_a_repeated_step_draws_the_same_dropout_as_one_of_that_size(capsys: pyte
     weights, drawn = [], []
     for tight in (True, False):
         model = TightTowers(dropout=0.5).double()
-        micro: MicroBatch = "auto" if tight else 3
-        step = TrainStep(
-            model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp64", micro_batch_size=micro)
-        )
+        settings = AUTO64 if tight else TrainSettings(precision="fp64", micro_batch_size=3)
+        step = TrainStep(model, LOSSES["clip"], sgd(model), World(), settings)
         torch.manual_seed(1)
         if tight:
             step(make_batch(), lr=0.0)
@@ -193,19 +193,11 @@ def test_a_repeated_step_draws_the_same_dropout_as_one_of_that_size(capsys: pyte
 
 def test_a_batch_that_grows_is_tried_again_only_while_nothing_set_a_limit() -> None:
     model = TightTowers()
-    step = TrainStep(
-        model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size="auto")
-    )
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), AUTO)
     batch = make_batch()
     assert batch.pixels is not None
-    small = replace(
-        batch,
-        pixels=batch.pixels[:4],
-        ids=batch.ids[:4],
-        weights=batch.weights[:4],
-        keys=batch.keys[:4],
-        global_size=4,
-    )
+    parts = {key: getattr(batch, key)[:4] for key in ("pixels", "ids", "weights", "keys")}
+    small = replace(batch, **parts, global_size=4)
     step(small, lr=0.1)
     assert step.gradcache.size is None
     model.back = 6
@@ -214,154 +206,13 @@ def test_a_batch_that_grows_is_tried_again_only_while_nothing_set_a_limit() -> N
     model.back = 9
     step(replace(batch, global_size=11), lr=0.1)
     assert step.gradcache.size == 6
-    again = TrainStep(
-        model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size="auto")
-    )
+    again = TrainStep(model, LOSSES["clip"], sgd(model), World(), AUTO)
     again.load_state(step.state())
     again(batch, lr=0.1)
     assert again.gradcache.size == 6
     fixed = TrainStep(model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size=2))
     fixed.load_state(step.state())
     assert fixed.gradcache.size == 2 and fixed.state().micro_batch is None
-
-
-class _Token:
-    """Stands for the memory of a graph."""
-
-
-class _Holding(torch.autograd.Function):
-    """The identity, which holds a token until its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, token: list[_Token]) -> torch.Tensor:
-        ctx.token = token.pop()
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        del ctx.token
-        return gradients[0], None
-
-
-class SmallMemory(TinyTowers):
-    """Towers whose device holds the graphs of so many samples at once."""
-
-    def __init__(self, samples: int) -> None:
-        super().__init__()
-        self.samples, self.alive = samples, 0
-        self.most = 0
-
-    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
-        features = super().forward(pixels, ids)
-        if not torch.is_grad_enabled():
-            return features
-        if self.alive + len(pixels) > self.samples:
-            raise torch.cuda.OutOfMemoryError("a stand-in: the graphs need more than there is")
-        self.alive += len(pixels)
-        self.most = max(self.most, self.alive)
-        token = _Token()
-        weakref.finalize(token, self._freed, len(pixels))
-        tokens = [token]
-        del token
-        return features._replace(image=_Holding.apply(features.image, tokens))  # type: ignore[no-untyped-call]
-
-    def _freed(self, samples: int) -> None:
-        self.alive -= samples
-
-
-def kept_steps(world: World, samples: int, then: int) -> list[Any]:
-    """Two steps from the same weights in chunks of a sample, of which the last rank holds so many.
-
-    Of two ranks, the last one has three chunks.
-    """
-    torch.set_num_threads(1)
-    last = world.rank == world.size - 1
-    model = SmallMemory(samples if last else 99).double()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer, kind = sgd(model), "clip"
-    step = TrainStep(
-        model,
-        LOSSES[kind],
-        optimizer,
-        world,
-        TrainSettings(precision="fp64", micro_batch_size=1, kept_micro_batches="auto"),
-    )
-    found = []
-    for number in range(2):
-        if number and last:
-            model.samples = then
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(before[name])
-        result = step(make_batch(0, world.rank, world.size), lr=1.0)
-        gradients = {name: before[name] - p.detach() for name, p in model.named_parameters()}
-        found.append((result, gradients, step.state().kept_micro_batches))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("size", "samples", "then", "kept"), [(1, 6, 3, (6, 3)), (1, 99, 1, (9, 1)), (2, 2, 1, (6, 1))]
-)
-def test_as_many_micro_batches_are_kept_as_fit(size: int, samples: int, then: int, kept: tuple[int, int]) -> None:
-    loss, truth = reference("clip", torch.ones(10))
-    for found in run_ranks(size, kept_steps, samples, then):
-        assert [state for *_, state in found] == [(number, 10) for number in kept]
-        for result, gradients, _ in found:
-            assert result.loss == pytest.approx(float(loss), abs=1e-10)
-            for name, gradient in truth.items():
-                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
-
-
-def test_kept_micro_batches_are_those_of_the_checkpoint_and_searched_again_for_a_larger_batch() -> None:
-    model = SmallMemory(6)
-    step = TrainStep(
-        model,
-        LOSSES["clip"],
-        sgd(model),
-        World(),
-        TrainSettings(precision="fp32", micro_batch_size=2, kept_micro_batches="auto"),
-    )
-    step(make_batch(), lr=0.0)
-    assert step.gradcache.kept == 3 and model.most == 6
-    model.samples = 8
-    again = TrainStep(
-        model,
-        LOSSES["clip"],
-        sgd(model),
-        World(),
-        TrainSettings(precision="fp32", micro_batch_size=2, kept_micro_batches="auto"),
-    )
-    again.load_state(step.state())
-    again(make_batch(), lr=0.0)
-    assert again.gradcache.kept == 3
-    again(replace(make_batch(), global_size=11), lr=0.0)
-    assert again.gradcache.kept == 4
-
-
-def test_micro_batches_that_do_not_fit_even_alone_are_an_error() -> None:
-    model = SmallMemory(0)
-    step = TrainStep(
-        model,
-        LOSSES["clip"],
-        sgd(model),
-        World(),
-        TrainSettings(precision="fp32", micro_batch_size=2, kept_micro_batches="auto"),
-    )
-    with pytest.raises(SettingsError, match="with 2 samples at once and no micro-batch kept"):
-        step(make_batch(), lr=1.0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "there are no micro-batches: give --train.micro-batch-size"),
-        ({"micro_batch_size": "auto"}, "leaves no memory for those of more"),
-        ({"micro_batch_size": 4, "parallel": "fsdp"}, "its ranks wait for each other: give a number"),
-    ],
-)
-def test_kept_micro_batches_are_not_found_where_they_cannot_be(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainSettings.model_validate({**settings, "kept_micro_batches": "auto"})
 
 
 class Hungry:
@@ -379,7 +230,7 @@ class Hungry:
 
 def test_a_loss_that_runs_out_of_memory_is_repeated_where_no_rank_waits() -> None:
     model, loss = TightTowers().double(), Hungry()
-    step = TrainStep(model, loss, sgd(model), World(), TrainSettings(precision="fp64", micro_batch_size="auto"))
+    step = TrainStep(model, loss, sgd(model), World(), AUTO64)
     result = step(make_batch(), lr=1.0)
     assert loss.calls == 2 and step.gradcache.size == 9
     assert result.loss == pytest.approx(float(reference("clip", torch.ones(10))[0]), abs=1e-10)
@@ -403,7 +254,7 @@ class NanOnZeros(TightTowers):
 
 def nan_on_zeros(world: World) -> float:
     model = NanOnZeros().double()
-    step = TrainStep(model, LOSSES["clip"], sgd(model), world, TrainSettings(precision="fp64", micro_batch_size="auto"))
+    step = TrainStep(model, LOSSES["clip"], sgd(model), world, AUTO64)
     return step(make_batch(0, world.rank, world.size), lr=1.0).grad_norm
 
 
@@ -414,18 +265,15 @@ def test_the_pass_that_sums_over_ranks_adds_nothing() -> None:
 
 def test_auto_goes_with_fp16() -> None:
     model = TightTowers(back=4)
-    step = TrainStep(
-        model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp16", micro_batch_size="auto")
-    )
+    settings = TrainSettings(precision="fp16", micro_batch_size="auto")
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), settings)
     results = [step(make_batch(i), lr=0.01) for i in range(30)]
     assert step.gradcache.size == 4 and not results[-1].overflow and results[-1].loss < 10
 
 
 def test_memory_for_no_sample_at_all_is_an_error() -> None:
     model = TightTowers(back=0)
-    step = TrainStep(
-        model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size="auto")
-    )
+    step = TrainStep(model, LOSSES["clip"], sgd(model), World(), AUTO)
     with pytest.raises(SettingsError, match="a single sample"):
         step(make_batch(), lr=1.0)
 
@@ -435,9 +283,7 @@ def test_room_is_left_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_micro_batch, "peak_bytes", lambda loss, *args: limits.append(loss.gather_gib) or 2**60)
     base = SoftmaxLoss(ClipLossSettings(gather_gib=4.0))
     for loss in (base, DistilledLoss(base, DistillSettings(weight=1.0), {"teacher": 10.0})):
-        step = TrainStep(
-            TinyTowers(), loss, sgd(TinyTowers()), World(), TrainSettings(precision="fp32", micro_batch_size="auto")
-        )
+        step = TrainStep(TinyTowers(), loss, sgd(TinyTowers()), World(), AUTO)
         with pytest.raises(SettingsError, match="a single sample"):
             step(make_batch(), lr=1.0)
     assert set(limits) == {4.0}
@@ -450,9 +296,7 @@ def test_other_errors_are_not_taken_for_want_of_memory() -> None:
 
     model = Broken()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        TrainStep(model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size="auto"))(
-            make_batch(), lr=1.0
-        )
+        TrainStep(model, LOSSES["clip"], sgd(model), World(), AUTO)(make_batch(), lr=1.0)
 
 
 @pytest.mark.parametrize(
