@@ -32,7 +32,7 @@ from clipstream.data.build import training_loader
 from clipstream.data.decode.labels import NumberEncoder
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.stored import StoredData
-from clipstream.data.order.lanes import lanes_for
+from clipstream.data.order import default_lanes
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.features.codec import FEATURE_DTYPES, decode_rows, encode_rows
@@ -114,7 +114,7 @@ def measure_loader(path: Path, args: argparse.Namespace) -> None:
     """Print samples/s of training's batches of features and token ids, with the thread that fills them."""
     write_store(path, args.rows, args.width, args.dtype, ids=True)
     shards = f"/nowhere/{{00000..{-(-args.rows // SHARD) - 1:05d}}}.tar"
-    lanes = lanes_for(args.batch)
+    lanes = default_lanes(args.batch)
     settings = DataSettings.model_validate(
         {"global_batch_size": args.batch, "lanes": lanes, "workers": 0, "sources": {"train": {"shards": shards}}}
     )

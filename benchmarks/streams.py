@@ -65,7 +65,7 @@ def clipstream(options: Options) -> Iterator[Batch]:
     from clipstream.data.build import training_loader
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.data.loader.pipeline import ModelInputs
-    from clipstream.data.order.lanes import lanes_for
+    from clipstream.data.order import default_lanes
     from clipstream.data.settings import DataSettings, TokenizerSettings
     from clipstream.distributed.world import World
 
@@ -73,7 +73,7 @@ def clipstream(options: Options) -> Iterator[Batch]:
     settings = DataSettings.model_validate(
         {
             "global_batch_size": options.batch_size,
-            "lanes": lanes_for(options.batch_size),
+            "lanes": default_lanes(options.batch_size),
             "workers": options.workers,
             "sources": {"train": {"shards": options.shards, "caption": caption}},
         }

@@ -21,7 +21,10 @@ from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
 from clipstream.config.config_sources import Node, merged, plain, read_yaml
 from clipstream.config.error_messages import enumerate_words, format_errors, format_problem
 from clipstream.config.flags import flag_tree, split
+from clipstream.data.order import default_lanes
 from clipstream.data.settings import DataSettings, TokenizerSettings
+from clipstream.data.sources import SourceContext
+from clipstream.data.sources.registry import Source
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -37,7 +40,6 @@ from clipstream.utils.section import SET, Conflict, Is, Path, Section, Tree
 
 if TYPE_CHECKING:
     from clipstream.data.order.epochs import EpochPlan
-    from clipstream.data.sources.registry import Source
     from clipstream.training.state import TrainState
 
 INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
@@ -241,9 +243,7 @@ def with_lanes(data: DataSettings) -> DataSettings:
     """The settings with `lanes` fixed."""
     if data.lanes != "auto":
         return data
-    from clipstream.data.order.lanes import lanes_for
-
-    return data.model_copy(update={"lanes": lanes_for(min(data.batch_sizes))})
+    return data.model_copy(update={"lanes": default_lanes(min(data.batch_sizes))})
 
 
 def resolve(settings: Settings, world: World) -> Settings:
@@ -309,9 +309,6 @@ def _with(settings: Settings, section: str, **values: Any) -> Settings:
 
 def open_sources(settings: Settings) -> dict[str, Source]:
     """The sources of training by name, sorted."""
-    from clipstream.data.sources import SourceContext
-    from clipstream.data.sources.registry import Source
-
     data = settings.data
     return {
         name: Source(source, SourceContext(cache=data.cache, key=f"data.sources.{name}"))

@@ -16,6 +16,7 @@ from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.run_lock import holds_a_run
 from clipstream.config.error_messages import enumerate_words, format_problem
 from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch
+from clipstream.data.order import default_lanes
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.world import World
@@ -288,11 +289,9 @@ def _evaluates_only(settings: Settings) -> bool:
 
 def _batches(settings: Settings, world: World) -> Problems:
     """How batches and lanes are divided among ranks."""
-    from clipstream.data.order.lanes import lanes_for  # imports numpy, which --help must not wait for
-
     data, micro = settings.data, settings.train.micro_batch_size
     batch, largest = min(data.batch_sizes), max(data.batch_sizes)
-    by_rule = lanes_for(batch)
+    by_rule = default_lanes(batch)
     lanes = by_rule if data.lanes == "auto" else data.lanes
     if batch < world.size:
         key = "global_batch_size" if batch == data.global_batch_size else "batch_schedule"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.cli.completion import console_parser, flag_of, script
 from clipstream.cli.main import VERBS
+from clipstream.cli.verbs.completion import console_parser, flag_of, script
 from clipstream.config.settings import Settings
 from clipstream.open_clip.aliases import ALIASES
 from clipstream.utils.section import leaves

@@ -12,7 +12,7 @@ from clipstream.config.settings import Settings, load, resolve
 from clipstream.config.validate import validate_run
 from clipstream.data.build import training_loader
 from clipstream.data.loader.workers import resolve_workers
-from clipstream.data.order.lanes import lanes_for
+from clipstream.data.order import default_lanes
 from clipstream.data.order.windows import SourceOrder
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -59,7 +59,7 @@ def test_the_number_of_lanes_follows_the_batch_alone() -> None:
             == 192
         )
     batches = {7: 7, 191: 191, 512: 192, 2047: 192, 2048: 384, 4096: 768, 16_384: 3072, 10**6: 3072}
-    assert {batch: lanes_for(batch) for batch in batches} == batches
+    assert {batch: default_lanes(batch) for batch in batches} == batches
     large = settings_of(["a.tar"], "--data.global-batch-size=16384", ranks=1024)
     assert int(large.data.lanes) % 1024 == 0
 
@@ -72,7 +72,7 @@ def test_more_ranks_than_lanes_name_the_setting() -> None:
 
 def pairs_over_ideal(batch: int, shards: int) -> float:
     """Pairs of samples from one shard in the first batches of the default order, over those of independent draws."""
-    size, lanes = 10_000, lanes_for(batch)
+    size, lanes = 10_000, default_lanes(batch)
     pairs = 0
     for seed in range(3):
         order = SourceOrder(seed, 0, shards, lanes, "resampled", None, 2000)

@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clipstream.checkpoint import store
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import run_main, show_help
 from clipstream.config.flags import output_file, own_flags
 from clipstream.config.settings import Settings, carried_over, load, require_equal, resolve
 from clipstream.config.validate import validate_sources
+from clipstream.data.batch import Batch
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
@@ -25,7 +27,6 @@ from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import set_level
 
 if TYPE_CHECKING:
-    from clipstream.data.batch import Batch
     from clipstream.data.decode.tokenizers import Tokenizer
     from clipstream.models.execution.batch_features import Teacher
     from clipstream.models.towers import Towers
@@ -94,7 +95,6 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
         SettingsError: settings, model or shards cannot be used.
         ClipstreamError: 16 bits where float32 is needed, or --json cannot be written.
     """
-    from clipstream.checkpoint import store
     from clipstream.checkpoint.resume import load_into
     from clipstream.checkpoint.state import read_meta
     from clipstream.data.loader.workers import with_workers
@@ -135,7 +135,6 @@ def synthetic_batch(
     """This rank's part of a batch of random images, and of texts of 3 to 20 words."""
     import torch
 
-    from clipstream.data.batch import Batch
     from clipstream.data.decode.tokenizers import wrap
 
     size = settings.data.global_batch_size

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from clipstream.config.entry import run_main
+from clipstream.distributed.run_record import hardware
+from clipstream.utils.versions import versions
 
 EXTRAS = (
     "simplejpeg", "torchvision", "torchcodec", "pydantic", "pyarrow", "fsspec", "s3fs", "gcsfs", "adlfs", "faiss-cpu",
@@ -53,9 +55,6 @@ def _main(argv: list[str]) -> int:
 def environment() -> dict[str, str]:
     """Name -> version, or description, of what may explain how a run behaves. Absent packages are left out."""
     import torch
-
-    from clipstream.distributed.run_record import hardware
-    from clipstream.utils.versions import versions
 
     found = versions()
     for package in EXTRAS:

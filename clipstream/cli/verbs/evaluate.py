@@ -27,6 +27,7 @@ from clipstream.config.validate import validate_evals
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.registry import expand
 from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each
 from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
@@ -257,7 +258,6 @@ def _evaluate_one(own: Mapping[str, str], flags: Sequence[str], suites: Suites, 
         "checkpoint": subject.label,
         "model": (model if subject.run is None else settings.model).label,
     }
-    from clipstream.distributed.launch import run_ranks
 
     def body(world: World, watch: FailureWatch) -> None:
         from clipstream.evals.context import context_for

@@ -27,6 +27,7 @@ from clipstream.config.dump import print_config
 from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
 from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, Stopped
@@ -87,7 +88,6 @@ def follow(own: Mapping[str, str], settings_of: Callable[[str], Settings], every
             raise SettingsError(f"there is nothing to evaluate on: set {ways}")
         validate_evals(settings, shown=True)
         fits = load(["--config", config]).tokenizer == settings.tokenizer
-        from clipstream.distributed.launch import run_ranks
 
         def body(world: World, watch: FailureWatch) -> None:
             require_equal(settings, world)

@@ -23,23 +23,8 @@ import numpy as np
 from clipstream.data.order.rng import GOLDEN, mix
 from clipstream.utils.section import Count
 
-MIN_LANES, MAX_LANES = 192, 3072
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Fingerprint = dict[str, object]  # setting or shards -> JSON value, of all that fixes the order; see order_plan
-
-
-def lanes_for(batch: int) -> int:
-    """The default number of lanes for global batches of `batch` samples; it depends on nothing else.
-
-    192·2^k, about 3 lanes for 16 samples of a large batch: large batches come with many ranks and workers, which divide
-    192·2^k evenly. Each lane has one shard open then. The number of pairs of samples from one shard in a batch,
-    relative to independent draws, is about 1 + S (1/L - 1/B) for S shards, L lanes and batches of B: 4.3 at 1,000
-    shards and 512 samples, 2.1 at 4,096.
-    """
-    lanes = MIN_LANES
-    while lanes < MAX_LANES and 32 * lanes <= 3 * batch:
-        lanes *= 2
-    return min(lanes, batch)
 
 
 def lanes_of_rank(rank: int, ranks: int, lanes: int) -> range:

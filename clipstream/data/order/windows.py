@@ -8,7 +8,7 @@ hash of (seed, source, lane, group, window, position), so a lane can resume anyw
 Trade-off: consecutive windows of a lane come from the same shards, because a remote shard is downloaded completely and
 should be used completely. Mixing across shards comes from the number of shards that are open together, lanes times
 `shuffle.shards`. With the same number of open shards, more lanes of fewer shards mix a batch better
-(`lanes.lanes_for`).
+(`default_lanes`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from clipstream.data.order.lanes import MIN_LANES
+from clipstream.data.order import MIN_LANES
 from clipstream.data.order.rng import SampleRNG, mix, permutation
 
 MAX_GROUP = 4  # shards that a lane has open where there are few lanes or few shards

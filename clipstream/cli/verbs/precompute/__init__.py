@@ -17,6 +17,7 @@ from clipstream.config.entry import run_main, show_help
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_sources
+from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type
@@ -77,7 +78,6 @@ def _main(argv: list[str]) -> int:
         except SettingsError as error:
             raise SettingsError(f"--teacher {name}: {error}") from error
     from clipstream.cli.verbs.precompute.run import precompute
-    from clipstream.distributed.launch import run_ranks
 
     return run_ranks(settings.run, partial(precompute, settings, options, teachers))
 
