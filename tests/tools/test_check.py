@@ -83,7 +83,7 @@ def test_profiles_merge_as_if_all_samples_had_gone_into_one() -> None:
     one, first, rest = profile_of(*samples), profile_of(samples[0]), profile_of(*samples[1:])
     first.merge(pickle.loads(pickle.dumps(rest)))
     assert vars(first) == vars(one)
-    field = one.json_fields["a"]
+    field = one.fields()[1]["a"]
     assert (field.samples, field.type, field.example) == (2, "str", '"late"')
     assert one.suffixes == {"png": 2, "json": 3}
 

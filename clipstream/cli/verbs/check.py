@@ -288,15 +288,15 @@ def show(view: CheckReport, console: Console) -> None:
     _table(console, "Faults", ("shard", "fault"), list(view.faults.items()))
     if not read:
         return
-    members = []
+    members, (texts, json_fields) = [], profile.fields()
     for suffix, count in profile.suffixes.most_common():
-        text = profile.texts[suffix].example if suffix in profile.texts else ""
+        text = texts[suffix].example if suffix in texts else ""
         what = "image" if profile.images[suffix] else text or ("JSON" if suffix.endswith("json") else "bytes")
         members.append((suffix, f"{count:,}", what))
     _table(console, "Members", ("suffix", "samples", "content"), members)
-    fields = sorted(profile.json_fields.items(), key=lambda item: -item[1].samples)
+    fields = sorted(json_fields.items(), key=lambda item: -item[1].samples)
     rows = [(path, f"{value.samples:,}", value.kind, value.example) for path, value in fields]
-    _table(console, "JSON fields", ("path", "samples", "type", "example"), rows)
+    _table(console, f"JSON fields of {len(profile.tried):,} samples", ("path", "samples", "type", "example"), rows)
     example = next((f"{where}: {text}" for where, text in view.captions.items()), "")
     found = [(f"{view.used:,}", f"{view.used / read:.1%}", "used", example)]
     for reason, count in view.drops.most_common():

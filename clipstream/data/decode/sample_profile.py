@@ -11,7 +11,7 @@ import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -33,7 +33,7 @@ DEPTH = 8  # levels of a JSON member that are looked into
 SHORT_FLAGS = "data.sources.train"  # the source that --caption-key and the like set
 EXAMPLE_CHARS = 60
 NAME_CHARS = 200  # of a field that is suggested
-TRIED = 64  # samples on which suggestions are tried, at most
+TRIED = 256  # first samples whose fields are looked at, and on which suggestions are tried
 TRIED_BYTES = 1 << 22  # of their members without images
 KEPT = 32  # different texts of a field that are kept
 KEPT_CHARS = 120  # of each
@@ -53,32 +53,23 @@ RENAMING = f"{UNPACKING.removesuffix('&& ')}--transform='{_UNDOTTED};{_UNDOTTED}
 class Field:
     """A text member, or a field of JSON members."""
 
-    samples: int  # number of samples that have it
     type: str  # of its first value that is not null
     example: str  # that value, shortened; several if one sample has several
+    member: str = "json"  # suffix of the member that holds the field
+    path: str = ""  # of the field in it; '' for the whole member
+    samples: int = 0  # number of samples that have it
     most: int = 1  # largest number of values in one sample, for a field in a list
     count: int = 0  # number of texts over all samples
     texts: Counter[str] = field(default_factory=Counter)  # the first different texts, shortened, with their counts
-    member: str = "json"  # suffix of the JSON member that holds the field
-    path: str = ""  # of the field in it; '' for the whole member
 
-    def add(self, text: str, times: int = 1) -> None:
-        """Count a text."""
-        self.count += times
-        text = text[:KEPT_CHARS]
-        if text in self.texts or len(self.texts) < KEPT:
-            self.texts[text] += times
-
-    def merge(self, other: Field) -> None:
-        """Add the counts of another. A field that was null takes the type of the first other value."""
-        if self.type == "null":
-            self.type, self.example = other.type, other.example
-        self.samples += other.samples
-        self.most = max(self.most, other.most)
-        count = self.count + other.count
-        for text, times in other.texts.items():
-            self.add(text, times)
-        self.count = count
+    def add(self, value: Any) -> None:
+        """Count a text, or those of a list."""
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                self.count += 1
+                text = text[:KEPT_CHARS]
+                if text in self.texts or len(self.texts) < KEPT:
+                    self.texts[text] += 1
 
     @property
     def kind(self) -> str:
@@ -101,14 +92,12 @@ class Field:
 
 
 class Profile:
-    """Counts of the members and JSON fields of a source's samples. Picklable, and of bounded size."""
+    """Counts of the members of a source's samples, and its first samples. Picklable, and of bounded size."""
 
     def __init__(self) -> None:
         self.samples: int = 0
         self.suffixes: Counter[str] = Counter()  # samples by member suffix
         self.images: Counter[str] = Counter()  # the same, of the members whose bytes begin as an image
-        self.texts: dict[str, Field] = {}  # by suffix, the members that are readable text
-        self.json_fields: dict[str, Field] = {}  # by path into the member `json`; of another JSON member, `SUFFIX:path`
         self.tried: list[dict[str, bytes]] = []  # the first samples, without their images
 
     def add(self, sample: RawSample) -> None:
@@ -121,44 +110,47 @@ class Profile:
             suffix = name.lower()
             if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
                 self.suffixes[suffix] += 1
-            head, kept[suffix] = bytes(data[:512]), bytes(data)
-            if content.kind(head) in content.PICTURES:
+            if content.kind(bytes(data[:512])) in content.PICTURES:
                 self.images[suffix] += 1
-                del kept[suffix]
-            elif suffix.rpartition(".")[2] == "json":
-                self._add_json(suffix, bytes(data))
-            elif text := _readable(head):
-                inner = structure(bytes(data).decode(errors="ignore"))
-                texts = [one for one in inner if isinstance(one, str)] if isinstance(inner, list) else []
-                if inner and not texts:
-                    self._add_json(suffix, json.dumps(inner, default=str).encode())
-                    continue
-                if suffix not in self.texts and len(self.texts) < MAX_FIELDS:
-                    self.texts[suffix] = Field(0, "str", _short(text))
-                if member := self.texts.get(suffix):
-                    member.samples += 1
-                    for one in texts or [text]:
-                        member.add(one)
+            else:
+                kept[suffix] = bytes(data)
         self._keep([kept])
 
     def merge(self, other: Profile) -> None:
-        """Add another profile's counts to this one; the first example of each field stays."""
+        """Add another profile's counts to this one."""
         self.samples += other.samples
         self.suffixes.update(other.suffixes)
         self.images.update(other.images)
-        for suffix, member in other.texts.items():
-            _count(self.texts, suffix, member)
-        for path, inner in other.json_fields.items():
-            _count(self.json_fields, path, inner)
         self._keep(other.tried)
 
     def _keep(self, samples: Sequence[dict[str, bytes]]) -> None:
-        """Keep samples to try suggestions on, while there is room."""
+        """Keep samples while there is room."""
         held = sum(len(data) for sample in self.tried for data in sample.values())
         for sample in samples[: TRIED - len(self.tried)]:
             held += sum(map(len, sample.values()))
             if held <= TRIED_BYTES:
                 self.tried.append(sample)
+
+    def fields(self) -> tuple[dict[str, Field], dict[str, Field]]:
+        """(text members by suffix, JSON fields) of the samples kept.
+
+        JSON fields are named by their path in the member `json`; those of another member by `SUFFIX:path`.
+        """
+        members: dict[str, Field] = {}
+        inside: dict[str, Field] = {}
+        for suffix, data in (item for sample in self.tried for item in sample.items()):
+            if suffix.rpartition(".")[2] == "json":
+                _add_json(inside, suffix, data)
+            elif text := _readable(data[:512]):
+                inner = structure(data.decode(errors="ignore"))
+                texts = [one for one in inner if isinstance(one, str)] if isinstance(inner, list) else []
+                if inner and not texts:
+                    _add_json(inside, suffix, json.dumps(inner, default=str).encode())
+                elif suffix in members or len(members) < MAX_FIELDS:
+                    member = members.setdefault(suffix, Field("str", _short(text), suffix))
+                    member.samples += 1
+                    member.add(texts or text)
+        return members, inside
 
     def _tried(self, caption: CaptionSettings) -> list[list[str]]:
         """The captions that training may draw with these settings, of each sample kept."""
@@ -228,8 +220,8 @@ class Profile:
         rest = len(self.suffixes) - 20
         more = f" and {rest:,} more" if rest > 0 else ""
         lines = [f"members seen in {self.samples:,} samples: {seen or 'none'}{more}"]
-        if self.json_fields:
-            ranked = sorted(self.json_fields.items(), key=lambda item: -item[1].samples)
+        if json_fields := self.fields()[1]:
+            ranked = sorted(json_fields.items(), key=lambda item: -item[1].samples)
             fields = ", ".join(
                 f"{printable(path, 60)} ({f.samples:,}, {f.kind}, e.g. {f.example})" for path, f in ranked[:15]
             )
@@ -248,7 +240,8 @@ class Profile:
         text_rank = 15 if isinstance(caption, JsonCaption) else 0
         ranked: list[tuple[tuple[Any, ...], str, CaptionSettings]] = []
         dotted = {suffix.rpartition(".")[0] for suffix in self._dotted()}
-        for suffix, member in self.texts.items():
+        members, json_fields = self.fields()
+        for suffix, member in members.items():
             if suffix.rpartition(".")[0] in dotted:  # the text of one image of several
                 continue
             if member.language and suffix != "cls" and self.suffixes[suffix] * 2 >= self.samples and _nameable(suffix):
@@ -259,7 +252,7 @@ class Profile:
                 if place != SHORT_FLAGS:
                     flag = f"--{place}.caption {shlex.quote(f'{{type: text, key: {_scalar(suffix)}}}')}"
                 ranked.append((key, flag, TextCaption(key=suffix)))
-        for found in self.json_fields.values():
+        for found in json_fields.values():
             path = found.path or "*"  # a list of texts in itself
             if found.type not in ("str", "list of str") or not _nameable(path) or not found.language:
                 continue
@@ -304,42 +297,35 @@ class Profile:
                 dotted += names
         return dotted
 
-    def _add_json(self, suffix: str, data: bytes) -> None:
-        found: dict[str, Field] = {}
-        try:
-            if len(data) > MAX_JSON:
-                raise ValueError("not looked into")
-            for path, kind, value in islice(_leaves(json.loads(data)), MAX_LEAVES):
-                known = found.setdefault(path, Field(1, kind, _short(value), most=0))
-                known.most += 1
-                if known.type == "null":
-                    known.type, known.example = kind, _short(value)
-                elif 1 < known.most <= 3:
-                    known.example += f" | {_short(value)}"
-                for text in value if isinstance(value, list) else [value]:
-                    if isinstance(text, str):
-                        known.add(text)
-        except (ValueError, RecursionError):
-            kind = "large JSON" if len(data) > MAX_JSON else "not valid JSON, or nested too deep"
-            found = {"": Field(1, kind, _short(data[:EXAMPLE_CHARS].decode(errors="replace")))}
-        for path, inner in found.items():
-            inner.member, inner.path = suffix, path
-            _count(self.json_fields, _title(suffix, path), inner)
-
     def _caption_found(self, caption: CaptionSettings) -> bool:
         """Whether any of the samples kept has the caption that the settings name."""
         return not isinstance(caption, (TextCaption, JsonCaption)) or any(self._tried(caption))
 
 
-def _title(member: str, path: str) -> str:
-    return path if member == "json" and path else f"{member}:{path}"
-
-
-def _count(fields: dict[str, Field], name: str, found: Field) -> None:
-    if name in fields:
-        fields[name].merge(found)
-    elif len(fields) < MAX_FIELDS:
-        fields[name] = replace(found, texts=found.texts.copy())
+def _add_json(fields: dict[str, Field], member: str, data: bytes) -> None:
+    """Add the fields of a JSON member."""
+    here: Counter[str] = Counter()
+    try:
+        if len(data) > MAX_JSON:
+            raise ValueError("not looked into")
+        leaves = list(islice(_leaves(json.loads(data)), MAX_LEAVES))
+    except (ValueError, RecursionError):
+        kind = "large JSON" if len(data) > MAX_JSON else "not valid JSON, or nested too deep"
+        leaves = [("", kind, data[:EXAMPLE_CHARS].decode(errors="replace"))]
+    for path, kind, value in leaves:
+        title = path if member == "json" and path else f"{member}:{path}"
+        if title not in fields and len(fields) >= MAX_FIELDS:
+            continue
+        found = fields.setdefault(title, Field(kind, _short(value), member, path))
+        here[title] += 1
+        if found.type == "null":
+            found.type, found.example = kind, _short(value)
+        elif found.samples == 0 and 1 < here[title] <= 3:
+            found.example += f" | {_short(value)}"
+        found.add(value)
+    for title, number in here.items():
+        fields[title].samples += 1
+        fields[title].most = max(fields[title].most, number)
 
 
 def _leaves(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
