@@ -29,7 +29,7 @@ import torch
 
 from clipstream.data.batch import ImageSpec
 from clipstream.data.build import training_loader
-from clipstream.data.decode.labels import NumberEncoder
+from clipstream.data.decode.labels import LabelEncoder
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.order import default_lanes
@@ -118,7 +118,7 @@ def measure_loader(path: Path, args: argparse.Namespace) -> None:
     settings = DataSettings.model_validate(
         {"global_batch_size": args.batch, "lanes": lanes, "workers": 0, "sources": {"train": {"shards": shards}}}
     )
-    tokenizer, features = NumberEncoder(), StoredData.open(image=str(path))
+    tokenizer, features = LabelEncoder(None), StoredData.open(image=str(path))
     tokenizer.context_length = TOKENS
     with training_loader(
         settings, ModelInputs(tokenizer, ImageSpec((224, 224)), features=features), world=World(), seed=0, views=True

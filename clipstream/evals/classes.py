@@ -260,11 +260,11 @@ class Labelling:
     @property
     def encoder(self) -> Tokenizer:
         """Turns them into class numbers [n, 1], or 0 and 1 per class [n, C]."""
-        from clipstream.data.decode.labels import LabelEncoder, LabelsEncoder, NumberEncoder  # imports numpy
+        from clipstream.data.decode.labels import LabelEncoder, LabelsEncoder  # imports numpy
 
         if self.labels != "one":
             return LabelsEncoder(self.named, multi_hot=self.labels == "multi_hot")
-        return NumberEncoder() if self.classes is None else LabelEncoder(self.classes)
+        return LabelEncoder(self.classes)
 
     def batches(
         self, context: EvalContext, source: SourceSettings, batch_size: int, key: str = "data"

@@ -132,30 +132,35 @@ class LabelEncoder:
     """A tokenizer of labels: each becomes the number of its class, ids [n, 1].
 
     A label is the number of a class, from 0, or its name, ignoring case; if names are numbers, labels are numbers. What
-    is neither may be another form of a number, see `number_of`.
+    is neither may be another form of a number, see `number_of`. Without class names labels are whole numbers from 0.
     """
 
     context_length = 1
 
-    def __init__(self, classes: Sequence[str]) -> None:
-        self._classes = list(classes)
+    def __init__(self, classes: Sequence[str] | None) -> None:
+        self._classes = None if classes is None else list(classes)
         self._numbers: dict[str, list[int]] = {}
-        for number, name in enumerate(self._classes):
+        for number, name in enumerate(classes or ()):
             self._numbers.setdefault(name.strip().casefold(), []).append(number)
+        self.vocab_size = 2**31 - 1 if classes is None else len(classes)
         # With names such as 1, 2, 3 for the classes 0, 1, 2, a number out of range could be either.
-        self._numerals = any(name.strip().isdecimal() and int(name) < len(classes) for name in classes)
-        self.vocab_size = len(self._classes)
+        self._numerals = any(name.strip().isdecimal() and int(name) < self.vocab_size for name in classes or ())
 
     def index(self, label: str) -> int:
         """The class's number. Raises DataError: the label is no class, or the name of several."""
         label = label.strip()
-        if label.isdecimal() and int(label) < len(self._classes):
+        if label.isdecimal() and int(label) < self.vocab_size:
             return int(label)
         numbers = [] if label.isdecimal() and self._numerals else self._numbers.get(label.casefold(), [])
         if not numbers and not label.isdecimal() and (number := number_of(label)) is not None:
-            numbers = [number] if 0 <= number < len(self._classes) else []
+            numbers = [number] if 0 <= number < self.vocab_size else []
         if len(numbers) == 1:
             return numbers[0]
+        if self._classes is None:
+            raise DataError(
+                f"label {label!r} is no whole number: give the evaluator's classes, the names in the order of their "
+                "numbers, or set its label to another member (cls) or field (json:PATH)"
+            )
         what = f"the name of {len(numbers)} classes" if numbers else "no class"
         raise DataError(
             f"label {label!r} is {what}: the {len(self._classes)} classes have numbers from 0, and names. Set the "
@@ -163,34 +168,12 @@ class LabelEncoder:
         )
 
     def encode(self, texts: Sequence[str]) -> Ids:
-        """Labels to int32 [n, 1]."""
+        """Labels to int32 [n, 1]. Raises DataError: as `index`."""
         return np.array([self.index(text) for text in texts], dtype=np.int32).reshape(-1, 1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The name of the class."""
-        return self._classes[int(ids[0])]
-
-
-class NumberEncoder:
-    """A tokenizer of labels that are whole numbers from 0, whose classes have no names: ids [n, 1]."""
-
-    context_length = 1
-    vocab_size = 2**31 - 1
-
-    def encode(self, texts: Sequence[str]) -> Ids:
-        """Labels to int32 [n, 1]. Raises DataError: a label is no such number."""
-        numbers = [number_of(text) for text in texts]
-        for text, number in zip(texts, numbers, strict=True):
-            if number is None or not 0 <= number < self.vocab_size:
-                raise DataError(
-                    f"label {text!r} is no whole number: give the evaluator's classes, the names in the order of their "
-                    "numbers, or set its label to another member (cls) or field (json:PATH)"
-                )
-        return np.array(numbers, dtype=np.int32).reshape(-1, 1)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The number."""
-        return str(int(ids[0]))
+        """The name of the class, or its number if it has none."""
+        return str(int(ids[0])) if self._classes is None else self._classes[int(ids[0])]
 
 
 class LabelsEncoder:
@@ -242,18 +225,14 @@ class CaptionsEncoder:
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """Texts with one caption per line to int32 [n, most · T]. Raises DataError: a sample has more captions."""
-        lines = [text.split("\n") for text in texts]
         ids = np.full((len(texts), self._most, self._tokenizer.context_length), NO_CAPTION, dtype=np.int32)
-        places = [(row, column) for row, captions in enumerate(lines) for column in range(len(captions))]
-        longest = max(map(len, lines), default=0)
-        if longest > self._most:
-            raise DataError(
-                f"an image has {longest} captions, and there is room for {self._most}: raise the evaluator's "
-                "max_captions"
-            )
-        if places:
-            rows, columns = zip(*places, strict=True)
-            ids[list(rows), list(columns)] = self._tokenizer.encode([text for captions in lines for text in captions])
+        for row, text in zip(ids, texts, strict=True):
+            captions = text.split("\n")
+            if len(captions) > self._most:
+                raise DataError(
+                    f"an image has {len(captions)} captions, more than the evaluator's max_captions ({self._most})"
+                )
+            row[: len(captions)] = self._tokenizer.encode(captions)
         return ids.reshape(len(texts), self.context_length)
 
     def decode(self, ids: Sequence[int]) -> str:
