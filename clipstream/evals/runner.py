@@ -29,7 +29,6 @@ from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.evaluators.validation_loss import ValidationLoss
 from clipstream.evals.evaluators.zero_shot import ZeroShot
 from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
-from clipstream.training.gradcache import is_out_of_memory
 from clipstream.training.precision import same_randomness
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import make_plugin
@@ -134,19 +133,11 @@ class EvalRunner:
             Metric names by evaluation (see `eval_name`).
 
         Raises:
-            DataError, SettingsError: from an evaluator or its data, or there is not enough memory for the weights.
+            DataError, SettingsError: from an evaluator or its data.
         """
-        try:
-            for weights in self.weights.values():
-                with weights():  # gathering sharded weights takes memory
-                    pass
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise SettingsError(
-                "evals: there is no memory for the whole model beside its shards: evaluate its checkpoints elsewhere "
-                f"(clipstream evaluate), or take more GPUs ({str(error).splitlines()[0]})"
-            ) from error
+        for weights in self.weights.values():
+            with weights():  # gathering sharded weights takes memory
+                pass
         found: dict[str, dict[str, float]] = {}
         own = {name for name, section in self.settings.items() if section.type not in BUILTIN}
         for name, evaluator in self.evaluators.items():
