@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from clipstream.checkpoint.async_writer import AsyncWriter, Content, Snapshot
+from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.state import OPTIMIZER, WEIGHTS, TensorFile, load, metadata, read, read_meta
 from clipstream.checkpoint.store import BEST, find, marker_of
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.errors import ClipstreamError
 from clipstream.training.optim import AdamW
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
@@ -23,7 +23,6 @@ from clipstream.training.step import TrainStep
 from clipstream.utils import atomic_write
 from tests.support.fake_cuda import FakeCuda
 from tests.support.forks import TIMEOUT, run_fork, wait_until
-from tests.support.ranks import run_ranks
 from tests.support.savers import fill, names, parts, saver_of, small_disk, write
 from tests.support.steps import LOSSES, TinyTowers, make_batch
 
@@ -133,18 +132,6 @@ def test_further_files_of_tensors(tmp_path: Path) -> None:
     assert torch.equal(saved["visual.0.weight"], torch.arange(6.0).view(2, 3))
 
 
-def test_the_buffers_are_used_again_until_the_tensors_are_others() -> None:
-    _, optimizer = parts()
-    snapshot = Snapshot("cpu", optimizer, kept=True)
-    snapshot.take({"a": {"x": torch.ones(3)}})
-    place = snapshot.files["a"].views["x"].data_ptr()
-    snapshot.take({"a": {"x": torch.full((3,), 2.0)}})
-    assert snapshot.files["a"].views["x"].data_ptr() == place
-    assert snapshot.files["a"].views["x"].tolist() == [2, 2, 2]
-    snapshot.take({"a": {"x": torch.ones(4)}, "b": {"y": torch.ones(1)}})
-    assert snapshot.files["a"].views["x"].tolist() == [1, 1, 1, 1] and "b" in snapshot.files
-
-
 def test_files_of_tensors_are_those_of_the_library(tmp_path: Path) -> None:
     tensors = {
         "bytes": torch.arange(5, dtype=torch.uint8),
@@ -240,13 +227,6 @@ def test_a_loss_is_good_if_it_is_small(metric: str, by: str, best: int, tmp_path
     assert (tmp_path / BEST).read_text().startswith(f"step_0000000{best}\n")
 
 
-def test_a_metric_that_an_evaluator_does_not_give() -> None:
-    saver = saver_of(Path("nowhere"), keep_best="val/R@1")
-    with pytest.raises(SettingsError, match="val gives no 'R@1' but image_to_text_R@1, n"):
-        saver.expect({"val": ["image_to_text_R@1", "n"]})
-    saver.expect({"other": []})
-
-
 def test_a_full_disk_is_a_warning_and_the_older_one_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with small_disk(tmp_path, "400k"):
         first = write(tmp_path, 1)
@@ -273,24 +253,6 @@ def test_on_a_full_disk_a_lower_keep_last_makes_room(tmp_path: Path, capsys: pyt
         assert write(tmp_path, 4, keep_last=1) is None
         assert "the newest checkpoint is step_00000003" in capsys.readouterr().err
         assert write(tmp_path, 5, keep_last=1) is not None
-
-
-def failing(world: World, folder: str) -> str:
-    """How a rank ends whose rank 0 cannot write."""
-    saver = saver_of(Path(folder), world)
-    saver.save(TrainState(1))
-    if world.is_main:
-        try:
-            saver.finish()
-        except ClipstreamError as error:
-            return str(error)
-    return ""
-
-
-def test_rank_0_alone_fails(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    told, other = run_ranks(2, failing, str(tmp_path / "file"))
-    assert "could not be written" in told and other == ""
 
 
 # A process that saves steps 1, 2, 3 again and again, each time in a fork that ends at the n-th operation on files.

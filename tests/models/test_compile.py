@@ -18,7 +18,7 @@ from torch.nn.attention import sdpa_kernel
 from clipstream.errors import SettingsError
 from clipstream.models.execution import compile as module
 from clipstream.models.execution.checkpointing import enabled_backends
-from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
+from clipstream.models.execution.compile import Compilation, compile_towers, compiling
 from clipstream.models.settings import CUDA_GRAPHS
 from clipstream.models.towers import Towers
 from clipstream.training.precision import Precision, autocast
@@ -26,7 +26,6 @@ from tests.support.model_files import TEXT, VIT, build, write
 
 TOKENS = 20
 LENGTHS = (2, 9, 3, 20, 8, 2, 17, 5, 12, 4)
-RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -131,40 +130,6 @@ def test_a_step_with_a_frozen_tower_in_its_own_precision(frozen: Literal["image"
         for name, gradient in truth.items():  # equal up to the rounding of bfloat16
             torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()), msg=name)
         torch._dynamo.reset()
-
-
-def test_batch_norm_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    towers = make(tmp_path, RESNET).double().train()
-    compiled = copy.deepcopy(towers)
-    compile_towers(compiled, "towers", "aot_eager")
-    pixels, _ = inputs()
-    for model in (towers, compiled):
-        model.encode_image(pixels).square().sum().backward()
-    for name, parameter in towers.clip.visual.named_parameters():
-        gradient = compiled.clip.visual.get_parameter(name).grad
-        torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=1e-10, msg=name)
-    for name, buffer in towers.named_buffers():
-        torch.testing.assert_close(compiled.get_buffer(name), buffer, rtol=0, atol=1e-10)
-    with caplog.at_level(logging.WARNING, "clipstream"):
-        compile_towers(towers, "blocks", "eager")
-    assert "ModifiedResNet (image tower) has no repeated blocks and runs eagerly" in caplog.text
-
-
-def test_a_deep_copy_runs_its_own_weights(tmp_path: Path) -> None:
-    """As FSDP's unsharded copy does."""
-    towers = make(tmp_path).double().train()
-    compilation = compile_towers(towers, "blocks", "eager")
-    other = copy.deepcopy(towers)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.5)
-    truth = make(tmp_path).double().train()
-    truth.load_state_dict(other.state_dict())
-    check(other, gradients(truth))
-    graphs = compilation.graphs
-    with eagerly(compilation):
-        gradients(towers, LENGTHS[:3])
-    assert compilation.graphs == graphs
 
 
 def test_batches_of_many_lengths_take_few_graphs(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from clipstream.errors import SettingsError
 from clipstream.models.execution.batch_features import ENTRY, FeatureCache
 from clipstream.models.frozen import TOWERS, Tower
 from clipstream.utils.logs import logger
-from clipstream.utils.timing.step_timer import StepTimer
 from tests.support.model_files import build, write
 from tests.support.ranks import run_ranks
 
@@ -104,22 +103,3 @@ def test_a_tower_that_is_trained_has_no_cache(tmp_path: Path) -> None:
     towers = build(write(tmp_path)).train()
     with pytest.raises(SettingsError, match=r"model\.image\.cache_gib: the image tower has weights that are trained"):
         FeatureCache(towers, "image", 1.0, World(), nullcontext)
-
-
-def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
-    towers = build(write(tmp_path)).train()
-    towers.lock_image()
-    with pytest.raises(SettingsError, match=r"model\.image\.cache_gib: 1e\+09 GiB cannot be allocated .*give less"):
-        FeatureCache(towers, "image", 1e9, World(), nullcontext)
-
-
-@pytest.mark.parametrize("tower", TOWERS)
-def test_passes_for_the_cache_are_forward_passes_of_the_tower(tower: Tower, tmp_path: Path) -> None:
-    cache, _ = cache_of(write(tmp_path), tower, 100, World())
-    timer, batch = StepTimer("cpu"), batch_of([0, 1])
-    for known in (False, True):
-        with timer.active():
-            cache(batch)
-            timer.end_step()
-        parts, _ = timer.take()
-        assert (f"{tower}_forward" in parts) == (not known)

@@ -11,7 +11,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from clipstream.errors import SettingsError
-from clipstream.models.execution.flops import count_flops
 from clipstream.models.frozen import TOWERS, Tower
 from clipstream.models.towers import Towers
 from clipstream.training.precision import Precision, autocast, prepare
@@ -50,25 +49,6 @@ def test_a_frozen_tower_computes_in_its_own_precision_in_any_run(tower: Tower, c
             else:
                 assert torch.equal(found, features), (own, run)
             assert not found.requires_grad
-
-
-def test_the_flops_of_a_tower_in_its_own_precision_are_counted(tmp_path: Path) -> None:
-    name = write(tmp_path)
-    usual, towers = (build(name, lock_image=True, lock_text=True) for _ in range(2))
-    for tower in TOWERS:
-        towers.set_precision(tower, "bf16")
-    flops = count_flops(towers)
-    assert flops is not None and flops == count_flops(usual) and flops.image.backward == 0
-
-
-def test_half_precision(tmp_path: Path) -> None:
-    towers = build(write(tmp_path), lock_image=True, lock_text=True)
-    exact = [encode(towers, tower) for tower in TOWERS]
-    for tower, features in zip(TOWERS, exact, strict=True):
-        towers.set_precision(tower, "fp16")
-        torch.testing.assert_close(encode(towers, tower), features, rtol=0, atol=0.004)
-    assert {p.dtype for name, p in towers.clip.named_parameters() if not name.startswith("logit")} == {torch.float16}
-    assert towers.clip.logit_scale.dtype == torch.float32
 
 
 def test_a_frozen_tower_saves_nothing_for_a_backward_pass(tmp_path: Path) -> None:

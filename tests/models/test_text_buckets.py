@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.errors import SettingsError
-from clipstream.models.execution import text_buckets
-from clipstream.models.execution.text_buckets import PASS_TOKENS, Bucket, TextBuckets
+from clipstream.models.execution.text_buckets import PASS_TOKENS, TextBuckets
 from clipstream.models.towers import Towers
 from tests.support import hubtree
 from tests.support.model_files import TEXT, VIT, build, write
@@ -111,17 +110,6 @@ def test_features_and_gradients_are_those_of_padded_texts(
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("buckets", [TextBuckets("argmax", 0, 3), TextBuckets("argmax", 0, packed="all")])
-def test_float32_agrees_as_well(tmp_path: Path, buckets: TextBuckets) -> None:
-    model = build(write(tmp_path, text_cfg=CAUSAL))
-    ids = make_ids("clip", [[3] * length for length in (0, 5, 17, 2, 9)])
-    found, gradients = text_pass(model, ids, buckets)
-    truth, padded = text_pass(model, ids, None)
-    torch.testing.assert_close(found, truth, rtol=0, atol=1e-6)
-    for name, gradient in padded.items():
-        assert float((gradients[name] - gradient).abs().max()) <= 1e-6 * max(float(gradient.abs().max()), 1.0), name
-
-
 @pytest.mark.parametrize("buckets", [None, TextBuckets("argmax", 0, 2)])
 def test_attention_is_told_that_it_is_causal(
     tmp_path: Path, buckets: TextBuckets | None, monkeypatch: pytest.MonkeyPatch
@@ -184,18 +172,6 @@ def test_the_cut_is_the_cheapest(lengths: list[int], most: int | None, device: s
     assert found == min(cost(ends) for ends in cuts)
 
 
-def test_the_work_of_a_cut_grows_with_the_square_of_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Bucket] = []
-
-    def noted(rows: int, length: int) -> Bucket:
-        tried.append(Bucket(rows, length))
-        return tried[-1]
-
-    monkeypatch.setattr(text_buckets, "Bucket", noted)
-    TextBuckets("argmax", 0).plan(range(8, 513, 8), 512, "cpu")
-    assert len(tried) == 64 * 65 / 2
-
-
 @given(lengths=st.lists(st.integers(1, 77), min_size=1, max_size=200))
 def test_buckets_for_compiled_blocks_have_few_sizes(lengths: list[int]) -> None:
     found = TextBuckets("argmax", 0, portions=8).plan(lengths, 77, "cpu")
@@ -204,13 +180,6 @@ def test_buckets_for_compiled_blocks_have_few_sizes(lengths: list[int]) -> None:
         at += bucket.rows
         assert ordered[at - 1] <= bucket.length
     assert at == len(lengths) and all(bucket.rows % unit == 0 for bucket in found[:-1])
-
-
-def test_few_lengths_make_few_buckets() -> None:
-    buckets = TextBuckets("argmax", 0)
-    assert buckets.plan([9] * 64, 77, "cpu") == [Bucket(64, 16)]
-    assert buckets.plan([9] * 64 + [70], 77, "cpu") == [Bucket(64, 16), Bucket(1, 72)]
-    assert buckets.plan([9, 70], 77, "cuda") == [Bucket(2, 72)]
 
 
 @pytest.mark.parametrize(
@@ -237,45 +206,3 @@ def test_the_setting(tmp_path: Path) -> None:
     assert two is not None and (two.most, two.exactly) == (2, False)
     shards = TextBuckets("argmax", 0).for_shards()
     assert (shards.most, shards.exactly) == (1, True)
-
-
-def test_dropout_has_the_same_rate(tmp_path: Path) -> None:
-    """The mean over draws of a text's features is that of the padded pass; single draws differ."""
-    from transformers import RobertaConfig, RobertaModel
-
-    base = RobertaModel(RobertaConfig(**HUGGING_FACE, vocab_size=64, max_position_embeddings=40))
-    base.save_pretrained(tmp_path / "base")
-    hubtree.write_tokenizer(tmp_path / "base")
-    here = str(tmp_path / "base")
-    text = {"hf_model_name": here, "hf_tokenizer_name": here, "hf_pooler_type": "mean_pooler", "context_length": TOKENS}
-    (tmp_path / "hf.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": VIT, "text_cfg": text}))
-    model = build(str(tmp_path / "hf.json")).double().train()
-    ids = make_ids("roberta", [[5, 6, 7]]).repeat(2000, 1)
-    torch.manual_seed(0)
-    found, padded = (text_pass(model, ids, some)[0] for some in (model.text_buckets, None))
-    assert not torch.equal(found, padded)
-    error = (found.var(0) / len(ids) + padded.var(0) / len(ids)).sqrt()
-    assert bool(((found.mean(0) - padded.mean(0)).abs() < 5 * error).all())
-
-
-def test_compiled_towers_have_few_graphs(tmp_path: Path) -> None:
-    model = build(write(tmp_path, text_cfg=CAUSAL))
-    pixels = torch.zeros(6, 3, 32, 32, dtype=torch.uint8)
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    model.compile(backend=backend)
-    counts = []
-    for seed in range(8):
-        spread = torch.Generator().manual_seed(seed)
-        words = [[4] * int(n) for n in torch.randint(0, TOKENS - 1, (6,), generator=spread)]
-        ids = make_ids("clip", words)
-        lengths = model.text_lengths(ids)
-        found = model(pixels, ids, lengths).text
-        torch.testing.assert_close(found, model.encode_text(ids), rtol=0, atol=1e-5)
-        counts.append(len(graphs))
-    assert counts[-1] == counts[3], counts
