@@ -25,9 +25,9 @@ from clipstream.config.settings import Settings, load, resolve
 from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.workers import with_workers
 from clipstream.distributed.world import World
-from clipstream.tools.feature_stores import open_stores
 from clipstream.train import build_loader, build_model, build_step
 from clipstream.training.step import TrainStep
+from clipstream.training.stored_features import open_stores
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def report(flags: list[str], store: str, rounds: int) -> None:
 def prepared(settings: Settings, world: World) -> tuple[TrainStep, Loader]:
     """The step and the loader of a run."""
     settings = resolve(settings, world)
-    stored = open_stores(settings)
+    stored = open_stores(settings.data)
     model = build_model(settings, world, stored)
     settings = settings.model_copy(update={"data": with_workers(settings.data, world)})
     loader = build_loader(settings, world, model)

@@ -25,6 +25,7 @@ from clipstream.checkpoint.state import CheckpointMeta
 from clipstream.config.dump import noted, print_best, print_summary, redacted, write_config
 from clipstream.config.entry import make_callable
 from clipstream.config.settings import Settings, carried_over
+from clipstream.config.validate import tell_stored
 from clipstream.data.batch import Batch
 from clipstream.data.build import training_loader
 from clipstream.data.decode import tokenizers
@@ -51,13 +52,13 @@ from clipstream.models.towers import Towers
 from clipstream.report.outputs import Ending, Outputs, build_profiler
 from clipstream.report.precision_audit import audit_run
 from clipstream.report.sinks import RunInfo
-from clipstream.tools.feature_stores import check_stores, open_stores, remove_towers, teacher_scales
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
 from clipstream.training.rollback import Rollback
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
+from clipstream.training.stored_features import check_stores, open_stores, remove_towers, teacher_scales
 from clipstream.training.trainer import Hooks, Length, Trainer
 
 
@@ -94,7 +95,7 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
     settings = carried_over(settings, resumed.state, world, own_lanes=own_lanes)
 
     # Model; features may come from stores, in the place of towers or of teachers.
-    stored = open_stores(settings)
+    stored = open_stores(settings.data)
     model = build_model(settings, world, stored)
     throughput = build_throughput(model.towers, settings.model, world, settings.train.arithmetic)
     if throughput is not None and settings.log.peak_tflops:
@@ -135,7 +136,8 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
             "leave tokenizer.type at 'model', or use a model with text_cfg.vocab_size to match"
         )
     if stored is not None:
-        check_stores(stored, settings, towers, tokenizer)
+        check_stores(stored, settings.data, towers, tokenizer)
+        tell_stored(settings, world, stored.views)
     prepare_towers(towers, train.arithmetic, model, world.device, tf32=train.tf32, keep=world.is_main)
     if stored is not None:
         remove_towers(stored, towers)

@@ -231,6 +231,16 @@ def tell(settings: Settings, world: World, notices: Iterable[tuple[Path, str]]) 
         logger.info(f"notice: {format_problem(settings.places, path, text)}")
 
 
+def tell_stored(settings: Settings, world: World, views: int) -> None:
+    """Log the settings that have no effect beside stored features of images, on rank 0.
+
+    Args:
+        views: augmented views of each image in the store.
+    """
+    if settings.data.image_features is not None:
+        tell(settings, world, found(AS_EVALUATED, settings, notices=True, **{"the features of images": views}))
+
+
 def _notices(section: Any, path: Path = ()) -> Problems:
     """(path, text) for each setting that has no effect beside others of its section, in a section and those below."""
     if isinstance(section, Section):

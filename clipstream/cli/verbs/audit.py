@@ -99,15 +99,15 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     from clipstream.checkpoint.state import read_meta
     from clipstream.data.loader.workers import with_workers
     from clipstream.report.precision_audit import audit_step
-    from clipstream.tools.feature_stores import open_stores
     from clipstream.train import build_loader, build_model, build_step
+    from clipstream.training.stored_features import open_stores
 
     require_equal(settings, world)
     run = Path(own["--run"]) if "--run" in own else None
     found = None if run is None else store.agree(lambda: store.newest(run / "checkpoints"), world)
     state = None if found is None else read_meta(found).train
     settings = carried_over(resolve(settings, world), state, world, own_lanes=settings.data.lanes != "auto")
-    stored = open_stores(settings)
+    stored = open_stores(settings.data)
     model = build_model(settings, world, stored)
     if settings.data.sources:
         data = with_workers(settings.data, world, reads_shards=stored is None or not stored.replaces_loader)

@@ -39,10 +39,10 @@ from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.models.execution.flops import ModelFlops, Work, count_flops, peak_tflops
 from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
 from clipstream.text import shortened
-from clipstream.tools.feature_stores import open_stores
 from clipstream.train import build_loader, build_model, build_step
 from clipstream.training.precision import resolve_precision
 from clipstream.training.settings import TrainSettings
+from clipstream.training.stored_features import open_stores
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import logger
 from clipstream.utils.matmul_precision import restored_matmul_precision
@@ -243,7 +243,7 @@ class Ladder:
     def __init__(self, settings: Settings, options: Options, world: World) -> None:
         self.options, self.world = options, world
         self.settings = settings = resolve(settings, world)
-        self.stored = open_stores(settings)
+        self.stored = open_stores(settings.data)
         data = with_workers(settings.data, world, reads_shards=self.stored is None or not self.stored.replaces_loader)
         self.settings = settings = settings.model_copy(update={"data": data})
         wanted = settings.train.precision

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clipstream.config.settings import Settings
-from clipstream.config.validate import AS_EVALUATED, tell
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.order_plan import reading_of, tokenizer_identity, views_of
-from clipstream.distributed.world import World
+from clipstream.data.settings import DataSettings
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import IDS, IMAGE, MODEL, TEXT, differences
 from clipstream.features.store import FeatureStore
@@ -21,20 +19,18 @@ from clipstream.models.execution.batch_features import NAME as LIVE
 from clipstream.models.fingerprint import image_fingerprint, same_text_weights, text_fingerprint
 from clipstream.models.model_config import WEIGHT_FILES
 from clipstream.models.towers import Towers
-from clipstream.utils.section import found
 
 PRECISION = "precision"  # of the forward pass that made the features; training may compute in another one
 
 
-def open_stores(settings: Settings) -> StoredData | None:
+def open_stores(data: DataSettings) -> StoredData | None:
     """The stores that the settings name; None without any. Raises SettingsError: as StoredData.open."""
-    data = settings.data
     if data.image_features is data.text_features is None and not data.teacher_features:
         return None
     return StoredData.open(data.image_features, data.text_features, data.teacher_features, data.cache)
 
 
-def check_stores(stored: StoredData, settings: Settings, towers: Towers, tokenizer: Tokenizer) -> None:
+def check_stores(stored: StoredData, data: DataSettings, towers: Towers, tokenizer: Tokenizer) -> None:
     """Compare the settings and towers of the run with those that made the features.
 
     Args:
@@ -43,7 +39,7 @@ def check_stores(stored: StoredData, settings: Settings, towers: Towers, tokeniz
     Raises SettingsError: tower, preprocessing, tokenizer, or how the data are read differ; names the differences.
     """
     for store, _ in stored.parts:
-        for name, source in settings.data.sources.items():
+        for name, source in data.sources.items():
             if name in store.manifest.sources:
                 _compare(store, f"data.sources.{name}", store.manifest.sources[name].settings, reading_of(source))
     identity = tokenizer_identity(tokenizer)
@@ -55,9 +51,7 @@ def check_stores(stored: StoredData, settings: Settings, towers: Towers, tokeniz
         if tower == IMAGE:
             transform = then.get("transform")
             seed = transform.get("seed", 0) if isinstance(transform, dict) else 0
-            views = views_of(settings.data, store.manifest.views, seed)
-            facts = {"the features of images": store.manifest.views}
-            tell(settings, World.from_env(), found(AS_EVALUATED, settings, notices=True, **facts))
+            views = views_of(data, store.manifest.views, seed)
             now = image_fingerprint(towers, precision="", transform=views)
         else:
             now = text_fingerprint(towers, precision="", tokenizer=identity)
@@ -82,7 +76,7 @@ def remove_towers(stored: StoredData, towers: Towers) -> None:
 def teacher_scales(stored: StoredData, settings: DistillSettings) -> dict[str, float]:
     """Name of each stored teacher -> scale of its logits.
 
-    Raises SettingsError: a store lacks the features of a teacher's pictures or texts; the live teacher has its name.
+    Raises SettingsError: a store lacks the features of a teacher's images or texts; the live teacher has its name.
     """
     scales: dict[str, float] = {}
     for name in stored.teachers:
