@@ -55,11 +55,10 @@ from clipstream.report.sinks import RunInfo
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
-from clipstream.training.rollback import Rollback
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
 from clipstream.training.stored_features import check_stores, open_stores, remove_towers, teacher_scales
-from clipstream.training.trainer import Hooks, Length, Trainer
+from clipstream.training.trainer import Hooks, Length, Rollback, Trainer
 
 
 @dataclass(frozen=True)

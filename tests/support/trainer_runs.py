@@ -18,11 +18,10 @@ from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import ContrastiveLoss
 from clipstream.training.optim import AdamW
-from clipstream.training.rollback import Rollback
 from clipstream.training.settings import TrainSettings
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
-from clipstream.training.trainer import Hooks, Length, Trainer
+from clipstream.training.trainer import Hooks, Length, Rollback, Trainer
 from tests.support.steps import LOSSES, TinyTowers, make_batch
 from tests.support.timings import lap
 

@@ -22,9 +22,9 @@ from clipstream.losses.settings import ClipLossSettings, LossSettings
 from clipstream.report.html_report import read_run
 from clipstream.report.sinks import scalars
 from clipstream.report.terminal import ProgressDisplay
-from clipstream.training.rollback import Rollback
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import StepResult
+from clipstream.training.trainer import Rollback
 from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks, run_ranks
 from tests.support.runs import MODEL, flags, lines, same_weights, train_on, weights
