@@ -24,7 +24,6 @@ from threading import get_ident
 import pytest
 
 from clipstream.errors import SettingsError
-from clipstream.storage import shard_cache
 from clipstream.storage.downloader import Fetcher
 from clipstream.storage.pipe import end_commands
 from clipstream.storage.shard_cache import ShardCache
@@ -465,20 +464,6 @@ def test_who_reads_waits_for_the_room_of_what_comes_ahead(site: Site, tmp_path: 
     store.close()
 
 
-def test_who_waits_for_room_does_not_get_on_while_what_takes_it_hangs(site: Site, tmp_path: Path) -> None:
-    (slow, gate), url = site.put_slowly("0.tar", body(0)), site.put("1.tar", body(1))
-    early, store = (ShardCache(str(tmp_path), limit=SIZE) for _ in range(2))
-    told: list[float] = []
-    store.alive = lambda size: told.append(time.monotonic())
-    (ahead := threading.Thread(target=early.prefetch, args=(slow,))).start()
-    wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("*.part")))
-    hung: list[float] = []
-    threading.Timer(2.0, lambda: (hung.append(time.monotonic()), gate.set())).start()
-    store.local(url)
-    ahead.join()
-    assert len([when for when in told if when < hung[0]]) <= 4, "or a stall would never be one"
-
-
 def test_a_killed_download_takes_no_room(site: Site, tmp_path: Path) -> None:
     slow, _ = site.put_slowly("0.tar", body(0))
     other = site.put("1.tar", body(1))
@@ -502,16 +487,6 @@ def test_files_of_ones_own_in_the_folder_stay(site: Site, tmp_path: Path) -> Non
         store.local(url := site.put(f"{number}.tar", body(number)))
         store.release(url)
     assert len(entries(tmp_path)) == 2 and all(path.stat().st_size == 2 * SIZE for path in own)
-
-
-def test_quick_commands_stay_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_cache, "GROWTH", 1000)
-    (tmp_path / "source").write_bytes(body(0))
-    store = ShardCache(str(tmp_path / "kept"), limit=2 * SIZE + 1000)
-    for number in range(5):
-        store.local(url := f"pipe:exec cat '{tmp_path}/source' # {number}")
-        store.release(url)
-    assert len(entries(tmp_path / "kept")) <= 2
 
 
 def test_room_is_not_held_by_what_a_process_forked(site: Site, tmp_path: Path) -> None:

@@ -76,30 +76,17 @@ def indexes(folder: Path) -> dict[str, int]:
 def test_an_index_holds_what_a_walk_over_the_headers_finds(tmp_path: Path, format: int) -> None:
     samples = SAMPLES if format != tarfile.USTAR_FORMAT else [SAMPLES[0], SAMPLES[1], SAMPLES[3]]
     shard = write_tar(tmp_path / "a.tar", samples, format)
-    found = scan(shard)
-    assert len(found.samples) == len(samples)
-    write(tmp_path / "i", found, identity_of(shard))
-    head, index = read(tmp_path / "i")
-    assert (head.samples, head.of, head.fault) == (len(samples), identity_of(shard), None)
-    assert list(index.samples) == list(found.samples) and head == read_head(tmp_path / "i")
-
-
-def test_an_index_is_small(tmp_path: Path) -> None:
+    for cut in (None, 5000):
+        shard.write_bytes(shard.read_bytes()[:cut])
+        assert main([str(shard)]) == 0
+        found, (head, index) = scan(shard), read(Path(f"{shard}.index"))
+        assert (head.samples, head.of) == (len(found.samples), identity_of(shard))
+        assert (head.fault is None) == (cut is None) and head.fault == found.fault == index.fault
+        assert list(index.samples) == list(found.samples) and head == read_head(Path(f"{shard}.index"))
+        assert opened_by(str(shard), None) == index
     many = [{"__key__": f"{i:09d}", "jpg": b"x" * (900 + i * 7 % 300), "txt": "t", "json": "{}"} for i in range(2000)]
-    shard = write_tar(tmp_path / "a.tar", many)
-    write(tmp_path / "i", scan(shard), identity_of(shard))
-    assert (tmp_path / "i").stat().st_size < 2000 * 12
-
-
-def test_a_broken_shard_keeps_its_fault(tmp_path: Path) -> None:
-    shard = tmp_path / "a.tar"
-    shard.write_bytes(tar_bytes(SAMPLES)[:5000])
-    assert main([str(shard)]) == 0
-    place = path_of(str(shard), None)
-    assert place is not None
-    head, index = read(place)
-    assert head.fault == index.fault == scan(shard).fault is not None
-    assert opened_by(str(shard), None) == index
+    write(tmp_path / "i", scan(write_tar(tmp_path / "a.tar", many)), identity_of(shard))
+    assert (tmp_path / "i").stat().st_size < 2000 * 12, "an index is small"
 
 
 def test_damage_and_other_files_are_no_index(tmp_path: Path) -> None:
@@ -194,20 +181,14 @@ def test_shards_that_cannot_be_read_are_named_and_the_others_indexed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_shards(tmp_path, [3, 4])
-    assert main([str(tmp_path / "{00000..00003}.tar"), "--workers=1"]) == 3
-    told = capsys.readouterr().err
-    assert "2 of 4 shards could not be indexed:" in told and "00003.tar: missing" in told
-    assert len(indexes(tmp_path)) == 2
-
-
-@pytest.mark.parametrize("content", [b"", b"no tar", b"<!DOCTYPE html><title>Access denied</title>" * 99])
-def test_a_file_that_is_no_tar_gets_no_index(tmp_path: Path, capsys: Any, content: bytes) -> None:
-    make_shards(tmp_path, [3])
-    (tmp_path / "page.tar").write_bytes(content)
-    assert main([str(tmp_path / "*.tar")]) == 3
+    bad = {"empty.tar": b"", "none.tar": b"no tar", "page.tar": b"<!DOCTYPE html><title>Access denied</title>" * 99}
+    for name, content in bad.items():
+        (tmp_path / name).write_bytes(content)
+    assert main([str(tmp_path / "*.tar"), str(tmp_path / "gone.tar"), "--workers=1"]) == 3
     told = capsys.readouterr()
-    assert "1 of 2 shards could not be indexed:" in told.err and "page.tar: " in told.err
-    assert "broken" not in told.out and list(indexes(tmp_path)) == ["00000.tar.index"]
+    assert "4 of 6 shards could not be indexed:" in told.err and "gone.tar: missing" in told.err
+    assert all(f"{name}: " in told.err for name in bad) and "damaged" not in told.out
+    assert list(indexes(tmp_path)) == ["00000.tar.index", "00001.tar.index"]
 
 
 @pytest.mark.parametrize(
@@ -259,20 +240,17 @@ def test_indexes_of_a_folder_have_names_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_small")
-def test_packed_shards_are_indexed_as_what_is_in_them(tmp_path: Path) -> None:
-    (path,) = make_shards(tmp_path, [6])
+def test_what_an_index_is_used_for(tmp_path: Path) -> None:
+    (path,) = make_shards(tmp_path, [9])
     packed = tmp_path / "a.tar.gz"
     packed.write_bytes(gzip.compress(Path(path).read_bytes()))
-    assert main([str(packed)]) == 0 and counts(str(packed)) == [6]
-
-
-def test_a_shard_is_opened_by_its_index_alone(tmp_path: Path) -> None:
-    (path,) = make_shards(tmp_path, [9])
+    assert main([str(packed)]) == 0 and counts(str(packed)) == [9], "it counts the samples of a compressed shard"
     found = scan(path)
     write(Path(f"{path}.index"), ShardIndex(found.samples[2:5], None), identity_of(path))
     store = ShardCache(None)
     shard = Source(SourceSettings(shards=path), SourceContext(store)).open(path)
-    assert shard.index.samples == found.samples[2:5] and shard.load(shard.index.samples[0])["txt"] == b"picture 2"
+    assert shard.index.samples == found.samples[2:5], "it opens a local shard without a scan"
+    assert shard.load(shard.index.samples[0])["txt"] == b"picture 2"
     shard.close()
     store.close()
 
@@ -308,23 +286,17 @@ def test_energons_counts_are_taken(tmp_path: Path) -> None:
     for path, samples in zip(one, (5, 8), strict=True):
         with tarfile.open(path) as tar:
             starts = [member.offset for member in tar if member.name.endswith(".jpg")]
-            end = tar.offset
-        assert len(starts) == samples
-        Path(f"{path}.idx").write_bytes(struct.pack(f"<{samples + 1}Q", *starts, end))
-    assert counts(one) == [5, 8]
+            Path(f"{path}.idx").write_bytes(struct.pack(f"<{samples + 1}Q", *starts, tar.offset))
+    for folder, name, text in (
+        ("info", ".info.json", '{"shard_counts": {"parts/00000.tar": 5, "parts/00001.tar": 8}}'),
+        ("old", ".info.yaml", "shard_counts:\n  00000.tar: 5\n  00001.tar: 8\n"),
+    ):
+        (tmp_path / folder / ".nv-meta").mkdir()
+        (tmp_path / folder / ".nv-meta" / name).write_text(text)
+    assert counts(one) == counts(two) == counts(three) == [5, 8]
     Path(f"{one[0]}.idx").write_bytes(struct.pack("<3Q", 0, 512, 1024))
     with pytest.raises(SettingsError, match="1 of 2"):
         counts(one)
-    told = {
-        "energon_version": "7",
-        "shard_counts": {f"parts/{Path(path).name}": n for path, n in zip(two, (5, 8), strict=True)},
-    }
-    (tmp_path / "info/.nv-meta").mkdir()
-    (tmp_path / "info/.nv-meta/.info.json").write_text(json.dumps(told))
-    assert counts(two) == [5, 8]
-    (tmp_path / "old/.nv-meta").mkdir()
-    (tmp_path / "old/.nv-meta/.info.yaml").write_text("shard_counts:\n  00000.tar: 5\n  00001.tar: 8\n")
-    assert counts(three) == [5, 8]
 
 
 def test_what_is_no_tar_tells_its_samples_itself(tmp_path: Path) -> None:
