@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from open_clip import list_models
 
-from clipstream import train
-from clipstream.cli.verbs import check, compare, evaluate, stage
+from clipstream.cli.verbs import check, compare, evaluate, stage, train
 from clipstream.config.settings import load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
@@ -131,13 +130,7 @@ def test_sizes_of_all_models_of_open_clip_fit() -> None:
         ("--train-data={0..999999999999}.tar", "name more than 1,000,000 shards"),
         (f"--batch-size={'9' * 5000}", "--batch-size: expected a whole number"),
         ("--wd=inf", "--wd: optim.wd: expected a finite number, not 'inf'"),
-        ("--data.sources.train.weight=inf", "expected a finite number"),
-        ("--data.max-shard-gib=inf", "expected a finite number"),
         ("--data.augment.ratio=[1, inf]", "expected a finite number"),
-        ("--save-frequency=inf", "expected a finite number"),
-        ("--optim.eps=inf", "expected a finite number"),
-        ("--data.transfer-timeout=inf", "expected a finite number"),
-        ("--beta1=nan", "expected a finite number"),
         ("--optim.grad-clip-norm=nan", "expected a number above 0, not 'nan'"),
     ],
     ids=lambda value: value[:24].encode("ascii", "backslashreplace").decode(),
