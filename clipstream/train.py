@@ -44,9 +44,9 @@ from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.build import build_towers
 from clipstream.models.execution.batch_features import NAME, Teacher
-from clipstream.models.execution.channels_last import tune_convolutions
 from clipstream.models.execution.compile import eagerly
 from clipstream.models.execution.flops import Throughput, build_throughput
+from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import AVERAGED_FILE
 from clipstream.models.towers import Towers
 from clipstream.report.outputs import Ending, Outputs, build_profiler

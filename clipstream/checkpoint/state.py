@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from typing_extensions import TypedDict
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
@@ -85,7 +84,7 @@ class CheckpointMeta:
         try:
             values = checked(dict[str, Any], text)
             version = values.pop("version", 0)
-            found = checked(_Meta, values) if version == VERSION else None
+            found = checked(cls, values) if version == VERSION else None
         except ValueError as error:
             raise SettingsError(f"{path / STATE} is not what clipstream wrote: {error}") from error
         if found is None:
@@ -93,15 +92,7 @@ class CheckpointMeta:
                 f"{path} has checkpoint format {version}, and this clipstream reads format {VERSION}: resume it with "
                 f"the clipstream that wrote it, or start a new run from its weights with --pretrained local-dir:{path}"
             )
-        return cls(found["train"], found["settings"], found["versions"])
-
-
-class _Meta(TypedDict):
-    """Content of state.json, all of it required."""
-
-    train: TrainState
-    settings: dict[str, object]
-    versions: dict[str, str]
+        return found
 
 
 class TensorFile:

@@ -28,21 +28,21 @@ def image_fingerprint(towers: Towers, *, precision: str, transform: Mapping[str,
     """Fingerprint of the features of an image tower.
 
     Args:
-        towers: as `build_towers` gives them, before they are converted to another dtype.
+        towers: as `build_towers` returns them, before they are converted to another dtype.
         precision: of the forward pass, as in training.
         transform: what else decides the pixels, as `data.order_plan.views_of` gives it.
     """
-    return _plain(
-        {
-            **_tower(towers, "image"),
-            "mean": towers.config.preprocess_cfg["mean"],
-            "std": towers.config.preprocess_cfg["std"],
-            "size": towers.image.size,
-            # A random crop uses neither.
-            **({} if transform.get("views") else {"preprocessing": _resize(towers)}),
-            "precision": precision,
-            "transform": dict(transform),
-        }
+    spec, preprocess = towers.image, towers.config.preprocess_cfg
+    resize = {"interpolation": spec.interpolation, "resize_mode": spec.resize_mode, "fill": spec.fill}
+    return _fingerprint(
+        towers,
+        "image",
+        mean=preprocess["mean"],
+        std=preprocess["std"],
+        size=spec.size,
+        **({} if transform.get("views") else {"preprocessing": resize}),  # which a random crop does not use
+        precision=precision,
+        transform=dict(transform),
     )
 
 
@@ -54,14 +54,22 @@ def text_fingerprint(towers: Towers, *, precision: str, tokenizer: str) -> Finge
         precision: of the forward pass, as in training.
         tokenizer: `data.order_plan.tokenizer_identity` of the tokenizer.
     """
-    return _plain(
-        {
-            **_tower(towers, "text"),
-            "context_length": towers.context_length,
-            "tokenizer": tokenizer,
-            "precision": precision,
-        }
-    )
+    length = towers.context_length
+    return _fingerprint(towers, "text", context_length=length, tokenizer=tokenizer, precision=precision)
+
+
+def _fingerprint(towers: Towers, tower: Tower, **more: object) -> Fingerprint:
+    """Of a tower's configuration and weights, and more values; as it is read back from JSON: tuples equal lists."""
+    model: Config = towers.config.model_cfg
+    section = model["vision_cfg" if tower == "image" else "text_cfg"]
+    values = {
+        "config": {key: value for key, value in section.items() if key not in PLACES},
+        "embed_dim": model["embed_dim"],
+        "quick_gelu": bool(model.get("quick_gelu", False)),
+        "weights": weights_digest(tower_state(towers, tower).items()),
+    }
+    found: Fingerprint = json.loads(json.dumps(values | more))
+    return found
 
 
 def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -88,25 +96,3 @@ def same_text_weights(towers: Towers, digest: object) -> bool:
     state = {name.removeprefix("text."): tensor for name, tensor in tower_state(towers, "text").items()}
     named = (((f"{prefix}{name}", tensor) for name, tensor in state.items()) for prefix in ("", "text."))
     return any(weights_digest(tensors) == digest for tensors in named)
-
-
-def _tower(towers: Towers, tower: Tower) -> Fingerprint:
-    model: Config = towers.config.model_cfg
-    section = model["vision_cfg" if tower == "image" else "text_cfg"]
-    return {
-        "config": {key: value for key, value in section.items() if key not in PLACES},
-        "embed_dim": model["embed_dim"],
-        "quick_gelu": bool(model.get("quick_gelu", False)),
-        "weights": weights_digest(tower_state(towers, tower).items()),
-    }
-
-
-def _resize(towers: Towers) -> Fingerprint:
-    spec = towers.image
-    return {"interpolation": spec.interpolation, "resize_mode": spec.resize_mode, "fill": spec.fill}
-
-
-def _plain(value: Fingerprint) -> Fingerprint:
-    """The value as it is read back from JSON, so that tuples equal lists."""
-    found: Fingerprint = json.loads(json.dumps(value))
-    return found

@@ -1,4 +1,4 @@
-"""Parts of towers: repeated blocks, and layers in order of depth for learning rates per layer.
+"""Parts of towers: repeated blocks, layers in order of depth for learning rates per layer, and convolutions.
 
 A model of open_clip enters; modules, or lists of parameters from the input to the projection, leave. The partition into
 layers is that of open_clip's main branch (`layer_groups` of its towers).
@@ -7,8 +7,10 @@ layers is that of open_clip's main branch (`layer_groups` of its towers).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from open_clip.hf_configs import arch_dict
 from timm.models import group_parameters
 from torch import nn
@@ -101,3 +103,64 @@ def _native_layers(tower: Any, embeddings: Iterable[str], last_norm: str) -> lis
     layers += [[block] for block in tower.transformer.resblocks]
     layers[-1].append(getattr(tower, last_norm, None))
     return layers
+
+
+# oneDNN's backward pass of a strided 1 x 1 convolution over fewer channels than a vector register holds writes outside
+# of its memory in channels-last format (torch 2.15 on the CPU: seen for 2 to 5 input channels; registers have 8 or 16
+# floats). Such convolutions read the pixels of FastViT, MobileOne and RepVGG.
+VECTOR = 16
+
+
+def is_convolutional(tower: nn.Module) -> bool:
+    """Whether a tower has several convolutions over neighbouring pixels, more than a ViT's patch embedding."""
+    return sum(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1 for module in tower.modules()) > 1
+
+
+def tune_convolutions(towers: nn.Module, device: str) -> None:
+    """Let cuDNN measure, in this process, which algorithm is the fastest for each shape, if a tower is convolutional;
+    not with torch's deterministic algorithms, as the choice may differ between runs.
+    """
+    if device.startswith("cuda") and not torch.are_deterministic_algorithms_enabled() and is_convolutional(towers):
+        torch.backends.cudnn.benchmark = True
+
+
+@dataclass(frozen=True)
+class ChannelsLast:
+    """Channels-last layout of the pixels of a convolutional image tower.
+
+    Only the pixels are laid out so: convolutions, batch norm and pooling keep the format of their input. Parameters,
+    gradients, moments and checkpoints are those without it. Features and gradients differ by rounding alone.
+
+    Attributes:
+        always: whether on every device; else on the CPU, and on GPUs in 16 bits, whose tensor cores compute
+            convolutions in channels-last format.
+    """
+
+    always: bool = False
+
+    @classmethod
+    def of(cls, tower: nn.Module, setting: Literal["auto", "on", "off"]) -> ChannelsLast | None:
+        """The layout for a tower; None for contiguous pixels: for 'off', and for 'auto' where it does not pay (a ViT)
+        or is not safe.
+
+        Raises SettingsError: 'on' where it is not safe.
+        """
+        convolutions = [module for module in tower.modules() if isinstance(module, nn.Conv2d)]
+        unsafe = [c for c in convolutions if max(c.kernel_size) == 1 and max(c.stride) > 1 and c.in_channels < VECTOR]
+        if setting == "on":
+            if unsafe:
+                raise SettingsError(
+                    f"model.channels_last: {type(tower).__name__} has a strided 1 x 1 convolution over "
+                    f"{unsafe[0].in_channels} channels, which torch cannot compute in this format without memory "
+                    "errors on the CPU: give auto or off"
+                )
+            return cls(always=True)
+        return None if setting == "off" or unsafe or not is_convolutional(tower) else cls()
+
+    def apply(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Pixels [n, 3, H, W] in the layout for a tower with weights of `dtype`, outside or inside of autocast."""
+        device = pixels.device.type
+        # torch knows no autocast on the meta device, on which FLOPs are counted.
+        narrow = dtype.itemsize == 2 or (device != "meta" and torch.is_autocast_enabled(device))
+        pays = self.always or device == "cpu" or narrow
+        return pixels.contiguous(memory_format=torch.channels_last) if pays else pixels

@@ -21,7 +21,6 @@ from torch import nn
 from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
 from clipstream.features.codec import decode_rows
-from clipstream.models.execution.channels_last import ChannelsLast
 from clipstream.models.execution.text_buckets import Lengths, TextBuckets
 from clipstream.models.frozen import (
     TOWERS,
@@ -32,7 +31,7 @@ from clipstream.models.frozen import (
     arithmetic,
     members,
 )
-from clipstream.models.layers import tower_parameters
+from clipstream.models.layers import ChannelsLast, tower_parameters
 from clipstream.models.model_config import CONFIG_FILE, WEIGHT_FILES, ModelConfig
 from clipstream.models.pretrained import TEXT_CONFIG, TOKENIZER_CONFIG
 from clipstream.utils.plugins import not_trusted

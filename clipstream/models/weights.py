@@ -33,7 +33,6 @@ from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
 from clipstream.errors import SettingsError
-from clipstream.models.model_config import CONFIG_FILE, HUB
 from clipstream.models.pretrained import ModelFiles
 from clipstream.utils.content import HEAD, describe
 from clipstream.utils.logs import logger
@@ -272,7 +271,6 @@ CLIP |= {"logit_scale", "logit_bias"}
 NOT_WEIGHTS = {"input_resolution", "context_length", "vocab_size", "attn_mask", "n_averaged"}
 # What torch puts into names at any place: compilation, FSDP and checkpointing.
 WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-TRANSFORMERS = re.compile(r"(?:vision|text)_model\..*encoder\.layers\.")  # of its CLIPModel and SiglipModel
 TIMM_POSITIONS = "visual.trunk.pos_embed"
 
 
@@ -312,13 +310,6 @@ def read_weights(path: Path, fits: Callable[[str], bool] = of_clip) -> dict[str,
         raise SettingsError(f"cannot read weights from {path}: {error}") from error
     if not found:
         raise SettingsError(f"{path} is no checkpoint of a model: it does not hold tensors by name")
-    if theirs := next((name for name in found if TRANSFORMERS.search(name)), None):
-        kind = "SiglipModel" if any(name.endswith(("logit_bias", "head.probe")) for name in found) else "CLIPModel"
-        raise SettingsError(
-            f"{path} holds the weights of transformers' {kind} (it has {theirs}), whose conversion is not supported "
-            "yet: take the weights of this model for open_clip, by --model NAME --pretrained TAG, or by --model "
-            f"{HUB}ORG/NAME of a repository with {CONFIG_FILE}"
-        )
     taken = without_prefix(found, fits, path)
     return {name: tensor for name, tensor in taken.items() if name not in NOT_WEIGHTS}
 

@@ -10,7 +10,7 @@ import timm
 import torch
 
 from clipstream.errors import SettingsError
-from clipstream.models.execution.channels_last import ChannelsLast, tune_convolutions
+from clipstream.models.layers import ChannelsLast, tune_convolutions
 from clipstream.models.towers import Towers
 from tests.support.model_files import build, write
 

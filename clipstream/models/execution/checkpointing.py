@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from clipstream.models.execution.text_buckets import VARLEN
 from clipstream.models.settings import NO_BLOCKS, RECOMPUTED_NORMS
 
-Policy = str | int | float  # 'off', 'all', 'matmuls', every N-th block, or a budget (see `activation_budget`)
+Policy = str | int | float  # 'off', 'all', 'matmuls', every N-th block, or a budget
 
 _suspended = False  # within `suspended`; a plain variable, since older torch.compile does not capture a ContextVar
 # The backends of attention, on CPUs as well, and whether a context leaves them enabled.
@@ -86,7 +86,7 @@ def checkpoint_blocks(tower: nn.Module, policy: Policy, key: str) -> None:
         raise NO_BLOCKS.error(key, policy, type(tower).__name__)
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for block in found for part in block.modules()):
         raise RECOMPUTED_NORMS.error(key, policy, type(tower).__name__)
-    if policy in ("all", "matmuls") or isinstance(policy, int):  # a budget is for `activation_budget`
+    if policy in ("all", "matmuls") or isinstance(policy, int):  # a budget is for `fit_budgets`
         for block in found[:: policy if isinstance(policy, int) else 1]:
             set_policy(block, "matmuls" if policy == "matmuls" else "all")
 
