@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from clipstream.evals.settings import EvalSettings
 from clipstream.training.early_stop import EarlyStop
 from clipstream.training.settings import EarlyStopSettings
 from tests.support.ranks import end_ranks
-from tests.support.runs import flags, furnish, lines, same_weights, start, train_on, wait_for_step, weights
+from tests.support.runs import flags, furnish, lines, same_weights, train_on, weights
 
 VALUES = [1.0, 0.5, 0.7, 0.5, 0.8, 0.4, 0.9, 0.9, 0.9]  # evaluated every 2 steps: the best by step 10 is that of step 4
 
@@ -67,10 +68,9 @@ def ended(place: Path) -> str:
     return "ended"
 
 
-def test_a_run_ends_when_it_gets_no_better(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "said"
-    assert main(until(place, name)) == 0
-    folder, said = place / "runs" / name, capsys.readouterr().out
+def test_a_run_ends_when_it_gets_no_better(place: Path, ended: str) -> None:
+    name, folder = ended, place / "runs" / ended
+    said = (folder / "out.log").read_text()
     assert [line["step"] for line in lines(place, name)] == list(range(1, 11))
     assert [(line["eval"], line["step"]) for line in lines(place, name, "eval")] == [
         *(("told", step) for step in (2, 4, 6, 8, 10)), ("val", 10)
@@ -97,7 +97,7 @@ def test_a_run_ends_when_it_gets_no_better(place: Path, capsys: pytest.CaptureFi
 
 
 def test_the_same_command_again_changes_nothing_and_more_patience_goes_on(place: Path, ended: str) -> None:
-    assert main(until(place, "twice")) == 0
+    shutil.copytree(place / "runs" / ended, place / "runs/twice")
     assert main(until(place, "twice", "--resume", "auto")) == 0
     for key in ("loss", "eval", "end"):
         assert lines(place, "twice", key) == lines(place, ended, key)
@@ -108,16 +108,11 @@ def test_the_same_command_again_changes_nothing_and_more_patience_goes_on(place:
 
 
 def test_a_killed_run_ends_where_it_would_have_ended(place: Path, ended: str) -> None:
-    argv = until(place, "killed", "--train.early-stop.patience", "1000", steps=100_000)
-    (process,) = start(argv)
-    wait_for_step(place, "killed", 7, process)
-    process.kill()
-    process.communicate()
-    folder = place / "runs" / "killed" / "checkpoints"
-    found = sorted(int(path.name[5:]) for path in folder.glob("step_????????"))
-    while found and found[-1] >= 10:  # it was killed late: go back
-        (folder / f"step_{found.pop():08d}" / "COMPLETE").unlink()
-    assert found, "the run was killed too late for this test"
+    """The folder as a kill leaves it before the checkpoint of step 9 is whole."""
+    folder = place / "runs/killed/checkpoints"
+    shutil.copytree(place / "runs" / ended, folder.parent)
+    for step in (9, 10):
+        (folder / f"step_{step:08d}" / "COMPLETE").unlink()
     assert main(until(place, "killed", "--resume", "auto")) == 0
     assert lines(place, "killed") == lines(place, ended)
     assert lines(place, "killed", "eval") == lines(place, ended, "eval")
