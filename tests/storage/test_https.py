@@ -66,26 +66,15 @@ def site(tmp_path: Path, certificate: Path) -> Iterator[str]:
     server.server_close()
 
 
-def test_requests_share_one_context(
+def test_a_known_certificate_is_taken_and_an_unknown_one_refused(
     site: str, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A context reads all root certificates: 30 ms and half a megabyte."""
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    load = ssl.SSLContext.load_default_certs
-    loaded: list[ssl.SSLContext] = []
-    monkeypatch.setattr(
-        ssl.SSLContext, "load_default_certs", lambda self, *given: (loaded.append(self), load(self, *given))[1]
-    )
     store = ShardCache(str(tmp_path / "cache"), fetcher=Fetcher(retries=0))
-    for number in range(4):
-        assert store.local(f"{site}/{number}.tar").read_bytes() == TAR
-    assert transport.info(ShardURL(f"{site}/0.tar"), 5.0).size == len(TAR)
-    store.close()
-    assert len(loaded) == 1
-
-
-def test_an_unknown_certificate_is_refused(site: str, tmp_path: Path) -> None:
-    store = ShardCache(str(tmp_path / "cache"), fetcher=Fetcher(retries=0))
+    with monkeypatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(certificate))
+        assert store.local(f"{site}/1.tar").read_bytes() == TAR
+        assert transport.info(ShardURL(f"{site}/1.tar"), 5.0).size == len(TAR)
+    transport._tls.cache_clear()
     with pytest.raises(ShardError, match="certificate verify failed") as caught:
         store.local(f"{site}/0.tar")
     assert caught.value.reason == "unreachable"

@@ -79,19 +79,3 @@ def test_what_a_handler_raises_ends_the_command_wherever_it_comes(tmp_path: Path
     mark = f"3603.{os.getpid()}"
     subprocess.run([sys.executable, "-c", TRACED, mark, tmp_path / "part"], cwd=ROOT, timeout=TIMEOUT, check=True)
     command_ends(mark)
-
-
-ENDER = """
-import random, signal
-from clipstream.storage.pipe import end_commands
-
-signal.signal(signal.SIGALRM, lambda *_: end_commands())
-for _ in range(5000):
-    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 3e-5))
-    for _ in range(10):
-        end_commands()
-"""
-
-
-def test_a_second_signal_while_the_commands_are_ended_does_not_hang() -> None:
-    assert subprocess.run([sys.executable, "-c", ENDER], cwd=ROOT, timeout=TIMEOUT).returncode == 0

@@ -198,27 +198,6 @@ def test_one_download_for_all_processes(root: str) -> None:
     assert not store.folder.exists()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_who_looked_at_the_same_moment_need_not_wait_for_the_reader_to_end(
-    root: str, tmp_path: Path, processes: int
-) -> None:
-    store, url = make_store(tmp_path), f"{root}/a/0.tar"
-    path = store.local(url)
-    store.release(url)
-    path.unlink()
-    stores = [store, store if processes == 1 else pickle.loads(pickle.dumps(store))]
-    readers = [threading.Thread(target=each.local, args=(url,), daemon=True) for each in stores]
-    with open(f"{path}.lock") as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)  # as one who looks too, while the two find nothing and want it alone
-        for reader in readers:
-            reader.start()
-        time.sleep(0.3)
-    for reader in readers:
-        reader.join(TIMEOUT)
-        assert not reader.is_alive(), "it waits for the one that has it, and goes on reading"
-    assert path.read_bytes() == BODY and Handler.asked["/a/0.tar"] == 2
-
-
 def test_those_who_waited_share_the_failure_and_a_later_call_asks_again(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
