@@ -345,7 +345,7 @@ def _settings_of(
     path = source.folder if isinstance(source, Run) else Path(source).expanduser()
     if not path.is_dir() or str(source).startswith((HUB, LOCAL)):
         if weights != "trained":
-            raise SettingsError(f"weights={weights!r}: {source} is no checkpoint")
+            raise SettingsError(f"weights={weights!r}: {source} is not a checkpoint")
         model = ModelSettings(name=os.fspath(path) if path.is_file() else str(source), pretrained=pretrained, **cache)
         return Settings(model=model), model
     if pretrained is not None:

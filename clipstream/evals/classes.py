@@ -89,7 +89,7 @@ def repeated(settings: LabelledSettings) -> str | None:
     if not twice:
         return None
     shown = ", ".join(printable(name, 80) for name in twice[:5]) + (f" and {len(twice) - 5} more" * (len(twice) > 5))
-    return f"given more than once: {shown}; classes of one name cannot be told apart, give each its own"
+    return f"given more than once: {shown}; each class requires its own name"
 
 
 def unreadable(settings: LabelledSettings) -> dict[str, str]:
@@ -247,7 +247,7 @@ class Labelling:
             _warn_once(
                 f"{len(counts):,} class names, and {len(counts) - len(unseen):,} of them are labels of the data: none "
                 f"has {', '.join(repr(printable(name, 60)) for name in unseen[:3])}{', …' if len(unseen) > 3 else ''}. "
-                "If the names are not those of the labels, in the order of their numbers, set the evaluator's classes"
+                "Set the evaluator's classes to the names of the labels, in the order of their numbers"
             )
 
     @property

@@ -232,7 +232,7 @@ class EvalRunner:
                             text = f"it yields a metric called {metric!r}, as each evaluation has one of its own"
                             raise TypeError(f"{text}: rename it")
                         if isinstance(value, str) or not hasattr(value, "__float__"):
-                            raise TypeError(f"it yields {metric!r} with {value!r}, which is no number")
+                            raise TypeError(f"it yields {metric!r} with {value!r}, which is not a number")
                         metrics[metric] = int(value) if isinstance(value, Integral) else float(value)
             except (Failed, Torn):
                 raise

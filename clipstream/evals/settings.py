@@ -22,13 +22,14 @@ class EvalSettings(PluginSection):
     )
     every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
     every_epochs: float | None = Field(None, gt=0, description="epochs between evaluations, in place of every")
-    data: SourceSettings | None = Field(None, description="the source that is evaluated")
+    data: SourceSettings | None = Field(None, description="source to evaluate on")
     fetch: str | None = Field(
-        None, description="command that downloads the data, named in the error if they are missing"
+        None, description="command that downloads the data, shown in the error if they are missing"
     )
     batch_size: int = Field(256, ge=1, description="samples encoded at once on a rank")
     weights: Literal["trained", "averaged", "both"] = Field(
-        "trained", description="which weights it evaluates: with averaged ones (train.ema) it is called NAME_averaged"
+        "trained",
+        description="weights to evaluate; with averaged weights (train.ema) the evaluation is called NAME_averaged",
     )
 
     reads: ClassVar[bool] = True  # whether a built-in one takes data
@@ -39,7 +40,7 @@ class EvalSettings(PluginSection):
         return ("trained", "averaged") if self.weights == "both" else (self.weights,)
 
     on_error: Literal["report", "raise"] = Field(
-        "report", description="report: a failed evaluation is a warning and the run goes on; raise: it ends the run"
+        "report", description="report: a failed evaluation is a warning and the run continues; raise: it ends the run"
     )
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
@@ -68,8 +69,8 @@ class RetrievalSettings(PromptedSettings):
         description="all: each line of the text member, and each string of a JSON list, is a caption of the image; "
         "one unless set, and all in CLIP_benchmark's layout",
     )
-    max_captions: int = Field(32, ge=1, description="captions that an image may have, where all are taken")
-    max_samples: int | None = Field(None, ge=1, description="evaluate the first so many images only")
+    max_captions: int = Field(32, ge=1, description="maximum number of captions of an image, with captions: all")
+    max_samples: int | None = Field(None, ge=1, description="number of images to evaluate; all unless set")
 
 
 class LabelledSettings(EvalSettings):
@@ -121,7 +122,7 @@ class LossEvalSettings(EvalSettings):
 
     type: Literal["loss"] = "loss"
     global_batch_size: int | None = Field(None, ge=2, description="pairs of a batch; the training's unless set")
-    max_samples: int | None = Field(None, ge=1, description="evaluate on the first so many pairs only")
+    max_samples: int | None = Field(None, ge=1, description="number of pairs to evaluate on; all unless set")
 
 
 class FrozenSettings(LabelledSettings):
@@ -174,7 +175,7 @@ class MeanSettings(EvalSettings):
 def source_of(settings: EvalSettings) -> SourceSettings:
     """The data source of an evaluator that needs one. Raises SettingsError: none is set."""
     if settings.data is None:
-        raise SettingsError("the evaluator has no data: give data.shards")
+        raise SettingsError("the evaluator requires data.shards")
     return settings.data
 
 

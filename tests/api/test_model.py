@@ -96,7 +96,7 @@ def test_models_are_found_by_name_config_and_folder(saved: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(SettingsError, match="torch sees no GPU here"):
             clipstream.load_model(saved / "model", device="cuda:1")
-    with pytest.raises(SettingsError, match="is no checkpoint"):
+    with pytest.raises(SettingsError, match="is not a checkpoint"):
         clipstream.load_model(saved / "model.json", weights="averaged")
     with pytest.raises(SettingsError, match="has weights of its own"):
         clipstream.load_model(saved / "model", "openai")

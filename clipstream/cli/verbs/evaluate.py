@@ -120,7 +120,7 @@ def evaluate(
     with on_terminal():
         settings = settings_from(*_config(evaluators, flags), trains=False)
         if not settings.evals:
-            raise SettingsError("there is no evaluator: give shards, or a section evals with at least one")
+            raise SettingsError("no evaluators: set shards, or a section evals with at least one evaluator")
         validate_evals(settings, shown=False)
         return evaluate_model(model, settings)
 

@@ -49,7 +49,7 @@ UNREAD = ("optimizer.safetensors", "rng.pt")  # files of a checkpoint that evalu
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl that contain its last line
 OWN_FLAGS = {
     "--watch": "a run's folder: its checkpoints are evaluated as they appear, each once, until the run has ended",
-    "--idle": "seconds without a change in that folder after which to end all the same (3600)",
+    "--idle": "seconds without a change in that folder after which the command ends (3600)",
 }
 
 

@@ -204,7 +204,7 @@ class TextField(_Field):
             return [text]
         if isinstance(found, list) and (texts := [one for one in found if isinstance(one, str) and one.strip()]):
             return texts
-        raise Dropped("no_caption", f"{_kind(found)}, not a text: name the text in it by --caption-json")
+        raise Dropped("no_caption", f"{_kind(found)}, not a text: --caption-json selects a text in it")
 
 
 class JsonField(_Field):
@@ -264,7 +264,7 @@ class JsonField(_Field):
                     except Dropped as drop:
                         reason = "caption_not_utf8" if "caption_not_utf8" in (drop.reason, reason) else drop.reason
         if not any(by_path):
-            more = f", but {_kind(inside)}: lead the path on into it" if inside else ""
+            more = f", but {_kind(inside)}: extend the path into it" if inside else ""
             raise Dropped(reason, f"no text at {self._wanted}{more}")
         return by_path
 

@@ -56,7 +56,7 @@ class LabelField:
         """The label, see `label_text`. Raises Dropped: `no_label`, `json_invalid` or `json_not_object`."""
         found = self.value(sample)
         if isinstance(found, list) and len(found) != 1:
-            raise Dropped("no_label", "it is a list: zero_shot takes several labels of an image by labels: list")
+            raise Dropped("no_label", "it is a list: several labels of an image require labels: list")
         label = label_text(found[0] if isinstance(found, list) else found)
         if not label or number_of(label) in (-1, -100):  # marks of data sets, and of PyTorch's losses
             raise Dropped("no_label", "the label is missing (or -1, -100), or neither a whole number nor text")
@@ -71,7 +71,7 @@ class LabelField:
             try:
                 return np.load(io.BytesIO(value), allow_pickle=False).ravel().tolist()
             except (ValueError, EOFError) as error:
-                raise Dropped("no_label", f"it is no array that numpy reads: {error}") from error
+                raise Dropped("no_label", f"NumPy cannot read the array: {error}") from error
         if not isinstance(value, (str, bytes, bytearray, memoryview)) and value is not ABSENT:
             return value.tolist() if hasattr(value, "tolist") else value  # of a user's transform
         text = text_of(sample, self.members, "no_label")
@@ -158,8 +158,8 @@ class LabelEncoder:
             return numbers[0]
         if self._classes is None:
             raise DataError(
-                f"label {label!r} is no whole number: give the evaluator's classes, the names in the order of their "
-                "numbers, or set its label to another member (cls) or field (json:PATH)"
+                f"label {label!r} is not a whole number: set the evaluator's classes (names in the order of their "
+                "numbers), or its label to another member (cls) or field (json:PATH)"
             )
         what = f"the name of {len(numbers)} classes" if numbers else "no class"
         raise DataError(
@@ -202,7 +202,7 @@ class LabelsEncoder:
                 row[:] = [int(number == 1) for number in numbers]
             else:
                 raise DataError(
-                    f"labels {text[:60]} are no list of a 0 or 1 for each of the {self.context_length} classes: set "
+                    f"labels {text[:60]} are not a list of 0 or 1 for each of the {self.context_length} classes: set "
                     "the evaluator's classes to those of the data, or its labels to list"
                 )
         return ids

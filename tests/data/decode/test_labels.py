@@ -109,7 +109,7 @@ def test_labels_become_class_numbers() -> None:
 
 def test_numbers_are_labels_without_names() -> None:
     assert LabelEncoder(None).encode(["3", "0"]).tolist() == [[3], [0]]
-    with pytest.raises(DataError, match="'cat' is no whole number: give the evaluator's classes"):
+    with pytest.raises(DataError, match="'cat' is not a whole number: set the evaluator's classes"):
         LabelEncoder(None).encode(["cat"])
 
 
@@ -135,7 +135,7 @@ def test_several_labels_become_zeros_and_ones() -> None:
     hot = LabelsEncoder(classes, multi_hot=True)
     assert hot.encode(['["0", "1.0", "true"]', "[1, 0, 0]"]).tolist() == [[0, 1, 1], [1, 0, 0]]
     for wrong in ("[1, 0]", '["0", "2", "1"]'):
-        with pytest.raises(DataError, match="no list of a 0 or 1 for each of the 3 classes"):
+        with pytest.raises(DataError, match="not a list of 0 or 1 for each of the 3 classes"):
             hot.encode([wrong])
 
 

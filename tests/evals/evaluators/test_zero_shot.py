@@ -220,7 +220,7 @@ def test_classes_without_pictures_are_told_once(caplog: pytest.LogCaptureFixture
     for counts in ([3, 1, 1, 2], [3, 0, 1, 0], [3, 0, 1, 0]):
         labelling.warn_of_unseen(counts)
     assert [record.message[:88] for record in caplog.records] == [
-        "4 class names, and 2 of them are labels of the data: none has 'dog', 'fox'. If the names"
+        "4 class names, and 2 of them are labels of the data: none has 'dog', 'fox'. Set the eval"
     ]
 
 
