@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
+from clipstream.distributed.run_record import versions
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.towers import Towers
@@ -39,7 +40,6 @@ from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import BLOCK
 from clipstream.utils.page_lock import page_lock, page_unlock
 from clipstream.utils.section import checked
-from clipstream.utils.versions import versions
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"
 VERSION = 1  # of state.json

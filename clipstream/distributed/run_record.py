@@ -13,14 +13,17 @@ import socket
 import subprocess
 import sys
 from datetime import datetime, timezone
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from clipstream import __version__
 from clipstream.distributed.capabilities import cores
 from clipstream.errors import INTERRUPTED, DivergedError, Stopped
-from clipstream.utils.versions import versions
 
 GIT_SECONDS = 10.0  # limit for one git command: a work tree may be on a slow network disk
+PACKAGES = ("open_clip_torch", "timm", "transformers", "webdataset", "huggingface_hub", "numpy", "pillow")
 _STATUS = {0: "done", Stopped.exit_code: "stopped", INTERRUPTED: "stopped", DivergedError.exit_code: "diverged"}
 
 
@@ -114,3 +117,22 @@ def command_line() -> list[str]:
     if spec is not None and spec.name:
         return ["python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     return [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def versions() -> dict[str, str]:
+    """Package -> version; torch's with its build. Packages that are not installed are left out."""
+    import torch
+
+    own = {"clipstream": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    return own | _installed()
+
+
+@cache
+def _installed() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

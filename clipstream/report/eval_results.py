@@ -15,10 +15,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from clipstream.distributed.run_record import versions
 from clipstream.report.sinks import AppendedFile, JsonLines, Record, flat, json_line, lines
 from clipstream.storage.shard_url import redact
 from clipstream.utils import atomic_write
-from clipstream.utils.versions import versions
 
 FIGURES_FILE = "evaluations.jsonl"
 TABLE_FILE = "evaluations.csv"

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from clipstream.config.entry import run_main
-from clipstream.distributed.run_record import hardware
-from clipstream.utils.versions import versions
+from clipstream.distributed.run_record import hardware, versions
 
 EXTRAS = (
     "simplejpeg", "torchvision", "torchcodec", "pydantic", "pyarrow", "fsspec", "s3fs", "gcsfs", "adlfs", "faiss-cpu",
