@@ -1,6 +1,6 @@
 """`build_loader`: clipstream's input path in a training loop of one's own, of torch, Lightning or Accelerate.
 
-Shards enter; batches of pictures and token ids leave, on the device of the rank. Order, decoding, workers and copies to
+Shards enter; batches of images and token ids leave, on the device of the rank. Order, decoding, workers and copies to
 the GPU are those of `clipstream.train`, and so is the position that `state_dict` holds.
 """
 
@@ -85,7 +85,7 @@ class BatchLoader:
 
     Attributes:
         settings: all settings; those of the section `data` matter.
-        preprocess: size, mean and standard deviation of the pictures.
+        preprocess: size, mean and standard deviation of the images.
         tokenizer: texts -> ids.
         world: the ranks that share the data.
     """
@@ -217,7 +217,7 @@ def build_loader(
     Args:
         data: shards, as `--train-data` takes them (one text or a list), a YAML file, a mapping of sections, or
             `Settings`.
-        preprocess: what says how pictures are resized and normalised: a `Model` or `Preprocess` of `load_model`, a
+        preprocess: what says how images are resized and normalised: a `Model` or `Preprocess` of `load_model`, a
             model of open_clip, or a plain size, an int or (H, W). By default the model that the settings name.
         tokenizer: texts -> ids: of `load_model`, of `open_clip.get_tokenizer`, or any function from a list of texts to
             ids [n, T]. By default that of `preprocess`, and CLIP's with 77 tokens for a plain size.
@@ -225,7 +225,7 @@ def build_loader(
             have each sample once.
         mean: of each channel, 0 to 1; that of `preprocess`, and CLIP's for a plain size, unless set.
         std: standard deviation of each channel, likewise.
-        dtype: of the pictures: a floating type for normalised ones, 'uint8' for 0 to 255.
+        dtype: of the images: a floating type for normalised ones, 'uint8' for 0 to 255.
         device: of the batches: torch's name, or auto for this rank's GPU if there is one.
         flags: short flags of the command line, with underscores: `batch_size` (of a rank), `workers`, `seed`,
             `caption_key`, `caption_json`, `image_key`, `train_num_samples` (of an epoch), …
@@ -300,7 +300,7 @@ def _source(data: Config, overrides: Overrides, flags: dict[str, Any]) -> tuple[
 
 
 def _inputs(preprocess: Any, tokenizer: Any, settings: Settings, world: World) -> tuple[Preprocess, Tokenizer]:
-    """How pictures and texts are prepared.
+    """How images and texts are prepared.
 
     Raises SettingsError: `preprocess` or `tokenizer` is something else, or a model's tokenizer is missing.
     """

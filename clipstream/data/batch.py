@@ -23,7 +23,7 @@ class Batch:
 
     Attributes:
         pixels: uint8 [n, 3, H, W], not normalised, channels_last in memory; None where `features` holds the images. For
-            stored features, with V views of each picture, [n V, 3, H, W].
+            stored features, with V views of each image, [n V, 3, H, W].
         ids: int32 [n, T], token ids; or class ids [n, 1] of labelled data.
         weights: float32 [n]; with weight 0 a sample does not count in loss, gradients and metrics.
         keys: n strings 'SHARD_BASENAME/KEY', which name samples in logs; '' for padding.
@@ -31,8 +31,8 @@ class Batch:
         step: number of this batch in its run, from 0.
         global_size: samples of the global batch over all ranks, B.
         features: rows of a feature store by part, [n, W] each, encoded as stored (see `features.codec`): 'image' and
-            'text' in place of pictures and texts, 'TEACHER.image' and 'TEACHER.text' beside them.
-        pictures: int64 [n], checksums of the picture files, equal for the same picture; None if none were read.
+            'text' in place of images and texts, 'TEACHER.image' and 'TEACHER.text' beside them.
+        pictures: int64 [n], checksums of the image files, equal for the same image; None if none were read.
         teacher_pixels: as `pixels`, at a live teacher's size; None where the teacher takes `pixels`.
         teacher_ids: as `ids`, of a live teacher's tokenizer; None where the teacher takes `ids`.
         known: 'image' or 'text' where `features` has what the tower would give, as it is.
@@ -99,7 +99,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """How a picture becomes the model's pixels before normalisation, in the terms of open_clip's preprocessing config.
+    """How an image becomes the model's pixels before normalisation, in the terms of open_clip's preprocessing config.
 
     Attributes:
         size: (height, width) in pixels.

@@ -183,7 +183,7 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
 
 
 def reading_of(source: SourceSettings) -> dict[str, object]:
-    """The settings of a source that its captions and pictures depend on, as JSON values; its shards are not among them.
+    """The settings of a source that its captions and images depend on, as JSON values; its shards are not among them.
 
     Stored features keep them beside the names of the shards.
     """
@@ -202,7 +202,7 @@ def reading_of(source: SourceSettings) -> dict[str, object]:
 
 
 def views_of(settings: DataSettings, views: int, seed: int) -> dict[str, object]:
-    """How `views` augmented views of each picture are made, as JSON values; 0 for the pixels of evaluation."""
+    """How `views` augmented views of each image are made, as JSON values; 0 for the pixels of evaluation."""
     if not views:
         return {"views": 0}
     augment = json.loads(settings.augment.model_dump_json(exclude={"enabled"}))

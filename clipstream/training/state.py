@@ -12,7 +12,7 @@ from clipstream.data.order.lanes import DataState
 from clipstream.training.early_stop import EarlyStopState
 from clipstream.utils.section import Count, checked
 
-SourceHealth = dict[str, int | str | dict[str, int | str]]  # as clipstream.data.loader.health.merge_counts
+SourceCounts = dict[str, int | str | dict[str, int | str]]  # as clipstream.data.loader.health.merge_counts
 
 
 @dataclass
@@ -59,7 +59,7 @@ class TrainState:
     # position in the data after the last batch trained on: one rank's part; in a checkpoint, all merged
     data: DataState = field(default_factory=DataState)
     # data counters of all ranks since the run began, by source
-    health: dict[str, SourceHealth] = field(default_factory=dict)
+    health: dict[str, SourceCounts] = field(default_factory=dict)
     evaluation_pending: bool = False  # whether the evaluation of this step was interrupted and has to be repeated
     interval: IntervalState = field(default_factory=IntervalState)
     rollback: RollbackState = field(default_factory=RollbackState)

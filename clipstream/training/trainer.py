@@ -25,7 +25,7 @@ from clipstream.models.execution.flops import Throughput, Work
 from clipstream.text import counted
 from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
 from clipstream.training.settings import TrainSettings
-from clipstream.training.state import IntervalState, RollbackState, SourceHealth, TrainState
+from clipstream.training.state import IntervalState, RollbackState, SourceCounts, TrainState
 from clipstream.training.step import StepResult, TrainStep
 from clipstream.utils.timing import DATA, PARTS
 from clipstream.utils.timing.step_profile import StepProfiler
@@ -437,7 +437,7 @@ class Trainer:
         self._health_step = self.step
         self._write({"step": self.step, "health": without_sets(self._health())})
 
-    def _health(self) -> dict[str, SourceHealth]:
+    def _health(self) -> dict[str, SourceCounts]:
         """Data counters of all ranks since the run began, before a resume included. Collective."""
         return merge_counts([*self._health_before, *self.world.gather_objects(self.loader.trained.counts())])
 

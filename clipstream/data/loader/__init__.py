@@ -1,6 +1,6 @@
-"""Worker processes fill shared batch buffers, and the loader hands the batches to the training loop in order.
+"""Workers fill shared batch buffers, and the loader hands the batches to the training loop in order.
 
-References to samples enter; a rank's batches leave, on its device. A `sampler` walks a lane's shards, a `pipeline`
-makes pixels and ids of its samples in one of the `workers` and prints single samples (`--data.trace`), and the `loader`
+References to samples enter; a rank's batches leave, on its device. A `sampler` walks a lane's shards. A `pipeline`
+makes pixels and ids of samples, or `features` gathers stored rows in their place; both run in `workers`. The `loader`
 owns the workers and the `batch_buffers`. `health` counts used and dropped samples, `stage_timing` the time of stages.
 """

@@ -41,7 +41,7 @@ class BufferShape:
     teacher_width: int = 0
     teacher_text_width: int = 0  # ids of a live teacher's tokenizer; 0 where it takes the model's
     features: tuple[tuple[str, int], ...] = ()  # names of precomputed features, bytes of a row
-    views: int = 1  # V, pictures of a sample
+    views: int = 1  # V, images of a sample
 
     def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         """Name -> (dtype, shape) of the arrays of a buffer."""
@@ -78,7 +78,7 @@ class BatchBuffer:
     ids: np.ndarray[Any, Any]  # int32 [n, T]
     weights: np.ndarray[Any, Any]  # float32 [n]
     sources: np.ndarray[Any, Any]  # uint8 [n]
-    pictures: np.ndarray[Any, Any]  # int64 [n], checksums of the picture files
+    pictures: np.ndarray[Any, Any]  # int64 [n], checksums of the image files
     teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
     teacher_ids: np.ndarray[Any, Any]  # int32 [n, T']
     stored_numbers: np.ndarray[Any, Any]  # int64 [n], numbers of the samples in a feature store

@@ -2,7 +2,7 @@
 
 A Pipeline serves some lanes of a rank, in a worker or in the training process. It replaces a sample that cannot be used
 by the next one of the same lane and source, or leaves its slot empty where slots are kept, and counts it. For stored
-features it collects all captions of a sample and decodes several views of its picture (`Pipeline.image_views`). A
+features it collects all captions of a sample and decodes several views of its image (`Pipeline.image_views`). A
 SampleTrace prints what each stage made of one of the first samples (`--data.trace N`).
 """
 
@@ -51,7 +51,7 @@ from clipstream.text import printable
 # A worker reports before its part of a batch is filled after so many dropped samples, or so many seconds.
 INTERIM_DROPS = 200
 INTERIM_SECONDS = 10.0
-# Samples are read until their pictures have so many bytes, or for so many seconds, and then decoded.
+# Samples are read until their images have so many bytes, or for so many seconds, and then decoded.
 READ_BYTES = 1 << 18
 READ_SECONDS = 1.0
 MAX_TEXT = 200  # characters of a caption that a trace prints
@@ -141,7 +141,7 @@ class Slot:
     trace: SampleTrace | None = None  # of it, if it is traced
     caption: str | None = None  # of it; None where the slot stays empty
     candidates: list[list[str]] = field(default_factory=list)  # its texts by path, where all of them are collected
-    data: bytes = b""  # the picture file
+    data: bytes = b""  # the image file
     stored: StoredChoice | None = None  # the rows of a feature store that belong to it
 
     def load(self, *, damaged: bool = False) -> RawSample:
@@ -311,7 +311,7 @@ class Pipeline:
         return taken
 
     def _read(self, slots: Iterator[Slot], again: list[Slot]) -> list[Slot]:
-        """The next slots, with caption and picture file; those that want another sample are added to `again`."""
+        """The next slots, with caption and image file; those that want another sample are added to `again`."""
         read: list[Slot] = []
         held, began = 0, time.monotonic()
         for slot in slots:
@@ -350,7 +350,7 @@ class Pipeline:
         return read
 
     def _caption(self, slot: Slot, sample: RawSample) -> str:
-        """The caption of a raw sample; with stored features one of theirs, and the picture's view is drawn as well."""
+        """The caption of a raw sample; with stored features one of theirs, and the image's view is drawn as well."""
         reader, stored = slot.reader, slot.reader.stored
         if stored is None:
             return reader.caption(sample, slot.rng)
@@ -386,7 +386,7 @@ class Pipeline:
                 buffer.stored_numbers[slot.index] = number
                 buffer.stored_captions[slot.index], buffer.stored_views[slot.index] = caption, view
             if slot.trace:
-                slot.trace.picture(slot.data, pixels.reshape(-1, *pixels.shape[-3:])[0])
+                slot.trace.image(slot.data, pixels.reshape(-1, *pixels.shape[-3:])[0])
                 slot.trace.end("used", f"slot {slot.index} of this rank's batch")
             slot.name, slot.data = slot.sample.name, b""
             source = slot.reader.name
@@ -503,7 +503,7 @@ class SampleBatches:
 
 
 def checksum(data: bytes) -> int:
-    """Length and CRC-32 of a picture file in one int64, equal for equal files; costs little beside decoding.
+    """Length and CRC-32 of an image file in one int64, equal for equal files; costs little beside decoding.
 
     Different files are equal by chance only if they have the same length, and then once in 2^32.
     """
@@ -526,14 +526,14 @@ class SampleTrace:
             parts += [] if name.startswith("__") else [f"{name} {size}"]
         self._add(stage, ", ".join(parts) or "nothing that the settings read")
 
-    def picture(self, data: bytes, pixels: np.ndarray[Any, Any]) -> None:
-        """Add a picture file and the uint8 [H, W, 3] made of it."""
+    def image(self, data: bytes, pixels: np.ndarray[Any, Any]) -> None:
+        """Add an image file and the uint8 [H, W, 3] made of it."""
         from PIL import Image
 
         with Image.open(io.BytesIO(data)) as image:
             stored = f"{image.format} {image.width} x {image.height} {image.mode}"
         levels = " ".join(f"{level:.0f}" for level in pixels.reshape(-1, 3).mean(axis=0))
-        self._add("picture", f"{stored} -> {pixels.shape[1]} x {pixels.shape[0]}, mean of the channels {levels}")
+        self._add("image", f"{stored} -> {pixels.shape[1]} x {pixels.shape[0]}, mean of the channels {levels}")
 
     def caption(self, caption: str, ids: Sequence[int], text: str) -> None:
         """Add a caption, its ids, and the text that these decode to."""

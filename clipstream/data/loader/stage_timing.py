@@ -4,7 +4,7 @@
     order       the next samples are looked up, some at once
     read        the members of a sample are read, and its caption is found
     transform   the user's own function, and the caption in its result
-    decode      the picture, into the batch buffer
+    decode      the image, into the batch buffer
     tokenize    the captions of a part of a batch
     hand-over   the part is reported to the loader
     idle        there is no free buffer: training is slower than the data

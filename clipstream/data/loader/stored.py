@@ -46,7 +46,7 @@ class StoredData:
     Attributes:
         features: name in Batch.features -> store and its part: `image` and `text` in place of the towers, NAME.image
             and NAME.text of teachers.
-        ids: the store of the token ids, where features take the place of pictures, and so no shard is read.
+        ids: the store of the token ids, where features take the place of images, and so no shard is read.
     """
 
     features: Mapping[str, tuple[FeatureStore, str]]
@@ -130,7 +130,7 @@ class StoredData:
 
     @property
     def views(self) -> int:
-        """K, augmented views of each picture; 0 where its features are of the picture as evaluations preprocess it.
+        """K, augmented views of each image; 0 where its features are of the image as evaluations preprocess it.
 
         Raises SettingsError: stores differ in it.
         """
@@ -350,7 +350,7 @@ class StoredSamples:
         return used
 
     def draw(self, numbers: Numbers, keys: Keys) -> tuple[Numbers, Numbers, Numbers]:
-        """Checksums of the pictures, choices of captions, and of views, int64 [n] each.
+        """Checksums of the images, choices of captions, and of views, int64 [n] each.
 
         Args:
             keys: of the samples' random numbers.
@@ -369,7 +369,7 @@ class StoredSamples:
     def choose(
         self, shard: int, position: int, by_path: Sequence[list[str]], rng: SampleRNG
     ) -> tuple[StoredChoice, SampleRNG]:
-        """The caption and view of a sample that is read from its shard, and the generator that its picture is augmented
+        """The caption and view of a sample that is read from its shard, and the generator that its image is augmented
         by.
 
         Args:

@@ -82,7 +82,7 @@ def test_the_first_samples_may_be_traced(tmp_path: Path, capfd: pytest.CaptureFi
         next(stream)
     said = capfd.readouterr().err
     assert said.count("trace ") == 4 and "trace 4 of 4: " in said and f" in {shard}\n" in said
-    assert "  caption    'text " in said and "  picture    JPEG " in said and "-> 16 x 16" in said
+    assert "  caption    'text " in said and "  image      JPEG " in said and "-> 16 x 16" in said
     assert "  ids        " in said and "  used       slot " in said and "  read       jpg " in said
 
 
