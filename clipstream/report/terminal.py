@@ -8,7 +8,6 @@ credentials in URLs are masked, and a full disk loses lines but never ends a run
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import re
@@ -38,8 +37,7 @@ FEW = 1000  # answers, below which a line has the interval of their share
 OFF_TERMINAL = 120  # columns where there is no terminal
 IN_NOTEBOOK = 100  # columns of a notebook's cell on a common screen
 REDRAWN = 0.1  # s between two states of the bar in a notebook, each of which is a message to the browser
-BAR_WIDTHS = ((30, 24), (20, 16), (10, 8), (6, 8), (4, 0))  # columns of the bar and of the loss history beside it
-BLOCKS = "▁▂▃▄▅▆▇█"
+BAR_WIDTHS = 4, 30  # columns of the bar, at least and at most
 LOG_FILE = "out.log"
 _URL = re.compile(r"\S+://\S+")
 _DIRECTIONS = ("image_to_text", "text_to_image")
@@ -74,7 +72,6 @@ class ProgressDisplay(Sink):
         in_notebook = stream is None and get_console().is_jupyter
         self.mode = ("bar" if in_notebook or self.stream.isatty() else "lines") if mode == "auto" else mode
         self._speeds: deque[float] = deque(maxlen=RECENT)
-        self._losses: list[float] = []
         self._parts: list[str] = []  # parts of the last training line
         self._status = ""
         self._problems: dict[str, int] = {}
@@ -175,8 +172,6 @@ class ProgressDisplay(Sink):
         if "lr" in record:
             line.insert(2, f"lr {record['lr']:.1e}")
         if self._bar is not None:
-            if isinstance(record["loss"], float) and math.isfinite(record["loss"]):
-                self._losses.append(record["loss"])
             self._parts = parts
             self._bar.update(self._task, completed=step)
             self._draw()
@@ -197,17 +192,13 @@ class ProgressDisplay(Sink):
         return self._ema
 
     def _draw(self) -> None:
-        """Draw the bar, and as much of the loss history as the terminal's width allows."""
+        """Draw the bar, as wide as the text beside it allows."""
         if self._bar is None:
             return
-        console = self._bar.console
         text = "  ".join([f"[{self._status}]", *self._parts[:1]] if self._status else self._parts)
-        width = console.width if self._notebook is None else IN_NOTEBOOK
+        width = self._bar.console.width if self._notebook is None else IN_NOTEBOOK
         rest = width - len(text) - 2 * len(str(self.total)) - 5
-        bar, history = next((both for both in BAR_WIDTHS if sum(both) <= rest), BAR_WIDTHS[-1])
-        self._bar_column.bar_width = bar
-        if history and console.encoding.lower().startswith("utf"):
-            text = f"{sparkline(self._losses, history)} {text}".lstrip()
+        self._bar_column.bar_width = min(max(rest, BAR_WIDTHS[0]), BAR_WIDTHS[1])
         self._bar.update(self._task, description=text, refresh=True)
         if self._notebook is not None:
             self._notebook.update(at_least_after=REDRAWN)
@@ -282,17 +273,6 @@ def evaluation_line(record: Record, width: int = OFF_TERMINAL) -> str:
 def is_minor(metric: str) -> bool:
     """Whether a metric is not a main one (top1, R@1 or mean)."""
     return not (metric in ("top1", "mean") or metric.endswith("R@1"))
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Finite values as blocks of eight heights; means over equal spans if there are more than `width`."""
-    if len(values) < 2:
-        return ""
-    width = min(width, len(values))
-    cuts = [len(values) * n // width for n in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
-    low, span = min(means), max(means) - min(means)
-    return "".join(BLOCKS[round((mean - low) / span * 7) if span else 0] for mean in means)
 
 
 def nonfinite_line(record: Record) -> str:

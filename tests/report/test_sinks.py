@@ -201,11 +201,8 @@ def test_a_bar_on_a_terminal() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_bar_shows_the_course_of_the_loss_and_what_is_done_besides(
-    width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_fits_the_terminal_and_shows_what_is_done_besides(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr(Terminal, "encoding", "utf-8")
     stream = Terminal()
     progress = ProgressDisplay(1000, stream=stream)
     for step in range(10, 500, 10):
@@ -216,8 +213,6 @@ def test_the_bar_shows_the_course_of_the_loss_and_what_is_done_besides(
     drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part) for part in re.split(r"[\r\n]+", stream.getvalue())]
     assert max(map(len, drawn)) <= width
     assert any("[evaluating val]" in line for line in drawn) and "[evaluating val]" not in drawn[-1]
-    blocks = re.findall("[▁-█]+", drawn[-1] or drawn[-2])
-    assert len(blocks) == 1 and len(blocks[0]) >= 8 and blocks[0][0] == "█" and blocks[0][-1] == "▁"
 
 
 @pytest.mark.parametrize(
