@@ -22,9 +22,8 @@ from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
 from tests.support.forks import wait_until
-from tests.support.pictures import make_shards
 from tests.support.ranks import ROOT, TIMEOUT, command_ends, end_ranks, reserved_port
-from tests.support.runs import MODEL, flags, lines, same_weights, train_on, wait_for_step, weights
+from tests.support.runs import flags, lines, same_weights, train_on, wait_for_step, weights
 from tests.support.slurm import furnish_job, script, slurm_environment
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -51,15 +50,6 @@ class Stopping:
         if batch.step + 1 == self.settings.at and world.rank == world.size - 1 and self.settings.signal:
             os.kill(os.getpid(), signal.Signals[self.settings.signal])
         return self.clip(features, batch, world)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards and a small model's configuration."""
-    folder: Path = tmp_path_factory.mktemp("cluster")
-    make_shards(folder / "pairs", [21, 17, 19, 5])
-    (folder / "model.json").write_text(json.dumps(MODEL))
-    return folder
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ The runs have no time limits of their own, so that they end because what is wron
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -18,27 +17,23 @@ import pytest
 
 from clipstream.distributed.world import World
 from tests.support.forks import wait_until
-from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks
-from tests.support.runs import MODEL, NO_LIMITS, flags, train_on
+from tests.support.runs import NO_LIMITS, flags, train_on
 
 RANKS = 2
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with whole shards, broken ones, and a small model's configuration."""
-    folder: Path = tmp_path_factory.mktemp("dead")
-    whole = make_shards(folder / "pairs", [21, 17, 19, 5])
-    (folder / "cut").mkdir()
-    for path in whole:
-        (folder / "cut" / Path(path).name).write_bytes(Path(path).read_bytes()[:700])
-    (folder / "model.json").write_text(json.dumps(MODEL))
-    return folder
-
-
 def nobody(sample: Mapping[str, Any]) -> None:
     """A user's filter that lets nothing through."""
+
+
+@pytest.fixture(scope="module")
+def broken(place: Path) -> str:
+    """A folder of shards that are cut off."""
+    for path in (place / "pairs").glob("*.tar"):
+        (place / "cut").mkdir(exist_ok=True)
+        (place / "cut" / path.name).write_bytes(path.read_bytes()[:700])
+    return "cut"
 
 
 def train_where(world: World, argv: list[str], folders: list[str]) -> int:
@@ -63,7 +58,7 @@ KINDS: dict[str, tuple[list[str], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_usable_ends_all_ranks(place: Path, kind: str) -> None:
+def test_nothing_usable_ends_all_ranks(place: Path, broken: str, kind: str) -> None:
     folders, more, words = KINDS[kind]
     name = kind.replace(" ", "-").replace("'", "").replace(",", "")
     argv = flags(

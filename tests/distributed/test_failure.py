@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -29,9 +28,8 @@ from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
 from tests.support.fake_cuda import FakeCuda
-from tests.support.pictures import make_shards
 from tests.support.ranks import TIMEOUT, end_ranks
-from tests.support.runs import MODEL, flags, train_on
+from tests.support.runs import flags, train_on
 
 MESSAGE = "source 'train': no caption\n  members seen: json, png"
 FAULTY = "{type: 'tests.distributed.test_failure:Faulty', every: 1, on_error: raise}"
@@ -274,15 +272,6 @@ class Faulty:
             raise ZeroDivisionError("of my own making")
         context.world.barrier()
         yield "nothing", 0.0
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards and a small model's configuration."""
-    folder: Path = tmp_path_factory.mktemp("failure")
-    make_shards(folder / "pairs", [21, 17, 19, 5])
-    (folder / "model.json").write_text(json.dumps(MODEL))
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.support.forks import ROOT, Fork, wait_until
 from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards
 from tests.support.ranks import reserved_port
-from tests.support.runs import flags, furnish, weights
+from tests.support.runs import flags, weights
 
 # Once the file named by HANG is there, the next sample of rank BAD_RANK sleeps, and catches what wakes it; FAIL raises.
 OWN = '''
@@ -70,12 +70,9 @@ class Tokens:
 '''
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A furnished folder with parts of one's own."""
-    folder = furnish(tmp_path_factory.mktemp("interrupts"))
-    (folder / "own_parts.py").write_text(OWN)
-    return folder
+@pytest.fixture(scope="module", autouse=True)
+def _own_parts(place: Path) -> None:
+    (place / "own_parts.py").write_text(OWN)
 
 
 class Running:
