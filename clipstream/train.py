@@ -44,7 +44,6 @@ from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.build import build_towers
 from clipstream.models.execution.batch_features import NAME, Teacher
-from clipstream.models.execution.compile import eagerly
 from clipstream.models.execution.flops import Throughput, build_throughput
 from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import AVERAGED_FILE
@@ -82,11 +81,7 @@ class Model(NamedTuple):
 
 
 def recipe(run: Run, *, own_lanes: bool) -> None:
-    """Train in a locked folder: settings, model, data, optimizer, step, loop.
-
-    Args:
-        own_lanes: whether the user set data.lanes.
-    """
+    """Train in a locked folder: settings, model, data, optimizer, step, loop. `own_lanes`: data.lanes is the user's."""
     settings, world = run.settings, run.world
 
     # Settings: a resumed run keeps what was resolved when it began.
@@ -95,14 +90,16 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
 
     # Model; features may come from stores, in the place of towers or of teachers.
     stored = open_stores(settings.data)
+    reads_shards = stored is None or not stored.replaces_loader
+    settings = settings.model_copy(update={"data": with_workers(settings.data, world, reads_shards=reads_shards)})
+    if settings.log.audit_precision:
+        audit(replace(run, settings=settings), stored, resumed)
     model = build_model(settings, world, stored)
     throughput = build_throughput(model.towers, settings.model, world, settings.train.arithmetic)
     if throughput is not None and settings.log.peak_tflops:
         throughput.peak = settings.log.peak_tflops
 
     # Data, at the position of the checkpoint.
-    reads_shards = stored is None or not stored.replaces_loader
-    settings = settings.model_copy(update={"data": with_workers(settings.data, world, reads_shards=reads_shards)})
     if world.is_main:
         meta = resumed.meta or CheckpointMeta(TrainState())
         print_summary(settings, world, model.towers, resumed.checkpoint, meta.train.step, meta.settings)
@@ -114,6 +111,14 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
         fit(replace(run, settings=settings), step, loader, model.tokenizer, throughput, resumed)
         if world.is_main:
             print_best(settings)
+
+
+def audit(run: Run, stored: StoredData | None, resumed: Resumed) -> None:
+    """Audit the precision of a step, on a model of its own: the run trains as without an audit."""
+    model = build_model(run.settings, run.world, stored)
+    with build_loader(run.settings, run.world, model, resumed.state) as loader:
+        batch = next(loader).clone()
+    audit_run(run.folder, build_step(run.settings, run.world, model), batch, resumed)
 
 
 def build_model(settings: Settings, world: World, stored: StoredData | None) -> Model:
@@ -237,17 +242,13 @@ def fit(
             warn_of_duplicates(settings.loss, batch, world)
         outputs.show_batch(number, batch, decode=partial(tokenizers.readable, tokenizer))
 
-    def audit(batch: Batch) -> None:
-        with eagerly(step.compilation):
-            audit_run(run.folder, step, batch)
-
     lr = settings.schedule.build(peak=settings.optim.lr, total_steps=total)
     trainer = Trainer(
         step,
         loader,
         writer,
         Length(total, lr, log.every, train.epoch_samples),
-        Hooks(outputs.write, evaluate, evals.due, show, first=audit if log.audit_precision else None),
+        Hooks(outputs.write, evaluate, evals.due, show),
         run.signals,
         Rollback(train, partial(resumed.restore, writer, step), state.rollback),
         early_stop,

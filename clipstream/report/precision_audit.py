@@ -1,9 +1,8 @@
 """Audit of a training step: what it computes in which dtype, and which gradients fp16 would lose.
 
 A `TrainStep` and a batch enter; an `Audit` leaves: findings, casts and float32 operations by time, gradients outside of
-fp16's range. One step of the run runs at learning rate 0 under a dispatch mode that sees each operator; compiled
-modules run eagerly. Afterwards weights, moments, averages, batch statistics, loss scale and random states are restored.
-A user's optimizer that keeps state outside of `Optimizer.state` may change.
+fp16's range. One step runs at learning rate 0 under a dispatch mode that sees each operator; compiled modules run
+eagerly. A run audits a model of its own, so that it trains the same weights with and without an audit.
 
 Errors are statistics of normalisation, softmax, logits, and sums of the loss in 16 bits. Warnings are matrix products
 in another dtype than the run's, weights that are cast more than once, and gradients that fp16 loses.
@@ -11,7 +10,6 @@ in another dtype than the run's, weights that are cast more than once, and gradi
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import re
@@ -33,12 +31,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from clipstream.checkpoint.resume import Resumed, load_into
 from clipstream.data.batch import Batch
+from clipstream.models.execution.compile import eagerly
 from clipstream.report.sinks import AUDIT_FILE
 from clipstream.report.terminal import OFF_TERMINAL
 from clipstream.text import counted, milliseconds, percent
 from clipstream.training.parallel import local_tensor
-from clipstream.training.precision import same_randomness
 from clipstream.training.step import TrainStep
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
@@ -361,11 +360,13 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def audit_run(folder: Path, step: TrainStep, batch: Batch) -> None:
-    """Audit a step of a run that trains; the result goes to its folder and log. Collective.
+def audit_run(folder: Path, step: TrainStep, batch: Batch, resumed: Resumed) -> None:
+    """Audit a step at the checkpoint of a run; the result goes to the run's folder and log. Collective.
 
     Errors are a warning in the log: the run continues.
     """
+    done = 0 if resumed.checkpoint is None else load_into(step, resumed.checkpoint, resumed.state).step
+    step.unlock(done)
     result = audit_step(step, batch)
     if not step.world.is_main:
         return
@@ -383,13 +384,17 @@ def audit_run(folder: Path, step: TrainStep, batch: Batch) -> None:
 def audit_step(step: TrainStep, batch: Batch) -> Audit:
     """Audit one step on this rank's part of a batch. Collective, as a step is.
 
+    Moments, averages and batch statistics change as by steps of learning rate 0. Features of locked towers are computed
+    and not cached.
+
     Args:
         batch: at least one sample; pixels and ids on the host or on the device.
     """
     precision, device = step.gradcache.precision, step.world.device
     recorder = Recorder(step.towers, precision, device)
     gradients: list[GradientGroup] = []
-    with preserved(step):
+    step.caches = ()
+    with eagerly(step.compilation):
         # The first step makes moments and warms caches up; the last one is recorded. With fp16, a loss scale whose
         # gradients overflow falls first.
         overflow = step(batch, lr=0.0).overflow
@@ -461,56 +466,3 @@ def gradient_groups(towers: nn.Module, scale: float) -> list[GradientGroup]:
         key = f"{'image' if name.startswith('clip.visual.') else 'text'} {kind}"
         groups.setdefault(key, GradientGroup(key)).add(local_tensor(parameter.grad), scale)
     return [groups[key] for key in sorted(groups)]
-
-
-@contextmanager
-def preserved(step: TrainStep) -> Iterator[None]:
-    """A context after which the step's state is what it was before; copies are in the host's memory.
-
-    Parameters have no gradients before and after it. The buffers of a loss that is a module are restored as well.
-    """
-    optimizer, averages = step.optimizer, step.averages
-    modules = [module for module in (step.towers, step.gradcache.loss) if isinstance(module, nn.Module)]
-    every = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    every += [] if averages is None else averages.tensors.values()
-    copies = [_copy(tensor) for tensor in every]
-    state = {p: {key: (value, _copy(value)) for key, value in own.items()} for p, own in optimizer.state.items()}
-    groups = [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-    scaler = {key: copy.deepcopy(value) for key, value in vars(step.scaler).items() if key != "_per_optimizer_states"}
-    updates = 0 if averages is None else averages.updates
-    caches, step.caches = step.caches, ()  # a locked tower is audited as well, and its features are not kept
-    # With `auto`, the audited step searches for them, and the first step of training as it would without an audit.
-    searched = {key: value for key, value in vars(step.gradcache).items() if key in ("size", "kept", "tried_for")}
-    try:
-        with same_randomness(step.world.device):
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, before in zip(every, copies, strict=True):
-                _restored(tensor, before)
-            optimizer.state.clear()
-            for held, own in state.items():
-                optimizer.state[held] = {key: _restored(*pair) for key, pair in own.items()}
-        for group, before_group in zip(optimizer.param_groups, groups, strict=True):
-            group.update(before_group)
-        vars(step.scaler).update(scaler)
-        vars(step.gradcache).update(searched)
-        step.caches = caches
-        if averages is not None:
-            averages.updates = updates
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return local_tensor(value).detach().to("cpu", copy=True)
-    return copy.deepcopy(value)
-
-
-def _restored(value: Any, before: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return before
-    local_tensor(value).copy_(before)
-    return value

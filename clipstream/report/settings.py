@@ -65,7 +65,7 @@ class LogSettings(Section):
     audit_precision: bool = Field(
         False,
         description="before the first step, write which casts and float32 operations a step has, and what fp16 would "
-        "lose, to precision_audit.json and the log; takes about as long as three steps",
+        "lose, to precision_audit.json and the log; a model of its own is built for it",
     )
     peak_tflops: float | None = Field(
         None, gt=0, description="a device's dense TFLOP/s, for MFU; of known GPUs from a table unless set"

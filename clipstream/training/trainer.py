@@ -161,7 +161,6 @@ class Hooks:
     evaluate: Callable[[int, bool], object]  # (steps done, last) after each step; runs the evaluators that are due
     evaluation_due: Callable[[int], object] = lambda step: False  # whether `evaluate` does something after a step
     show: Callable[[int, Batch], None] | None = None  # (step, batch) before every SHOW_EVERY steps
-    first: Callable[[Batch], None] | None = None  # the first batch of this process, before its step
 
 
 @dataclass(eq=False)
@@ -197,7 +196,6 @@ class Trainer:
         self._health_before = [start.health] if start.health else []
         self._health_step = -1
         self._started: _Started | None = None
-        self._first = self.hooks.first
         self._clock = _Clock()
         self._timer = StepTimer(self.world.device)
         self._usage = Usage(self.world.device, self.loader.worker_pids)
@@ -250,10 +248,6 @@ class Trainer:
                 with self._paused():
                     self.hooks.show(self.step, batch)
             self.train_step.unlock(self.step)
-            if self._first is not None:
-                with self._paused():
-                    self._first(batch)
-                self._first = None
             if self.throughput is not None:
                 self.throughput.add(batch)
             result = self.train_step.start(batch, lr)
