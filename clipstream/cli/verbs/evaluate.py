@@ -31,7 +31,6 @@ from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each
 from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
-from clipstream.models.model_config import CONFIG_FILE
 from clipstream.models.pretrained import preflight
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced
 from clipstream.report.html_report import write_evaluations
@@ -290,8 +289,8 @@ def _evaluate_one(own: Mapping[str, str], flags: Sequence[str], suites: Suites, 
 def _check_settings(settings: Settings, subject: Subject, trained: Sequence[str], report: Path | None) -> None:
     """Check the settings of an evaluation. Raises SettingsError: they are wrong, or there are no evaluators."""
     named = Path(settings.model.name)
-    if subject.checkpoint is None and any((named / part).exists() for part in ("checkpoints", CONFIG_FILE)):
-        raise SettingsError(f"--model: {named} is the folder of a run or a checkpoint: use --checkpoint {named}")
+    if subject.checkpoint is None and (named / "checkpoints").exists():
+        raise SettingsError(f"--model: {named} is the folder of a run: use --checkpoint {named}")
     if not settings.evals:
         raise SettingsError(
             "there is nothing to evaluate on: set --checkpoint RUN, --val-data SHARDS, --suite FILE, or --config with "
