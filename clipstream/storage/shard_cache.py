@@ -332,7 +332,7 @@ class ShardCache:
         while _try_lock(lock, fcntl.LOCK_SH) is False:
             if time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
-                if (now := _total_size(self.folder.glob(f"{target.name}*.part"))) != size:
+                if (now := total_size(self.folder.glob(f"{target.name}*.part"))) != size:
                     size = now
                     self.report_progress(now)
             time.sleep(0.02)
@@ -397,7 +397,7 @@ class _Reservation(Monitor):
         before, wait = -1, threading.current_thread() is threading.main_thread()
         while not self._cache.reserve(self._target, size, whole=whole, wait=wait):
             # The downloads that take the space may hang, as not every source has time limits: their progress is ours.
-            if (now := _total_size(self._target.parent.glob("*.part"))) != before:
+            if (now := total_size(self._target.parent.glob("*.part"))) != before:
                 before = now
                 self._cache.report_progress(self._size)
             time.sleep(0.1)
@@ -414,7 +414,7 @@ def _remove_unused(target: Path) -> bool:
         return False
 
 
-def _total_size(paths: Iterable[Path]) -> int:
+def total_size(paths: Iterable[Path]) -> int:
     """Bytes of those files that still exist."""
     total = 0
     for path in paths:

@@ -67,7 +67,7 @@ TABLE = [
     ("--data.sources.train.transform=os:sep", "os:sep is no function"),
     ("--data.sources.train.background=notacolour", "'notacolour' is no colour: use a name such as white"),
     ("--data.sampling.mode=random", "'random' is not one of resampled, epoch, indexed"),
-    ("--data.sampling.mode=indexed", "data.sources.train.shards: 1 of 1 shards are not there, e.g. a.tar"),
+    ("--data.sampling.mode=indexed", "data.sources.train.shards: 1 of 1 shards do not exist, e.g. a.tar"),
     (
         "--data.sampling.mode=indexed --train-data=http://me:word@host/{0..9}.tar",
         "Make them by\n  clipstream index 'http://***@host/{0..9}.tar' --into FOLDER, and name that folder "

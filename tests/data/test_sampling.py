@@ -175,7 +175,7 @@ def test_samples_of_a_shard_that_is_gone_keep_their_places(tmp_path: Path) -> No
         assert all(old == new for old, new, weight in pairs if weight)
     health = stream.health.sources["train"]
     assert health.dropped == {"unreadable_shard": 16} and list(health.faults) == [paths[1]]
-    with pytest.raises(SettingsError, match=r"1 of 3 shards are not there, e\.g\. .*00001\.tar"):
+    with pytest.raises(SettingsError, match=r"1 of 3 shards do not exist, e\.g\. .*00001\.tar"):
         loader(settings)
 
 

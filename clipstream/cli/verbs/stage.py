@@ -41,6 +41,7 @@ from clipstream.data.sources.tars import SIZES
 from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.storage.downloader import Fetcher
+from clipstream.storage.shard_cache import total_size
 from clipstream.storage.shard_url import ShardURL, in_braces, parts_of, redact, stable_name
 from clipstream.storage.tar import scan
 from clipstream.storage.transfer import Monitor, ShardError
@@ -302,7 +303,7 @@ def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> dict[str, Copy]:
                         )
                     if copy.error:
                         bar.say(f"failed: {copy.error}")
-                here, seconds = copied + _bytes_in(parts), max(time.monotonic() - began, 1e-3)
+                here, seconds = copied + total_size(parts.iterdir()), max(time.monotonic() - began, 1e-3)
                 words = [count(), decimal(here), f"{decimal(int(here / seconds))}/s"]
                 if copied:
                     words.append(f"{duration(seconds * (len(shards) / len(copies) - 1))} left")
@@ -363,14 +364,6 @@ def stage_shard(shard: PlannedShard, folder: Path, recipe: Recipe | None, fetche
         part.unlink(missing_ok=True)
         changed.unlink(missing_ok=True)
     return Copy(len(found.samples), size, None if found.fault is None else str(found.fault), True, images)
-
-
-def _bytes_in(folder: Path) -> int:
-    size = 0
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):
-            size += path.stat().st_size
-    return size
 
 
 def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Mapping[str, Copy], seconds: float) -> None:

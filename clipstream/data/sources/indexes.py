@@ -57,7 +57,7 @@ MOST_PACKED = 256  # bytes that a byte of an index unpacks to at most, which sha
 SMALL = 256 << 20  # most bytes of tars without an index that are scanned at the start
 READERS = 16  # threads: on a network file system, opening a file takes far longer than reading a line of it
 NAMED = 5  # shards that a message lists
-NONE, STALE, GONE = "there is none", "the shard has changed since", "the shard is not there"
+NONE, STALE, GONE = "there is none", "the shard has changed since", "the shard does not exist"
 WIDS = "shardindex.json"  # the name that wids gives an index beside shards
 END_BLOCKS = 2 * 10240  # most bytes of zeros behind the last member of a tar
 
@@ -304,7 +304,7 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
     """Why the mode `indexed` cannot start, and the command that makes the indexes."""
     first, why = next(iter(unknown.items()))
     if gone := [name for name, why in unknown.items() if why == GONE]:
-        return f"{key}.shards: {len(gone):,} of {total:,} shards are not there, e.g. {redact(gone[0])}"
+        return f"{key}.shards: {len(gone):,} of {total:,} shards do not exist, e.g. {redact(gone[0])}"
     shards = [settings.shards] if isinstance(settings.shards, str) else settings.shards
     words = ["clipstream", "index", *(redact(spec) for spec in shards)]
     folder = settings.index
@@ -315,7 +315,7 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
     return (
         f"{key}.shards: the mode 'indexed' needs an index of each shard, and {len(unknown):,} of {total:,} have none "
         f"that can be used, e.g. {redact(first)}: {why}. Make them by\n  {shlex.join(words)}{advice}\n"
-        f"A shard that this command cannot index is broken: replace it, or leave it out of --{key}.shards. "
+        f"A shard that this command cannot index is damaged: replace it, or leave it out of --{key}.shards. "
         f"Without an index: {', '.join(map(redact, list(unknown)[:NAMED]))}{', …' * (len(unknown) > NAMED)}"
     )
 

@@ -165,10 +165,9 @@ class Source:
         found = kind.list_shards(entry)
         if not self._is_plugin:
             return list(found)
-        in_order = isinstance(found, Iterable) and not isinstance(found, str | Set | Mapping)
-        names = list(found) if in_order else []
+        names = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Set | Mapping) else []
         if not names or not all(isinstance(name, str) for name in names):
-            gave = printable(repr(names if in_order else found), 200)
+            gave = printable(repr(names or found), 200)
             raise SettingsError(
                 f"{self.context.key}: {self.settings.type}: list_shards({entry!r}) returned {gave}: return a list of "
                 "the shards' names, at least one, each a str"
