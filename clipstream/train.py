@@ -51,9 +51,9 @@ from clipstream.models.towers import Towers
 from clipstream.report.outputs import Ending, Outputs, build_profiler
 from clipstream.report.precision_audit import audit_run
 from clipstream.report.sinks import RunInfo
-from clipstream.training.early_stop import EarlyStop
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
+from clipstream.training.settings import EarlyStop
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
 from clipstream.training.stored_features import check_stores, open_stores, remove_towers, teacher_scales

@@ -42,11 +42,10 @@ from clipstream.data.order.lanes import DataState
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.models.towers import Towers
-from clipstream.training.early_stop import EvalRecord
 from clipstream.training.optim import groups_to_json
 from clipstream.training.parallel import full_tensor, reshard
 from clipstream.training.precision import RandomState, random_state
-from clipstream.training.settings import CheckpointSettings
+from clipstream.training.settings import CheckpointSettings, EvalRecord
 from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger

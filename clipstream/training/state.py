@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from clipstream.data.order.lanes import DataState
-from clipstream.training.early_stop import EarlyStopState
+from clipstream.training.settings import EarlyStopState
 from clipstream.utils.section import Count, checked
 
 SourceCounts = dict[str, int | str | dict[str, int | str]]  # as clipstream.data.loader.health.merge_counts

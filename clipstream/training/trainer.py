@@ -23,8 +23,7 @@ from clipstream.distributed.signals import StopSignals
 from clipstream.errors import ClipstreamError, DataError, DivergedError, Interrupted, Stopped
 from clipstream.models.execution.flops import Throughput, Work
 from clipstream.text import counted
-from clipstream.training.early_stop import EarlyStop, EarlyStopSettings
-from clipstream.training.settings import TrainSettings
+from clipstream.training.settings import EarlyStop, EarlyStopSettings, TrainSettings
 from clipstream.training.state import IntervalState, RollbackState, SourceCounts, TrainState
 from clipstream.training.step import StepResult, TrainStep
 from clipstream.utils.timing import DATA, PARTS

@@ -18,8 +18,7 @@ from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import EvalSettings
-from clipstream.training.early_stop import EarlyStop
-from clipstream.training.settings import EarlyStopSettings
+from clipstream.training.settings import EarlyStop, EarlyStopSettings
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags, furnish, lines, same_weights, train_on, weights
 
