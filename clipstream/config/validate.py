@@ -106,7 +106,7 @@ PAIRS = (
             f"a live teacher needs {noun}, and the features in {{1}} replace them: precompute the teacher's features "
             "as well, and give --teacher-features",
         )
-        for store, noun in ((_STORES["image"], "pictures"), (_STORES["text"], "captions"))
+        for store, noun in ((_STORES["image"], "images"), (_STORES["text"], "captions"))
     ),
     *(
         Conflict({f"model.{key}": SET, store: SET},
@@ -129,7 +129,7 @@ PAIRS = (
     ),
     Conflict(
         {"model.image.cache_gib": SET, "data.augment.enabled": True, "data.image_features": None},
-        "pictures are augmented, so that their features differ each time: give --data.augment.enabled false, or leave "
+        "images are augmented, so that their features differ each time: give --data.augment.enabled false, or leave "
         "it out",
     ),
     *AS_EVALUATED,

@@ -184,7 +184,7 @@ def _labels(batch: Batch, by: str | None) -> torch.Tensor:
     """
     if by == "pictures":
         if batch.pictures is None:
-            raise SettingsError("loss.duplicates_by: pictures takes batches with checksums of pictures; use captions")
+            raise SettingsError("loss.duplicates_by: pictures takes batches with checksums of images; use captions")
         return batch.pictures
     draw = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (batch.ids.shape[1],), generator=draw) * 2 + 1

@@ -121,7 +121,7 @@ class SinkGroup(Sink):
             try:
                 sink.show(step, name, examples, tables)
             except Exception as error:
-                logger.warning(f"the pictures of {name!r} could not be kept: {error}")
+                logger.warning(f"the images of {name!r} could not be kept: {error}")
 
     def status(self, text: str) -> None:
         for name, sink in self.sinks.items():

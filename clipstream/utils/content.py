@@ -24,7 +24,7 @@ _NAME = rb"[\w \"'.#/-]+"  # of a column
 _COCO = rb'"(?:image_id|file_name|sentids|coco_url|contributor|date_captured|licenses|annotations)"\s*:'
 _UNPACK = "unpack it and use what it holds"
 _TABLE = "a table's name ends in .csv, .tsv, .jsonl, .json, .parquet or .arrow: rename it"
-_TO_JPEG = "picture, which is not decoded: convert it to JPEG or PNG"
+_TO_JPEG = "image, which is not decoded: convert it to JPEG or PNG"
 
 # Kind, pattern at the start of the file, what it is and what to do. The first that matches counts.
 _KINDS = [

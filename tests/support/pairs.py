@@ -235,7 +235,7 @@ def refusal(row: Row) -> str | None:
         if not may_own(row, towers[0]):
             return "the (image|text) tower"
         if row["cache"] == "on" and towers[0] == "image" and row["augmentation"] != "off":
-            return "pictures are augmented"
+            return "images are augmented"
     return None
 
 

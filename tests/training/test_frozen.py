@@ -99,7 +99,7 @@ def test_cached_features_are_computed_once_and_change_no_loss(tower: str, ranks:
 def test_settings_that_cannot_work_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache = ("--model.image.cache-gib", "1")
     for more, message in (
-        (("--lock-image", *cache), "pictures are augmented, so that their features differ"),
+        (("--lock-image", *cache), "images are augmented, so that their features differ"),
         (cache, "the image tower is trained, and features of weights that change"),
         (
             ("--train.micro-batch-size", "auto", "--model.grad-checkpointing", "2GiB"),
