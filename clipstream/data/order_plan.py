@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clipstream.data.decode.images import MAX_ASPECT
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.order.epochs import EpochPlan, IndexedOrder
 from clipstream.data.order.lanes import Fingerprint, Mix, SourceMix
@@ -205,7 +206,9 @@ def views_of(settings: DataSettings, views: int, seed: int) -> dict[str, object]
     """How `views` augmented views of each image are made, as JSON values; 0 for the pixels of evaluation."""
     if not views:
         return {"views": 0}
-    augment = json.loads(settings.augment.model_dump_json(exclude={"enabled"}))
+    rest = json.loads(settings.augment.model_dump_json(exclude={"enabled"}))
+    # Feature stores compare this record, in this order: `max_aspect` was a setting when the first ones were made.
+    augment = {key: rest.pop(key) for key in ("scale", "ratio")} | {"max_aspect": float(MAX_ASPECT)} | rest
     return {"views": views, "seed": seed, "augment": augment, "decoder": settings.decoder}
 
 

@@ -139,6 +139,14 @@ def test_the_views_are_those_of_their_keys(place: Path, tmp_path: Path) -> None:
         live = encoded(towers, [transform(picture(7 + i), SampleRNG(key)) for i, key in enumerate(keys)])
         assert torch.allclose(images_of(source, 1, view), live, atol=1e-6)
     assert not torch.allclose(images_of(source, 1, 0), images_of(source, 1, 1), atol=1e-3)
+    transform_of = FeatureStore.open(tmp_path / "s").manifest.parts["image"].fingerprint["transform"]
+    assert transform_of == {  # of all versions: training refuses a store whose record differs
+        "views": 3, "seed": 0, "decoder": "fast",
+        "augment": {
+            "scale": [0.3, 0.9], "ratio": [0.75, 4 / 3], "max_aspect": 20.0, "interpolation": "bicubic", "flip": 0.5,
+            "color_jitter": None, "color_jitter_prob": 0.0, "gray_scale_prob": 0.0,
+        },
+    }  # fmt: skip
 
 
 def test_all_captions_of_a_picture_are_stored(place: Path, tmp_path: Path) -> None:
