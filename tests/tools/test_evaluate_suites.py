@@ -204,7 +204,7 @@ def test_a_mean_comes_last_and_stands_for_all_of_its_sets(capsys: pytest.Capture
     assert failing[0]["score"] == 0.25 and "broken" in failing[1]["error"] and "b has no figures" in failing[2]["error"]
     (_, wrong) = runner_of({**given(a=1), "all": {"type": "mean", "of": {"a": "scores"}}})(4, last=True)
     assert wrong["error"] == "evals.all: of: a gives no 'scores' but score, other; did you mean 'score'?"
-    with pytest.raises(SettingsError, match=r"evals\.all\.of: there is no evaluator 'aa'; did you mean 'a'\?"):
+    with pytest.raises(SettingsError, match=r"evals\.all\.of: there is no evaluator 'aa'"):
         runner_of({**given(a=1), "all": {"type": "mean", "of": {"aa": "score"}}})
     with pytest.raises(ValueError, match="name an evaluator and its metric"):
         runner_of({"all": {"type": "mean", "of": {}}})
