@@ -37,7 +37,7 @@ def page_unlock(address: int, device: str | torch.device, seconds: float = 0.0) 
         cuda: Any = torch.cuda
         # A new thread's device is GPU 0, on which each rank would allocate. Errors of kernels are raised elsewhere.
         with contextlib.suppress(RuntimeError), cuda.device(device):
-            cuda.synchronize()
+            cuda.synchronize(device)
             if int(cuda.cudart().cudaHostUnregister(address)) == 0:
                 del _locked[address]
 

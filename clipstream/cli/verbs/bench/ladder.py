@@ -69,7 +69,7 @@ PLAIN: dict[str, Changes] = {
         "model.image.grad_checkpointing": None,
         "model.text.grad_checkpointing": None,
     },
-    "micro-batch": {"train.micro_batch_size": None, "train.kept_micro_batches": 1},  # `auto` needs a size
+    "micro-batch": {"train.micro_batch_size": None, "train.kept_micro_batches": 1},  # more needs a size
     "fsdp": {"train.parallel": "ddp"},
     "patch-dropout": {"model.patch_dropout": None},
 }
