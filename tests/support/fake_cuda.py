@@ -110,7 +110,7 @@ class FakeCuda:
     def wait_stream(self, stream: Any) -> None:
         """The step waits for the copies; here, the test does."""
 
-    def synchronize(self) -> None:
+    def synchronize(self, device: object = None) -> None:
         for copy in self.copies.copies.values():
             copy.join()
 
