@@ -55,7 +55,7 @@ def test_models(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused("images", model.encode_image, *pictures)
     refused("images", lambda value: model.similarity(value, "a"), *pictures)
     refused("images", clipstream.zero_shot(model, ["a", "b"], ["{}"]), *pictures)
-    refused("picture", preprocess, b"")
+    refused("image", preprocess, b"")
     refused("texts", model.encode_text, torch.zeros(1))
     refused("texts", tokenizer)
     refused("texts", tokenizer.encode)
@@ -115,7 +115,7 @@ def test_settings_evaluations_checks_and_runs(place: Path) -> None:
     refused("config", clipstream.train, {})
     refused("overrides", lambda value: clipstream.load_settings(None, value), {})
     refused("evaluators", lambda value: clipstream.evaluate("none", value), {})
-    refused("shards", clipstream.cli.verbs.check)
+    refused("shards", clipstream.check)
     shards = place / "pairs" / "*.tar"
     for given in (shards, [shards], str(shards)):
         assert clipstream.check(given, folder=place).used == 9

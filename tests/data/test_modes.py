@@ -21,9 +21,7 @@ def test_more_workers_than_lanes_are_fewer_workers_and_the_start_says_so(
 ) -> None:
     assert main(flags(place, "few", "--data.sampling.mode=epoch", "--data.lanes=2", "--workers=3", steps=2)) == 0
     out = capsys.readouterr().out
-    assert (
-        "workers  2 a rank: there are 2 lanes for 3 workers on each of 1 ranks" in out and ", 2 workers a rank" in out
-    )
+    assert "workers  2 a rank: 2 lanes for 3 workers on each of 1 ranks" in out and ", 2 workers a rank" in out
 
 
 @pytest.mark.parametrize("mode", ["indexed", "epoch", "resampled"])

@@ -249,7 +249,7 @@ def test_widths_that_differ() -> None:
 def test_settings() -> None:
     with pytest.raises(ValueError, match="both 0"):
         DistillSettings.model_validate({"weight": 0})
-    with pytest.raises(ValueError, match="Give --distill-model"):
+    with pytest.raises(ValueError, match="requires --distill-model"):
         DistillSettings.model_validate({"pretrained": "openai"})
     loss = make_loss("clip")
     assert (loss.max_logit_scale, loss.min_logit_scale) == (100.0, 1.0)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clipstream import testing, train
+from clipstream import testing
+from clipstream.cli.verbs import train
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import ROOT
 

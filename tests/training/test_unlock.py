@@ -81,7 +81,6 @@ def test_a_resume_before_at_and_after_the_step_changes_no_bit(name: str, place: 
     ("model", "parallel"),
     [
         pytest.param("vit", ["--train.micro-batch-size", "5"], id="ddp", marks=pytest.mark.slow),
-        pytest.param("resnet", [], id="batch norm"),
         pytest.param("vit", [*FSDP, "--train.micro-batch-size", "5"], id="fsdp"),
     ],
 )
