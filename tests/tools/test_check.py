@@ -20,7 +20,7 @@ from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings, CaptionSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.errors import Dropped
-from tests.support.image_files import save
+from tests.support.image_files import save, smooth
 from tests.support.ranks import TIMEOUT
 from tests.support.tars import write_tar
 
@@ -164,3 +164,13 @@ def test_pictures_are_used_and_dropped_as_training_does(tmp_path: Path) -> None:
     view = look(SourceSettings(shards=str(write_tar(tmp_path / "0.tar", samples))), 0)
     assert view.drops == dropped == {"image_too_thin": 6, "undecodable_image": 2}
     assert view.used == len(samples) - 8
+
+
+def test_pictures_of_one_colour_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = [
+        Image.fromarray(smooth(20, 20)) if n % 9 == 0 else Image.new("RGB", (20, 20), (200, n, 7)) for n in range(30)
+    ]
+    samples = [{"__key__": f"{n}", "png": save(one), "txt": f"text {n}"} for n, one in enumerate(pictures)]
+    shard = write_tar(tmp_path / "0.tar", samples)
+    assert main([str(shard)]) == 0
+    assert "26 of the first 30 images have (nearly) one colour, such as that of 0.tar/1" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
@@ -259,14 +260,14 @@ def _look_at(
         data, text = image_bytes(sample, keys=source.image_key), extract(sample, None)
         image = opened(data)
         check_shape(image.size)
-        converted(opaque(loaded(image), rgb("white")))
+        pixels = np.asarray(converted(opaque(loaded(image), rgb("white"))))
     except Dropped as drop:
         view.drops[drop.reason] += 1
         shown = printable(where, 200)
         view.examples.setdefault(drop.reason, f"{shown}: {drop.detail}" if drop.detail else shown)
     else:
         view.used += 1
-        view.first_captions.add(where, text)
+        view.first_captions.add(where, text, pixels)
         if len(view.captions) < 3:
             view.captions[where] = text
 
@@ -342,6 +343,8 @@ def print_checked(source: SourceSettings, command: str, samples: int) -> None:
             others = profile.captions(source.caption)
             fields = f"; members and fields with text: {', '.join(others[:5])}" if others else ""
             console.print(f"warning: {warning}{fields}", soft_wrap=True)
+        if warning := view.first_captions.flat_warning():
+            console.print(f"warning: {warning}", soft_wrap=True)
         console.print(f"train on them with: {printable(command, MESSAGE)}", soft_wrap=True)
         return
     reason, count = view.drops.most_common(1)[0]

@@ -17,6 +17,8 @@ from operator import or_
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.settings import CaptionSettings
@@ -31,6 +33,7 @@ FIRST_SILENT = 4  # the same for servers that do not answer: each may have cost 
 PROFILED = 64  # dropped samples whose members are examined for the advice
 FEW_SAMPLES = 20  # too few to tell whether captions are constant
 SHOWN_CAPTION = 60  # characters
+FLAT_RANGE = 4  # of 255: highest difference of the pixels of a picture of one colour, in each channel
 LISTED = 1000  # dropped samples of a source that one report lists; all are counted
 _SHOWN = 5
 _NUMBER = re.compile(r"(?i)[-+.,:/\d\s%tz]*\d[-+.,:/\d\s%tze]*$|(?:true|false|none|null|nan)$")
@@ -46,26 +49,44 @@ _OTHERS = (
 
 
 class Captions:
-    """The captions of a source's first samples, for a warning if they are (nearly) all the same, or no texts.
+    """The captions of a source's first samples, for a warning if they are (nearly) all the same, or no texts, and
+    whether their pictures have one colour.
 
     Attributes:
         seen: hash of a sample's name -> hash and beginning of its caption.
+        flat: name of a sample whose picture has (nearly) one colour, by the hash of it.
     """
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, str]] = {}
+        self.flat: dict[int, str] = {}
 
-    def add(self, name: str, caption: str) -> None:
-        """Add a sample, unless there are enough or it was added before."""
+    def add(self, name: str, caption: str, pixels: np.ndarray[Any, Any]) -> None:
+        """Add a sample with its pixels uint8 [..., H, W, 3], unless there are enough or it was added before."""
         if len(self.seen) < FIRST_SAMPLES:
-            shown = zlib.crc32(caption.encode()), caption[:SHOWN_CAPTION]
-            self.seen.setdefault(zlib.crc32(name.encode(errors="replace")), shown)
+            key = zlib.crc32(name.encode(errors="replace"))
+            self.seen.setdefault(key, (zlib.crc32(caption.encode()), caption[:SHOWN_CAPTION]))
+            looks = (pixels[..., ::step, ::step, :].reshape(-1, 3) for step in (8, 1))  # few need the second one
+            if pixels.size and all((np.ptp(some, axis=0) <= FLAT_RANGE).all() for some in looks):
+                self.flat[key] = name
 
     def merge(self, other: Captions) -> None:
         """Add the samples of another."""
         for key, caption in other.seen.items():
             if len(self.seen) < FIRST_SAMPLES:
                 self.seen.setdefault(key, caption)
+                if key in other.flat:
+                    self.flat[key] = other.flat[key]
+
+    def flat_warning(self) -> str:
+        """The warning on pictures of one colour; '' if there are few."""
+        if len(self.seen) < FEW_SAMPLES or len(self.flat) <= 0.05 * len(self.seen):
+            return ""
+        example = printable(next(iter(self.flat.values())), 200)
+        return (
+            f"{len(self.flat):,} of the first {len(self.seen):,} images have (nearly) one colour, such as that of "
+            f"{example}: look at them, as values of another range than the file's type may be written in it"
+        )
 
     def warning(self) -> str:
         """The warning on captions that are nearly constant, or no texts; '' if few are or were seen."""

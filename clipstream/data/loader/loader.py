@@ -328,11 +328,12 @@ class Loader:
             logger.warning(line)
 
     def _warn_of_data(self, enough: int) -> None:
-        """Warn once of each source, on the first rank, of odd captions, and of lists without a match."""
+        """Warn once of each source, on the first rank, of odd captions and images, and of lists without a match."""
         for name, health in self.health.sources.items():
             if name not in self._data_checked and health.read >= enough:
                 self._data_checked.add(name)
-                for text in (health.captions.warning(), self.budget.list_warning(name, health)):
+                captions = health.captions
+                for text in (captions.warning(), captions.flat_warning(), self.budget.list_warning(name, health)):
                     if text and 0 in self.stream.slots.lanes:
                         logger.warning(f"source {name!r}: {text}")
 

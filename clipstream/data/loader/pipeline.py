@@ -395,7 +395,7 @@ class Pipeline:
             health.used += 1
             if slot.rng is not None and self._captions[source] < FIRST_SAMPLES:
                 self._captions[source] += 1
-                health.captions.add(slot.name, slot.caption or "")
+                health.captions.add(slot.name, slot.caption or "", pixels)
             self.report_early(source)
 
     def _drop(self, slot: Slot, drop: Dropped, again: list[Slot]) -> None:
