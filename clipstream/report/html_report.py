@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typing_extensions import TypedDict
 
 from clipstream import __version__
 from clipstream.checkpoint.run_lock import is_occupied
@@ -72,6 +72,19 @@ _NO_CURVE = ("step", "samples", "epoch")
 Points = list[tuple[float, float]]
 
 
+class _Finding(TypedDict):
+    severity: str
+    where: str
+    what: str
+    advice: str
+    count: int
+
+
+class _Audit(TypedDict):
+    precision: str
+    findings: list[_Finding]
+
+
 @dataclass
 class RunContents:
     """The contents of a run's folder."""
@@ -115,7 +128,7 @@ class RunContents:
 def read_run(folder: Path) -> RunContents:
     """Read the folder of a run that is finished, running or was killed.
 
-    Raises SettingsError: the folder holds no run, or records of another format.
+    Raises SettingsError: the folder holds no run.
     """
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
@@ -125,16 +138,13 @@ def read_run(folder: Path) -> RunContents:
     run = RunContents(
         name=folder.resolve().name, pages=[newest[name] for name in dict.fromkeys(page.name for page in pages)]
     )
-    try:
-        for _, record in lines(metrics):
-            take(run, record)
-        _take_later_evaluations(run, folder)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise SettingsError(f"records in {folder} are not what clipstream wrote: {error!r}") from error
+    for _, record in lines(metrics):
+        take(run, record)
     run.running = is_occupied(folder)
+    _take_later_evaluations(run, folder)
     if (audit := folder / AUDIT_FILE).is_file():
         with suppress(OSError, ValueError):  # torn by a kill
-            run.audit = json.loads(audit.read_bytes())
+            run.audit = checked(_Audit, audit.read_bytes())
     config = folder / "config.yaml"
     if config.is_file():
         try:

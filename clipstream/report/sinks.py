@@ -19,15 +19,16 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Annotated, Any, Protocol
 
-from typing_extensions import TypedDict
+from pydantic import ConfigDict, Field, InstanceOf
+from typing_extensions import NotRequired, TypedDict
 
 from clipstream.errors import SettingsError
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import raised
-from clipstream.utils.section import checked
+from clipstream.utils.section import Count, checked
 
 if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table
@@ -412,15 +413,111 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, Record]]:
-    """The complete lines with a JSON object, and these objects; others are skipped, as those that a kill tore."""
+    """The complete lines with a JSON object, and these objects.
+
+    Raises SettingsError: a value is of another type than this package writes.
+    """
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # torn by a kill in the middle of a write
                 continue
             if isinstance(record, dict) and line.endswith(b"\n"):
+                try:
+                    checked(_Line, record)
+                    checked(dict[str, float | None], {name: record[name] for name in record.get("metrics", ())})
+                except (ValueError, KeyError) as error:
+                    raise SettingsError(f"line {number} of {path} is not what clipstream wrote: {error}") from error
                 yield line, record
+
+
+# The schema of a line: strict, as the line itself goes on, and not what pydantic would make of it.
+class _Start(TypedDict):
+    time: str
+    ranks: int
+    device: str
+    git: NotRequired[dict[str, str | bool | None] | None]
+    hardware: NotRequired[dict[str, str | float | list[str] | None]]
+    versions: dict[str, str]
+
+
+class _EarlyStop(TypedDict):
+    metric: str
+    evaluations: Count
+    best: float | None
+    best_step: float | None
+
+
+class _End(TypedDict, total=False):
+    early_stop: _EarlyStop
+
+
+class _Rollback(TypedDict):
+    to: Count
+    skipped: Count
+
+
+class _Counts(TypedDict):
+    read: Count
+    used: Count
+    dropped: dict[str, Count]
+    examples: NotRequired[dict[str, InstanceOf[str]]]
+    shards: Count
+    shard_faults: Count
+    fault_reasons: NotRequired[dict[str, Count]]
+
+
+class _Stage(TypedDict):
+    seconds: float
+    count: Count
+    p50: float
+    p99: float
+
+
+class _Operation(TypedDict):
+    name: str
+    calls: int
+    self_device: float
+    device: float
+    self_cpu: float
+    cpu: float
+
+
+class _Profile(TypedDict):
+    device: str
+    steps: Annotated[list[int], Field(min_length=2, max_length=2)]
+    operations: list[_Operation]
+
+
+class _Data(TypedDict):
+    shards: object
+    samples: Count
+    pictures: object
+    pairs: object
+
+
+class _Line(TypedDict, total=False):
+    """What all records have in common: the position, and mappings by their kind."""
+
+    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
+
+    step: Count
+    samples: Count
+    eval: str
+    file: str
+    metrics: list[str]
+    data: list[_Data]
+    settings: dict[str, object]
+    model: dict[str, object]
+    versions: dict[str, object]
+    start: _Start
+    end: _End
+    rollback: _Rollback
+    health: dict[str, _Counts]
+    stages: dict[str, _Stage]
+    profile: _Profile
+    seconds: float
 
 
 def _jsonable(value: Any) -> Any:

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clipstream.checkpoint.run_lock import occupied
 from clipstream.cli.verbs.compare import main as compare
+from clipstream.cli.verbs.evaluate_watch import WatchedRun, _Watcher
+from clipstream.config.settings import load
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Example
-from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, add
+from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, FiguresFile, add
 from clipstream.report.html_report import (
     REPORT_FILE,
     Chart,
@@ -32,9 +35,11 @@ from clipstream.report.html_report import (
     read_run,
     render,
     short,
+    write_comparison,
 )
-from clipstream.report.sinks import METRICS_FILE, MetricsFile, PictureFiles
+from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, MetricsFile, PictureFiles
 from tests.support.browser import look, needs_browser
+from tests.support.json_values import JSON, changed, places
 from tests.support.run_folders import EXAMPLES, make_run, picture
 
 
@@ -337,8 +342,47 @@ def test_the_status_is_on_top(tmp_path: Path, end: Any, status: str, said: str) 
     assert ("<pre>no &lt;caption&gt;\nset it</pre>" in page) == (status == "failed")
 
 
-@pytest.mark.parametrize("record", [{"step": 1, "end": 3}, {"step": 1, "start": 3}, {"step": 1, "rollback": [1]}])
-def test_records_of_another_format_are_refused(tmp_path: Path, record: dict[str, object]) -> None:
-    (tmp_path / METRICS_FILE).write_text(f"{json.dumps(record)}\n")
-    with pytest.raises(SettingsError, match="are not what clipstream wrote"):
-        read_run(tmp_path)
+STOP = {"metric": "val/top1", "evaluations": 3, "best": 0.5, "best_step": 20}
+STARTED = {"time": "2026-11-21", "ranks": 1, "device": "cpu", "versions": {"torch": "2"}, "command": "x", "folder": "y",
+           "git": {"commit": "ab", "dirty": False}, "hardware": {"host": "a", "cores": 2, "gpus": ["H"]}}  # fmt: skip
+MADE = {"step": 20, "eval": "val", "file": "x", "metrics": ["top1"], "top1": 0.5, "checkpoint": "y", "texts": "t",
+        "data": [{"shards": "a.tar", "samples": 9, "pictures": "ab", "pairs": "cd"}], "tokenizer": "t",
+        "settings": {"type": "zero_shot", "shards": "a", "s": {"shards": "b"}}, "model": {"name": "m"},
+        "versions": {"torch": "2"}}  # fmt: skip
+FINDING = {"severity": "error", "where": "a.b", "what": "c", "advice": "d", "count": 2, "seconds": 0.1}
+
+
+@given(data=st.data())
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_records_with_any_value_are_shown_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    if not (folder := tmp_path / "run").exists():
+        make_run(folder, steps=500)
+        make_run(tmp_path / "other", steps=20)
+        add(tmp_path / "other" / FIGURES_FILE, MADE)
+    kinds = {tuple(record): record for record in map(json.loads, (folder / METRICS_FILE).read_text().splitlines())}
+    rest = {"rollback": {"to": 10, "skipped": 3}, "start": STARTED, "end": {"status": "done", "early_stop": STOP},
+            "stages": {"decode": {"seconds": 1.0, "count": 9, "p50": 0.01, "p99": 0.02}}}  # fmt: skip
+    whole = [[*kinds.values(), *({"step": 20, key: value} for key, value in rest.items())], [MADE],
+             {"precision": "bf16", "findings": [FINDING]}]  # fmt: skip
+    at = data.draw(st.sampled_from([path for path in places(whole) if len(path) > 1]))
+    metrics, made, audit = changed(whole, at, data.draw(JSON))
+    (tmp_path / "new").mkdir(exist_ok=True)
+    for name, found in ((METRICS_FILE, metrics), (FIGURES_FILE, made), (f"{WATCH_FOLDER}/{FIGURES_FILE}", made)):
+        (tmp_path / "new" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "new" / name).write_text("".join(f"{json.dumps(one)}\n" for one in found))
+    (tmp_path / "new" / AUDIT_FILE).write_text(json.dumps(audit))
+    new = WatchedRun(tmp_path / "new")
+    shown = load(["--train-data", "synthetic:", "--log.tensorboard", "false"])
+    try:
+        write_comparison([read_run(tmp_path / "other"), read_run(new.folder)], tmp_path / "page.html")
+    except SettingsError as error:
+        assert "is not what clipstream wrote" in str(error)
+    try:
+        assert new.ended() in (False, True)
+        _Watcher(new, shown, True, World()).close()
+        FiguresFile(new.folder, 30).close()
+        MetricsFile(new.folder, 30).close()
+    except SettingsError as error:
+        assert "is not what clipstream wrote" in str(error)
