@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,7 +61,9 @@ if TYPE_CHECKING:
     from clipstream.models.settings import ModelSettings
     from clipstream.models.towers import Towers
 
+logger = logging.getLogger(__name__)
 FLOAT32 = TrainSettings(precision="fp32")
+DOMINATES = 100.0  # times the other terms of the loss: a weight that was meant for another scale
 SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this scale never will be
 CACHED_AT_ONCE = 64  # samples of a pass for the cache, where no size of micro-batches is known
 
@@ -138,6 +141,7 @@ class TrainStep:
         # By torch's contract with GradScaler, but for its deprecated form.
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
         self._takes_flag = takes_flag and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+        self._compared = not world.is_main  # whether the terms of the loss were compared
         self._set_locks(0)
         parts = (model, wrap(model, world, settings), loss, world, precision, self.scaler.scale)
         self.gradcache: GradCache
@@ -256,6 +260,10 @@ class TrainStep:
         of_parts, (grad_norm, logit_scale, *scaling) = rest[: len(names)], rest[len(names) :]
         parts = dict(zip(names, of_parts, strict=True))
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite and not self._compared:
+            self._compared = True
+            factors = getattr(self.gradcache.loss, "factors", {})
+            warn_of_dominance({name: factors.get(name, 1.0) * part for name, part in parts.items()})
         overflow, loss_scale = (bool(scaling[0]), scaling[1]) if scaling else (False, None)
         skipped = not finite and not overflow
         return StepResult(loss, grad_norm, logit_scale, n, loss_scale, overflow, skipped, parts)
@@ -313,6 +321,17 @@ class TrainStep:
             self.scaler.load_state_dict(state.scaler)
         if isinstance(self.gradcache, AutoMicroBatch):
             self.gradcache.size = state.micro_batch  # None: all samples fitted, which is tried again
+
+
+def warn_of_dominance(terms: Mapping[str, float]) -> None:
+    """Warn where one of the weighted terms of the loss leaves the others without effect."""
+    largest, *others = sorted(terms, key=lambda name: abs(terms[name]), reverse=True) or [""]
+    if others and 0 < DOMINATES * abs(terms[others[0]]) < abs(terms[largest]):
+        rest = ", ".join(f"{name} {terms[name]:.3g}" for name in others)
+        logger.warning(
+            f"the loss: its term {largest} is {terms[largest]:.3g} in the first step, over {DOMINATES:g} times the "
+            f"others ({rest}), which have little effect beside it: check the weights of the terms"
+        )
 
 
 def fit_memory(

@@ -105,6 +105,16 @@ def test_a_student_learns_from_a_teacher_of_other_pictures_and_tokens(place: Pat
     assert set(weights(place, "other", 16)) == set(load_file(place / "alike" / "open_clip_model.safetensors"))
 
 
+@pytest.mark.parametrize(("weight", "told"), [("200", 0), ("2000", 1)])
+def test_a_term_that_outweighs_the_others_is_told(
+    place: Path, weight: str, told: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--distill.contrastive", "1", "--distill.type", "relational", "--distill.features", weight)
+    argv = [*flags(place, f"weight_{weight}", "--distill-model", f"local-dir:{place}/alike", *more, steps=2)]
+    assert main(argv) == 0
+    assert capsys.readouterr().err.count("its term features") == told
+
+
 def test_the_teacher_itself_has_nothing_to_learn(place: Path) -> None:
     more = ("--pretrained", f"{place}/alike/open_clip_model.safetensors", "--lr", "0", "--data.augment.scale", "[1, 1]")
     assert main(distilled(place, "same", *more, "--distill.type", "affinity", teacher="alike", steps=2)) == 0
