@@ -33,6 +33,8 @@ from clipstream.utils.section import (
 _NUMBER = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 _LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+MOST_BYTES = 16 << 20  # of a file: config.yaml has some KB, and a list of 100,000 shards some MB
+MOST_COPIES = 10_000  # keys and values repeated by aliases: ten nested lists of ten aliases each make 10^10
 NULLS = ("", "~", "null", "Null", "NULL")
 
 # Keys that exclude each other: a later source that sets one removes the others.
@@ -152,12 +154,19 @@ class _Reader:
 
     def __init__(self, place: Callable[[yaml.Node], str], problems: list[str]) -> None:
         self.place, self.problems = place, problems
+        self.seen: set[int] = set()
+        self.copies = 0
 
     def node(self, node: yaml.Node, place: str = "") -> Node:
         """The node, with the place of its key, if any.
 
-        Raises yaml.MarkedYAMLError: an unknown tag, or a key that is no scalar.
+        Raises yaml.MarkedYAMLError: an unknown tag, a key that is no scalar, or aliases that multiply.
         """
+        self.copies += id(node) in self.seen
+        self.seen.add(id(node))
+        if self.copies > MOST_COPIES:
+            text = f"aliases (*NAME) repeat more than {MOST_COPIES:,} keys and values: write fewer of them"
+            raise _Refused(problem=text, problem_mark=node.start_mark)
         place = place or self.place(node)
         made = Node(None, place, place)
         if isinstance(node, yaml.ScalarNode):
@@ -196,7 +205,11 @@ def read_yaml(file: str, problems: list[str]) -> Node:
     """Read one YAML file; its mistakes are added to `problems`, with their lines."""
     named, text = printable(file), ""
     try:
-        text = FilePath(file).read_bytes().decode("utf-8")
+        path = FilePath(file)
+        if path.stat().st_size > MOST_BYTES or path.is_fifo() or path.is_char_device():  # a device may have no end
+            problems.append(f"--config: {named} is not a regular file of at most {MOST_BYTES >> 20} MiB")
+            return Node()
+        text = path.read_bytes().decode("utf-8")
         node = yaml.compose(text, Loader=Loader)
         if isinstance(node, yaml.MappingNode):
             reader = _Reader(lambda node: f"{file}:{node.start_mark.line + 1}", problems)

@@ -24,6 +24,32 @@ from tests.support.settings_files import problems, write
 
 RIGHT = ["--train-data=a.tar", "--steps=3"]
 
+LETTERS = "abcdefghijk"
+
+
+def bomb(first: str, element: str) -> str:
+    """YAML of some lines whose last one is 9^10 copies of the first."""
+    lines = [f"a: &a {first}"]
+    for name, inner in zip(LETTERS[1:], LETTERS, strict=False):
+        lines.append(f"{name}: &{name} {element.replace('*', f'*{inner}')}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb("[x]", f"[{', '.join('*' * 9)}]"),
+        bomb("{k: x}", f"{{{', '.join(f'k{n}: *' for n in range(9))}}}"),
+        bomb("{k: x}", f"{{<<: [{', '.join('*' * 9)}]}}"),
+    ],
+    ids=["lists", "mappings", "merges"],
+)
+def test_aliases_that_multiply_are_refused_at_once(tmp_path: Path, text: str) -> None:
+    """Before they are copied: 9^10 copies take an hour and more memory than there is."""
+    (found,) = problems(["--config", write(tmp_path / "a.yaml", text)])
+    assert ".yaml:" in found and ": aliases (*NAME) repeat more than 10,000 keys and values" in found
+    assert "expected a mapping" in problems([f"--data.sources={text}"])[0]
+
 
 def test_aliases_of_everyday_use_are_read(tmp_path: Path) -> None:
     sources = "\n".join(f"    s{n}: {{<<: *one, shards: {n}.tar}}" for n in range(500))
@@ -53,8 +79,13 @@ def test_yaml_that_no_settings_have(tmp_path: Path, text: str, message: str) -> 
 
 def test_files_that_are_no_settings(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x00\xff" * 99)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(100 << 20)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "device").symlink_to("/dev/zero")
     for name, said in [
         ("binary", "is no text in UTF-8 (byte 1)"),
+        *[(name, f"{name} is not a regular file of at most 16 MiB") for name in ("large", "fifo", "device")],
         ("", "Is a directory"),
         ("a\nb", "there is no file"),
     ]:
