@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 
 from clipstream.errors import DataError, SettingsError, did_you_mean
 from clipstream.features import chunks
-from clipstream.features.chunks import damaged
+from clipstream.features.chunks import MAX_HEADER, Header, damaged
 from clipstream.features.codec import DTYPES, stored_width
 from clipstream.features.manifest import (
     DRAFT,
@@ -45,6 +46,7 @@ from clipstream.utils.atomic_write import BLOCK
 
 AHEAD = 1024  # rows whose beginnings are read before they are copied
 WIDE = 256  # bytes of a row from which that is of use
+LOOKED = 1.0  # s, at least, between two looks at the files of the chunks that are held
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Version = tuple[int, int, int]  # of a file: inode, bytes, time of the last change
@@ -108,19 +110,24 @@ class FeatureStore:
         """Path or URL of a file of the store, for messages."""
         return f"{self.shown.rstrip('/')}/{relative}"
 
-    def local(self, relative: str) -> Path:
+    def local(self, relative: str, most: int | None = None) -> Path:
         """A file of the store as a local file, uncompressed; to be given back by `release`.
 
-        Raises DataError: it is missing, or cannot be downloaded or unpacked.
+        Args:
+            most: bytes that a download or an unpacked file may have; None for the limit of shards.
+
+        Raises DataError: it is missing, too large, or cannot be downloaded or unpacked.
         """
         if self._root is not None and not relative.endswith(".zst"):
             return self._root / relative
         with self._lock:
             self._cache = self._cache or ShardCache(None)
         try:
-            return self._cache.local(self._name_of(relative), tar=False)
+            return self._cache.local(self._name_of(relative), tar=False, most=most)
         except ShardError as error:
-            raise damaged(self.shown_file(relative), str(error)) from error
+            large = most is not None and error.reason == "too_large"
+            reason = f"it has more than its {most:,} bytes" if large else str(error)
+            raise damaged(self.shown_file(relative), reason) from error
 
     def release(self, relative: str) -> None:
         """Give back a file that `local` gave."""
@@ -196,6 +203,8 @@ class StoredSource:
         self._tables = {part: _Table(self, part) for part in (SAMPLES, *self.parts)}
         self._held: dict[int, int] = {}
         self._files: dict[int, list[str]] = {}  # what to release, by shard
+        self._mapped: dict[tuple[str, int, int], tuple[Path, str]] = {}  # (part, shard, chunk): file, its shown name
+        self._looked = 0.0  # time.monotonic() of the last look at these files
         self._lock = threading.Lock()
 
     def samples_of(self, shard: int) -> int:
@@ -239,6 +248,7 @@ class StoredSource:
 
     def sample_rows(self, numbers: Numbers) -> np.ndarray[Any, np.dtype[np.void]]:
         """The rows of samples as a structured array [n] of type `manifest.sample_dtype`."""
+        self._check_changes()
         found: np.ndarray[Any, np.dtype[np.void]] = self._tables[SAMPLES].take(numbers).view(self._dtype).reshape(-1)
         return found
 
@@ -257,8 +267,11 @@ class StoredSource:
         Args:
             out: contiguous tensor [n, W] of the stored type on the CPU, which is filled and returned.
 
-        Raises IndexError: a row is of no shard that is held.
+        Raises:
+            IndexError: a row is of no shard that is held.
+            DataError: the file of a chunk that is held has been damaged since; names the file.
         """
+        self._check_changes()
         info = self.store.manifest.parts[part]
         if out is None:
             out = torch.empty((len(rows), stored_width(info.width, info.dtype)), dtype=DTYPES[info.dtype])
@@ -288,27 +301,45 @@ class StoredSource:
         return self._chunk_rows * self.store.manifest.rows_of(part)
 
     def _map(self, shard: int) -> None:
-        files, manifest, verified = self._files.setdefault(shard, []), self.store.manifest, self.store.verified
-        first, end = self._first[shard : shard + 2].tolist()
+        files, first = self._files.setdefault(shard, []), int(self._first[shard])
         for part, table in self._tables.items():
-            for chunk in range(end - first):
+            for chunk in range(int(self._first[shard + 1]) - first):
                 with self._opened(part, shard, chunk, files) as (file, shown):
-                    stat = os.fstat(file.fileno())
-                    version = stat.st_ino, stat.st_size, stat.st_mtime_ns
-                    known = verified.get(shown) == version
-                    header = (chunks.read_header if known else chunks.verify)(file, shown)
-                    header.expect(manifest.chunk_meta(part, self.name, shard, chunk, self.shards[shard].samples), shown)
-                    rows = manifest.chunk_part_rows(part, self.name, shard, chunk)
-                    size = rows * table.row_bytes
-                    if header.body_bytes != size or stat.st_size < header.size + size:
-                        raise damaged(shown, f"it does not have {rows:,} rows of {table.row_bytes} bytes")
-                    verified[shown] = version
+                    header, rows = self._verify(part, shard, chunk, file, shown)
                     table.map(first + chunk, file, header.size, rows)
+                    self._mapped[part, shard, chunk] = Path(file.name), shown
+
+    def _verify(self, part: str, shard: int, chunk: int, file: BinaryIO, shown: str) -> tuple[Header, int]:
+        """Header and rows of a chunk, whose CRC is checked once for each version of its file. Raises DataError."""
+        manifest, verified = self.store.manifest, self.store.verified
+        stat = os.fstat(file.fileno())
+        known = verified.get(shown) == _version(stat)
+        header = (chunks.read_header if known else chunks.verify)(file, shown)
+        header.expect(manifest.chunk_meta(part, self.name, shard, chunk, self.shards[shard].samples), shown)
+        rows, row_bytes = manifest.chunk_part_rows(part, self.name, shard, chunk), self._tables[part].row_bytes
+        if header.body_bytes != rows * row_bytes or stat.st_size < header.size + rows * row_bytes:
+            raise damaged(shown, f"it does not have {rows:,} rows of {row_bytes} bytes")
+        verified[shown] = _version(stat)
+        return header, rows
+
+    def _check_changes(self) -> None:
+        """Verify the chunks that are held whose files were overwritten. Raises DataError: one is damaged now."""
+        if (now := time.monotonic()) - self._looked < LOOKED:
+            return
+        for (part, shard, chunk), (path, shown) in list(self._mapped.items()):
+            with contextlib.suppress(FileNotFoundError):  # what is mapped stays, also if another file has its name
+                version, known = _version(os.stat(path)), self.store.verified[shown]
+                if version != known and version[0] == known[0]:
+                    with chunks.opened(path, shown) as file:
+                        self._verify(part, shard, chunk, file, shown)
+        self._looked = now
 
     def _unmap(self, shard: int) -> None:
         for table in self._tables.values():
             for chunk in range(int(self._first[shard]), int(self._first[shard + 1])):
                 table.unmap(chunk)
+        for key in [key for key in self._mapped if key[1] == shard]:
+            del self._mapped[key]
         for name in self._files.pop(shard, ()):
             self.store.release(name)
 
@@ -319,8 +350,12 @@ class StoredSource:
         Args:
             files: gets the name to release.
         """
-        relative = self.store.manifest.chunk_path(part, self.name, shard, chunk)
-        path, shown = self.store.local(relative), self.store.shown_file(relative)
+        manifest, most = self.store.manifest, None
+        if part != TEXTS:
+            rows = manifest.chunk_part_rows(part, self.name, shard, chunk)
+            most = MAX_HEADER + rows * manifest.row_bytes(part, self.name)
+        relative = manifest.chunk_path(part, self.name, shard, chunk)
+        path, shown = self.store.local(relative, most), self.store.shown_file(relative)
         files.append(relative)
         with chunks.opened(path, shown) as file:
             yield file, shown
@@ -338,6 +373,10 @@ class StoredSource:
         finally:
             for name in files:
                 self.store.release(name)
+
+
+def _version(stat: os.stat_result) -> _Version:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class _Table:

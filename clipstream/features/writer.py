@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -231,13 +231,13 @@ class StoreWriter:
 
     def _read_header(self, path: Path) -> Header:
         with chunks.opened(path, path) as file:
-            size = os.fstat(file.fileno()).st_size
-            plain: BinaryIO = file
-            if path.suffix == ".zst":
-                data = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd").read()
-                plain, size = io.BytesIO(data), len(data)
-            header = (chunks.verify if self._verify else chunks.read_header)(plain, path)
-        if size != header.size + header.body_bytes:
+            packed = path.suffix == ".zst"
+            plain = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd") if packed else file
+            # A compressed file is unpacked in pieces, no further than its header says.
+            header = (chunks.verify if self._verify or packed else chunks.read_header)(plain, path)
+            end = header.size + header.body_bytes
+            whole = not plain.read(1) if packed else os.fstat(file.fileno()).st_size == end
+        if not whole:
             raise damaged(path, "it does not end where its header says")
         return header
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import re
+import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -12,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,6 +119,51 @@ def test_a_chunk_that_is_changed_between_two_uses_is_found(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(DataError, match="its CRC-32 is wrong"):
         source.hold(0)
+
+
+def test_a_chunk_that_is_overwritten_or_truncated_while_it_is_held_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the same content, and one that is replaced by another file, go on; what was mapped stays mapped."""
+    SMALL.make(tmp_path)
+    source = FeatureStore.open(tmp_path).source("train")
+    path, rows = tmp_path / "image/train/00000-0000.safetensors", np.arange(3)
+    whole = path.read_bytes()
+    monkeypatch.setattr("clipstream.features.store.LOOKED", 1e12)
+    with source.holding(0):
+        before = source.gather("image", rows)
+        path.write_bytes(whole[:-1] + b"x")
+        source.gather("image", rows)  # not yet looked at
+        monkeypatch.setattr("clipstream.features.store.LOOKED", 0.0)
+        for content, message in ((whole[:-1] + b"x", "its CRC-32 is wrong"), (whole[:-1], "it is truncated")):
+            path.write_bytes(content)
+            os.utime(path, (1, 1))
+            for read in (lambda: source.gather("image", rows), lambda: source.sample_rows(rows)):
+                with pytest.raises(DataError, match=rf"damaged: {re.escape(str(path))}: {message}"):
+                    read()
+        path.write_bytes(whole)
+        assert torch.equal(source.gather("image", rows), before)
+        path.with_suffix(".tmp").write_bytes(b"other")
+        path.with_suffix(".tmp").replace(path)
+        assert torch.equal(source.gather("image", rows), before)
+
+
+def test_a_compressed_chunk_of_too_many_bytes_is_refused_in_little_memory(tmp_path: Path) -> None:
+    parts = {"image": replace(PARTS["image"], zstd=True)}
+    content = replace(SMALL, parts=parts)
+    content.make(tmp_path)
+    path = tmp_path / "image/train/00000-0000.safetensors.zst"
+    whole = path.read_bytes()
+    with pa.OSFile(str(path), "wb") as file, pa.CompressedOutputStream(file, "zstd") as packed:
+        packed.write(pa.CompressedInputStream(pa.py_buffer(whole), "zstd").read())
+        for _ in range(1024):
+            packed.write(bytes(1 << 20))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=rf"{re.escape(str(path))}: it has more than its 1,050,\d+ bytes"):
+        read_all(tmp_path)
+    content.make(tmp_path)
+    assert path.read_bytes() == whole
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"9" * 5000, b"\xff", b'{"version": 1, "sources": {}}'])
