@@ -271,6 +271,7 @@ CLIP |= {"logit_scale", "logit_bias"}
 NOT_WEIGHTS = {"input_resolution", "context_length", "vocab_size", "attn_mask", "n_averaged"}
 # What torch puts into names at any place: compilation, FSDP and checkpointing.
 WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+TRANSFORMERS = re.compile(r"(?:vision|text)_model\..*encoder\.layers\.")  # of its CLIPModel and SiglipModel
 TIMM_POSITIONS = "visual.trunk.pos_embed"
 
 
@@ -310,6 +311,12 @@ def read_weights(path: Path, fits: Callable[[str], bool] = of_clip) -> dict[str,
         raise SettingsError(f"cannot read weights from {path}: {error}") from error
     if not found:
         raise SettingsError(f"{path} is no checkpoint of a model: it does not hold tensors by name")
+    if any(TRANSFORMERS.search(name) for name in found):
+        kind = "SiglipModel" if any(name.endswith(("logit_bias", "head.probe")) for name in found) else "CLIPModel"
+        raise SettingsError(
+            f"{path} holds the weights of transformers' {kind}, which are not converted: take the weights of this "
+            "model for open_clip, by --model NAME --pretrained TAG"
+        )
     taken = without_prefix(found, fits, path)
     return {name: tensor for name, tensor in taken.items() if name not in NOT_WEIGHTS}
 
