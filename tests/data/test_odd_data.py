@@ -202,6 +202,21 @@ def test_keys_end_at_the_first_dot(tmp_path: Path, told: Told) -> None:
     assert "use --image-key" not in str(error.value)
 
 
+@pytest.mark.skipif(not GNU_TAR, reason="needs GNU tar")
+def test_a_folder_for_each_sample_is_told_and_mended(tmp_path: Path, told: Told) -> None:
+    parts = (("image", lambda i: {"jpg": picture(i)}), ("caption", lambda i: {"txt": prose(i)}))
+    samples = [{"__key__": f"{i:02d}/{name}", **made(i)} for i in range(8) for name, made in parts]
+    write_tar(tmp_path / "SHARD.tar", samples)
+    code, out, _ = told(str(tmp_path / "SHARD.tar"))
+    assert code == 3 and "each folder in the tar has the files caption.txt, image.jpg" in out
+    command = out[out.index("mkdir out &&") : out.index(" (the check of")]
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    flags = ["--image-key", "image.jpg", "--caption-key", "caption.txt"]
+    code, out, err = told(str(tmp_path / "NEW.tar"))
+    assert code == 3 and " ".join(flags) in err and "each folder" not in out
+    assert told(str(tmp_path / "NEW.tar"), *flags)[0] == 0
+
+
 def test_two_views_of_a_sample_are_no_dots_in_keys(tmp_path: Path, told: Told) -> None:
     samples = [{"__key__": f"{i}", "left.png": picture(i), "right.png": picture(i), "txt": prose(i)} for i in range(9)]
     code, out, err = told(str(write_tar(tmp_path / "a.tar", samples)))

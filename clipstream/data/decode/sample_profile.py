@@ -47,6 +47,9 @@ _CODE = re.compile(r"(?i:true|false|none|null|nan)|[a-z]{2}(-[A-Za-z]{2,4})?|(?=
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _UNDOTTED = r"s,\.\([^./]*\.\),_\1,g"  # of neighbouring dots every second one: twice
 RENAMING = f"{UNPACKING.removesuffix('&& ')}--transform='{_UNDOTTED};{_UNDOTTED}' && {PACKING}"
+_UNFOLDED = r"s,/\([^/.]*\)\.\([^/]*\)$,.\1.\2,"  # FOLDER/NAME.SUFFIX: FOLDER.NAME.SUFFIX
+UNFOLDING = UNPACKING + PACKING.replace(" -C", f" --transform='{_UNFOLDED}' -C")
+PARTS = 8  # files that each folder of a tar has, at most
 
 
 @dataclass
@@ -97,19 +100,23 @@ class Profile:
     def __init__(self) -> None:
         self.samples: int = 0
         self.suffixes: Counter[str] = Counter()  # samples by member suffix
-        self.images: Counter[str] = Counter()  # the same, of the members whose bytes begin as an image
+        self.parts: Counter[str] = Counter()  # samples by NAME.SUFFIX in a folder of the tar; the first names alone
+        self.images: Counter[str] = Counter()  # as `suffixes`, of the members whose bytes begin as an image
         self.tried: list[dict[str, bytes]] = []  # the first samples, without their images
 
     def add(self, sample: RawSample) -> None:
         """Count one raw sample, suffix -> bytes; keys with `__` are ignored."""
         self.samples += 1
         kept: dict[str, bytes] = {}
+        _, in_folder, stem = str(sample.get("__key__", "")).rpartition("/")
         for name, data in sample.items():
             if name.startswith("__") or not isinstance(data, (bytes, bytearray, memoryview)):
                 continue
             suffix = name.lower()
             if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
                 self.suffixes[suffix] += 1
+            if in_folder and ((part := f"{stem}.{suffix}") in self.parts or len(self.parts) <= PARTS):
+                self.parts[part] += 1
             if content.kind(bytes(data[:512])) in content.PICTURES:
                 self.images[suffix] += 1
             else:
@@ -120,6 +127,7 @@ class Profile:
         """Add another profile's counts to this one."""
         self.samples += other.samples
         self.suffixes.update(other.suffixes)
+        self.parts.update(other.parts)
         self.images.update(other.images)
         self._keep(other.tried)
 
@@ -274,7 +282,15 @@ class Profile:
         return [flag for _, flag, found in best_first if any(texts := self._tried(found)) and texts != now]
 
     def layout(self) -> str:
-        """A note if names of images have dots before their extension; '' if not."""
+        """A note if each sample is a folder, or names of images have dots before their extension; '' if not."""
+        stems, ends = zip(*(part.split(".", 1) for part in self.parts), strict=True) if self.parts else ((), ())
+        if 2 <= len(set(stems)) == len(stems) <= PARTS and len(set(ends)) > 1 and min(self.parts.values()) > 2:
+            files, first = printable(", ".join(sorted(self.parts)), 200), printable(next(iter(self.parts)), 60)
+            return (
+                f"each folder in the tar has the files {files}. Files belong to one sample if their paths are equal up "
+                "to the first dot of the name, so each of these is a sample of its own. If a folder is a sample, "
+                f"rename its files, e.g. to FOLDER.{first}: {UNFOLDING} (the check of NEW.tar names the flags to use)"
+            )
         if not (dotted := self._dotted()):
             return ""
         shown = [printable(suffix, 60) for suffix in dotted]
