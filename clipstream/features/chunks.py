@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import load
 
 from clipstream.errors import DataError
-from clipstream.features.manifest import RERUN
+from clipstream.features.manifest import RERUN, TEXTS
 from clipstream.utils.atomic_write import BLOCK
 
 ROWS = "rows"
@@ -126,8 +125,12 @@ def read_header(file: BinaryIO, shown: object) -> Header:
         values = json.loads(raw[8:])
         meta = values.pop("__metadata__")
         layout = {name: (_DTYPES[item["dtype"]], tuple(item["shape"])) for name, item in values.items()}
-        same = _header(meta, layout) == raw
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        same = _header(meta, layout) == raw and all(type(value) is str for value in meta.values())
+        sizes = [int(meta["samples"]), *(size for _, shape in layout.values() for size in shape)]
+        same = same and all(type(size) is int and 0 <= size < 1 << 40 for size in sizes)
+        if meta["part"] == TEXTS:
+            _ = meta[KEYS], layout["text_ends"][1][0]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         same = False
     if not same:
         raise damaged(shown, "its header cannot be read")
@@ -152,10 +155,10 @@ def verify(file: BinaryIO, shown: object) -> Header:
     return header
 
 
-def read_texts(file: BinaryIO, shown: object) -> tuple[Header, dict[str, torch.Tensor]]:
-    """Header and tensors of an open chunk file of the part `texts`, verified. Raises DamagedChunk, OSError."""
+def read_texts(file: BinaryIO, shown: object) -> tuple[Header, bytes]:
+    """Header and content of an open chunk file of the part `texts`, verified. Raises DamagedChunk, OSError."""
     data = file.read()
-    return verify(io.BytesIO(data), shown), load(data)
+    return verify(io.BytesIO(data), shown), data
 
 
 def texts_tensors(keys: Sequence[str], captions: Sequence[Sequence[str]], reasons: Sequence[str]) -> dict[str, Any]:

@@ -16,13 +16,13 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, InstanceOf
+from pydantic import ConfigDict, Field, InstanceOf
 
 from clipstream.errors import SettingsError
-from clipstream.features.codec import FEATURE_DTYPES, row_bytes
+from clipstream.features.codec import DTYPES, FEATURE_DTYPES, row_bytes
 from clipstream.text import file_name
 from clipstream.utils.section import checked
 
@@ -38,6 +38,10 @@ RowsPer = Literal["sample", "view", "caption"]
 # The types of the classes below are the schema of the files that are read back. InstanceOf: a shard's name may hold
 # bytes that are not UTF-8, which pydantic's `str` refuses.
 Text = InstanceOf[str]
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+Few = Annotated[int, Field(strict=True, ge=0, lt=1 << 16)]
+Weight = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
 _CLOSED = ConfigDict(extra="forbid")
 
 
@@ -46,12 +50,12 @@ class PartInfo:
     """A part with rows of features or token ids."""
 
     __pydantic_config__ = _CLOSED
-    width: int  # features, or token ids, of a row
-    dtype: str  # of codec.DTYPES
+    width: Annotated[int, Field(strict=True, ge=1, lt=1 << 24)]  # features, or token ids, of a row
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
     rows_per: RowsPer
     fingerprint: dict[Text, object] = field(default_factory=dict)  # of what made the rows
-    logit_scale: float | None = None  # of a teacher
-    zstd: bool = False
+    logit_scale: Weight | None = None  # of a teacher
+    zstd: Flag = False
 
     @property
     def row_bytes(self) -> int:
@@ -65,9 +69,9 @@ class ShardInfo:
 
     __pydantic_config__ = _CLOSED
     name: Text
-    samples: int = 0  # dropped ones included
+    samples: Count = 0  # dropped ones included
     keys: Text = ""  # digest of the samples' keys, as `keys_digest` gives it
-    captions: tuple[int, ...] = ()  # caption rows of each chunk
+    captions: tuple[Count, ...] = ()  # caption rows of each chunk
     reason: Text = ""  # why the shard could not be opened, and has no samples
     size: Literal[0] = 0  # of format 1, as `Manifest.kind`
 
@@ -82,9 +86,9 @@ class SourceInfo:
 
     __pydantic_config__ = _CLOSED
     shards: tuple[ShardInfo, ...]
-    weights: tuple[float, ...] | None = None  # of the caption paths, as in the caption setting
+    weights: tuple[Weight, ...] | None = None  # of the caption paths, as in the caption setting
     settings: dict[Text, object] = field(default_factory=dict)  # those that captions and images depend on
-    paths: int = 1  # caption paths
+    paths: Few = 1  # caption paths
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,9 @@ class Manifest:
     kind: Literal["mapped"] = field(default="mapped", kw_only=True)
     sources: dict[Text, SourceInfo]
     parts: dict[Text, PartInfo]  # parts with rows; `samples` and `texts` are in every store
-    chunk_rows: int = CHUNK_ROWS  # a multiple of ROWS_MULTIPLE
-    views: int = 0  # augmented views of each image, K; 0: the image as evaluations preprocess it
-    complete: bool = False
+    chunk_rows: Annotated[int, Field(strict=True, ge=1, lt=1 << 32, multiple_of=ROWS_MULTIPLE)] = CHUNK_ROWS
+    views: Few = 0  # augmented views of each image, K; 0: the image as evaluations preprocess it
+    complete: Flag = False
     version: int = VERSION
 
     @property
@@ -178,11 +182,24 @@ class Manifest:
                 )
             if values.pop(CRC) != _checksum(values):
                 raise ValueError("its content has changed since it was written")
-            return checked(cls, values)
+            found = checked(cls, values)
+            found._check()
+            return found
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SettingsError(
                 f"the feature store is damaged: {shown}: {' '.join(str(error).split())}: {RERUN}"
             ) from error
+
+    def _check(self) -> None:
+        """Raise ValueError: values contradict each other."""
+        if odd := [name for name, part in self.parts.items() if (name == IDS) == (part.dtype in FEATURE_DTYPES)]:
+            raise ValueError(f"part {odd[0]!r} cannot have dtype {self.parts[odd[0]].dtype}")
+        for name, source in self.sources.items():
+            if source.weights is not None and len(source.weights) != source.paths:
+                raise ValueError(f"source {name!r} has {len(source.weights)} weights of {source.paths} caption paths")
+            for shard in source.shards:
+                if len(shard.captions) != (count := shard.chunks(self.chunk_rows)):
+                    raise ValueError(f"shard {shard.name!r} has captions of {len(shard.captions)} of {count} chunks")
 
     def without_counts(self) -> Manifest:
         """The draft of this store: shards by name alone."""

@@ -13,15 +13,18 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from clipstream.errors import DataError, SettingsError, did_you_mean
 from clipstream.features import chunks
@@ -47,6 +50,7 @@ from clipstream.utils.atomic_write import BLOCK
 AHEAD = 1024  # rows whose beginnings are read before they are copied
 WIDE = 256  # bytes of a row from which that is of use
 LOOKED = 1.0  # s, at least, between two looks at the files of the chunks that are held
+T = TypeVar("T")
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Version = tuple[int, int, int]  # of a file: inode, bytes, time of the last change
@@ -280,15 +284,15 @@ class StoredSource:
 
     def keys(self, shard: int) -> list[str]:
         """The keys of a shard's samples."""
-        return [key for texts in self._texts(shard) for key in chunks.strings(texts, "key")]
+        return self._texts(shard, lambda texts: chunks.strings(texts, "key"))
 
     def captions(self, shard: int) -> list[list[str]]:
         """The captions of each sample, in the order of its caption rows."""
-        return [own for texts in self._texts(shard) for own in chunks.captions_of(texts)]
+        return self._texts(shard, chunks.captions_of)
 
     def reasons(self, shard: int) -> list[str]:
         """Why each sample was dropped; '' for those in use."""
-        return [reason for texts in self._texts(shard) for reason in chunks.strings(texts, "reason")]
+        return self._texts(shard, lambda texts: chunks.strings(texts, "reason"))
 
     def has_keys(self, shard: int, keys: Sequence[str]) -> bool:
         """Whether the samples of the shard had these keys, in this order, when the features were computed."""
@@ -360,19 +364,28 @@ class StoredSource:
         with chunks.opened(path, shown) as file:
             yield file, shown
 
-    def _texts(self, shard: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors of the part `texts`, verified, chunk by chunk."""
+    def _texts(self, shard: int, read: Callable[[dict[str, torch.Tensor]], list[T]]) -> list[T]:
+        """What `read` finds for each sample in the part `texts`. Raises DataError: a chunk is damaged."""
         files: list[str] = []
-        samples = self.shards[shard].samples
+        found: list[T] = []
+        samples, manifest = self.shards[shard].samples, self.store.manifest
         try:
             for chunk in range(self.shards[shard].chunks(self._chunk_rows)):
                 with self._opened(TEXTS, shard, chunk, files) as (file, shown):
-                    header, tensors = chunks.read_texts(file, shown)
-                header.expect(self.store.manifest.chunk_meta(TEXTS, self.name, shard, chunk, samples), shown)
-                yield tensors
+                    header, data = chunks.read_texts(file, shown)
+                header.expect(manifest.chunk_meta(TEXTS, self.name, shard, chunk, samples), shown)
+                own: list[T] | None = None
+                with contextlib.suppress(
+                    SafetensorError, ValueError, LookupError, TypeError, RuntimeError, StopIteration
+                ):
+                    own = read(load(data))
+                if own is None or len(own) != manifest.chunk_samples(samples, chunk):
+                    raise damaged(shown, f"it does not have the texts of {samples:,} samples")
+                found += own
         finally:
             for name in files:
                 self.store.release(name)
+        return found
 
 
 def _version(stat: os.stat_result) -> _Version:
@@ -477,7 +490,7 @@ class Region:
 
 
 def _map(address: int | None, size: int, access: int, flags: int, handle: int, offset: int) -> int:
-    found: int | None = _libc.mmap(address, size, access, flags, handle, offset)
+    found: int | None = _libc.mmap(address, min(size, sys.maxsize), access, flags, handle, offset)
     if found is None or found == _FAILED:
         number = ctypes.get_errno()
         advice = ": raise `ulimit -v` or the kernel's vm.max_map_count" if number == errno.ENOMEM else ""

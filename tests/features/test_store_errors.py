@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import multiprocessing
 import os
 import random
@@ -9,6 +11,7 @@ import re
 import resource
 import shutil
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +21,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from clipstream.errors import ClipstreamError, DataError, SettingsError
+from clipstream.features import chunks
 from clipstream.features.analysis.rows import StoredRows
-from clipstream.features.manifest import PartInfo
+from clipstream.features.manifest import PartInfo, _checksum
 from clipstream.features.store import FeatureStore
 from clipstream.features.writer import Chunk, StoreWriter, Texts
 from tests.support.features import PARTS, Content, read_all
+from tests.support.json_values import JSON, changed, places
 
 SMALL = Content(sizes={"train": [40, 9]})
 
@@ -170,6 +175,70 @@ def test_a_compressed_chunk_of_too_many_bytes_is_refused_in_little_memory(tmp_pa
 def test_a_manifest_of_something_else(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "store.json").write_bytes(content)
     with pytest.raises(SettingsError, match=r"the feature store is damaged: .*store\.json"):
+        FeatureStore.open(tmp_path)
+
+
+def sealed(values: Any, body: bytes) -> bytes:
+    """The file of a chunk with this header, whose CRC-32 is right."""
+    meta = {name: value for name, value in values["__metadata__"].items() if name != chunks.CRC}
+    items = [(name, item) for name, item in values.items() if name != "__metadata__"]
+    layout = {name: (chunks._DTYPES[item["dtype"]], tuple(item["shape"])) for name, item in items}
+    size = int(sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values()))
+    crc = zlib.crc32(body[:size], zlib.crc32(chunks._header(meta, layout)))
+    return chunks._header({**meta, chunks.CRC: f"{crc:08x}"}, layout) + body
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_manifest_or_header_of_any_content_is_read_or_an_error_of_one_sentence(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """With a right checksum, as another program may write it."""
+    made = tmp_path_factory.mktemp("changed")
+    SMALL.make(made)
+    files = ["store.json", *(f"{part}/train/00000-0000.safetensors" for part in ("samples", "texts", "text", "image"))]
+    path = made / data.draw(st.sampled_from(files))
+    raw = path.read_bytes()
+    size = 0 if path.suffix == ".json" else 8 + int.from_bytes(raw[:8], "little")
+    before = json.loads(raw[8:size] if size else raw)
+    values = changed(before, data.draw(st.sampled_from(places(before)[1:])), data.draw(JSON))
+    if size:
+        try:
+            path.write_bytes(sealed(values, raw[size:]))
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+            reject()
+    else:
+        values.pop("crc32", None)
+        path.write_text(json.dumps({**values, "crc32": _checksum(values)}))
+    for use in (read_all, lambda path: StoredRows(FeatureStore.open(path)).names([0]), SMALL.make):
+        try:
+            use(made)
+        except ClipstreamError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("sources", "train", "shards", 0, "samples"), -5),
+        (("sources", "train", "shards", 0, "samples"), 10**15),
+        (("sources", "train", "shards", 0, "samples"), 5000),
+        (("sources", "train", "shards", 0, "captions"), []),
+        (("sources", "train", "weights"), [float("nan"), 1.0]),
+        (("sources", "train", "paths"), 1),
+        (("parts", "image", "width"), 10**30),
+        (("parts", "ids", "dtype"), "float16"),
+        (("parts", "t.image", "logit_scale"), float("inf")),
+        (("chunk_rows",), 1000),
+        (("complete",), 1),
+    ],
+)
+def test_counts_types_and_ranges_of_the_manifest(tmp_path: Path, place: tuple[Any, ...], value: Any) -> None:
+    SMALL.make(tmp_path)
+    values = changed(json.loads((tmp_path / "store.json").read_bytes()), place, value)
+    del values["crc32"]
+    (tmp_path / "store.json").write_text(json.dumps({**values, "crc32": _checksum(values)}))
+    with pytest.raises(SettingsError, match=r"^the feature store is damaged: .*store\.json: [^\n]*$"):
         FeatureStore.open(tmp_path)
 
 
