@@ -119,6 +119,8 @@ class TableSource(SourceType):
             with open(local, "rb") as file:
                 head = file.read(HEAD)
             what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
+            if table_format(url) == "csv" and any(map(PICTURE_NAME.search, names)):
+                what = "its header is missing, as its first line is a row: put a line such as filepath,title first; "
             flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
             raise DataError(
                 f"{key}.shards: {redact(url)}: {what}no column has images: looked for {', '.join(self._keys)} among "
