@@ -189,10 +189,8 @@ def test_flags_that_pages_name_exist() -> None:
         *audit.OWN_FLAGS,
         *precompute.OWN_FLAGS,
     }
-    parsers = [(ROOT / "clipstream" / "cli" / "verbs" / f"{verb}.py") for verb in VERBS]
-    of_verbs = {
-        flag for path in parsers if path.exists() for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())
-    }
+    parsers = (ROOT / "clipstream" / "cli" / "verbs").rglob("*.py")
+    of_verbs = {flag for path in parsers for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())}
     for path in PAGES:
         if path.name in FOREIGN:
             continue
