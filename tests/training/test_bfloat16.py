@@ -49,8 +49,10 @@ def losses(name: str, precision: Precision, model: Mapping[str, Any], step: Mapp
         row[length - 1] = 63
     batch = Batch(pixels, ids, torch.ones(BATCH), ("",) * BATCH, torch.zeros(BATCH), step=0, global_size=BATCH)
     optimizer = torch.optim.SGD([p for p in towers.parameters() if p.requires_grad], lr=0.0)
-    settings = TrainSettings(precision=precision, **step)
-    take = TrainStep(towers, SoftmaxLoss(ClipLossSettings()), optimizer, World(), settings)
+    given = {key: value for key, value in step.items() if key != "clip_norm"}
+    settings = TrainSettings(precision=precision, **given)
+    loss = SoftmaxLoss(ClipLossSettings())
+    take = TrainStep(towers, loss, optimizer, World(), settings, clip_norm=step.get("clip_norm"))
     return [take(batch, lr=0.05).loss for _ in range(3)]
 
 
