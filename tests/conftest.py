@@ -69,6 +69,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker("process" if starts_processes(item.path) else "unit")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what uses fake GPUs last: autograd has threads afterwards, with which a process cannot fork."""
+    items.sort(key=lambda item: "FakeTensorMode" in item.path.read_text(encoding="utf-8"))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say in one line, the last but pytest's own, what was skipped and why."""

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1].parent
 TIMEOUT = 900.0  # s; a busy machine is fifty times slower than an idle one, and only a failure waits this long
 PRELOADED = [
@@ -139,3 +141,18 @@ def _command(argv: list[str], env: dict[str, str], cwd: str, outputs: tuple[str,
             runpy.run_path(argv[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
+
+
+def skip_where_autograd_has_threads() -> None:
+    """Skip a test that forks and computes gradients, where an earlier one used fake GPUs: autograd then has threads."""
+    import torch
+
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        pytest.skip("autograd has threads in this process, after fake GPUs")

@@ -15,6 +15,7 @@ import yaml
 
 from clipstream import testing
 from clipstream.cli.verbs import train
+from tests.support.forks import skip_where_autograd_has_threads
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import ROOT
 
@@ -59,6 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_pages_test_has_every_check_passes_and_fails_for_a_broken_part(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_where_autograd_has_threads()
     module = importlib.import_module("test_my_parts")
     called = re.findall(r"testing\.(check_\w+)", (folder / "test_my_parts.py").read_text())
     assert {*called} == {name for name in vars(testing) if name.startswith("check_")}

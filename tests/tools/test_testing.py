@@ -29,6 +29,7 @@ from clipstream.testing import (
     check_transform,
 )
 from clipstream.training.optim import SCHEDULES, AdamW, ScheduleSettings
+from tests.support.forks import skip_where_autograd_has_threads
 from tests.support.pictures import ByteTokenizer
 
 SAMPLE = {"__key__": "0", "__url__": "a.tar", "txt": b"a cat", "json": b'{"a": ["b", "c"]}', "cls": b"1"}
@@ -175,6 +176,7 @@ class OwnLoss:
 
 
 def test_right_losses_pass() -> None:
+    skip_where_autograd_has_threads()
     check_loss(OwnLoss())
     check_loss(OwnLoss(lambda share, features, world: share.float()))
     from clipstream.losses.contrastive import SigmoidLoss
@@ -196,6 +198,7 @@ def test_right_losses_pass() -> None:
     ],
 )
 def test_wrong_losses_are_told(spoil: Callable[[Any, Any, Any], Any], message: str) -> None:
+    skip_where_autograd_has_threads()
     with pytest.raises(AssertionError, match=message):
         check_loss(OwnLoss(spoil))
 
