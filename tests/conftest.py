@@ -69,9 +69,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker("process" if starts_processes(item.path) else "unit")
 
 
+@lru_cache
+def uses_fake_gpus(path: Path) -> bool:
+    """Whether a test module makes fake tensors."""
+    return "FakeTensorMode" in path.read_text(encoding="utf-8")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run what uses fake GPUs last: autograd has threads afterwards, with which a process cannot fork."""
-    items.sort(key=lambda item: "FakeTensorMode" in item.path.read_text(encoding="utf-8"))
+    items.sort(key=lambda item: uses_fake_gpus(item.path))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +148,13 @@ def skip_where_autograd_has_threads() -> None:
     """Skip a test that forks and computes gradients, where an earlier one used fake GPUs: autograd then has threads."""
     import torch
 
+    one = torch.ones(1, requires_grad=True)
+    one.sum().backward()  # type: ignore[no-untyped-call]  # starts the threads, if there are to be any
     child = os.fork()
     if child == 0:
-        try:
-            torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
-        except RuntimeError:
-            os._exit(1)
-        os._exit(0)
+        with suppress(RuntimeError):
+            one.sum().backward()  # type: ignore[no-untyped-call]
+            os._exit(0)
+        os._exit(1)
     if os.waitpid(child, 0)[1]:
         pytest.skip("autograd has threads in this process, after fake GPUs")
