@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib
 import inspect
 import io
@@ -118,6 +119,16 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         else:
             tell()
     return code
+
+
+def entry_point(body: Callable[[list[str]], int]) -> Callable[..., int]:
+    """Decorator of a verb's function: `main(argv)` is `run_main(body, argv)`."""
+
+    @functools.wraps(body)
+    def main(argv: Sequence[str] | None = None) -> int:
+        return run_main(body, argv)
+
+    return main
 
 
 def handle_signals(verb: str) -> None:

@@ -5,14 +5,14 @@ Takes the settings of `clipstream.train`, or a run's folder with `--run`, and ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipstream.checkpoint import store
 from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import run_main, show_help
+from clipstream.config.entry import entry_point, show_help
 from clipstream.config.flags import output_file, own_flags
 from clipstream.config.settings import Settings, carried_over, load, require_equal, resolve
 from clipstream.config.validate import validate_sources
@@ -40,12 +40,9 @@ OWN_FLAGS = {
 LENGTHS = (3, 21)  # words of a synthetic text: at least, and one more than at most
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 1 if 16 bits are found where float32 is needed."""
-    return run_main(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     topics = [token for token in argv[:1] if not token.startswith("-")]
     if show_help("audit", argv[len(topics) :], OWN_FLAGS):
         return 0

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import run_main
+from clipstream.config.entry import entry_point
 from clipstream.config.python_settings import PathLike
 from clipstream.config.settings import load
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
@@ -52,11 +52,6 @@ CELL = 400  # characters of a table's cell
 OFF_TERMINAL = 160  # columns where there is no terminal
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if no sample is usable."""
-    return run_main(_main, argv)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
@@ -80,7 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
+    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if no sample is usable."""
     parser = build_parser()
     every, argv = take_flag(argv)
     options = parser.parse_args(argv)

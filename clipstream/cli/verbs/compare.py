@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from clipstream.config.entry import run_main
+from clipstream.config.entry import entry_point
 from clipstream.config.error_messages import enumerate_words
 from clipstream.errors import SettingsError
 from clipstream.report.html_report import read_run, write_comparison
 from clipstream.utils.logs import logger
 from clipstream.utils.section import own_path, with_home
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb, and return its exit code: 0, or 2 if no folder contains a run."""
-    return run_main(_main, argv)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,7 +28,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
+    """Run the verb, and return its exit code: 0, or 2 if no folder contains a run."""
     options = build_parser().parse_args(argv)
     runs, wrong = [], []
     for folder in options.runs:

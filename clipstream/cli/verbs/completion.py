@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Literal, get_args, get_origin
 
 import shtab
 from pydantic.fields import FieldInfo
 
 from clipstream.cli.main import VERBS, verb_module
-from clipstream.config.entry import run_main
+from clipstream.config.entry import entry_point
 from clipstream.config.settings import Settings
 from clipstream.open_clip.aliases import ALIASES
 from clipstream.utils.section import kinds, leaves
@@ -18,11 +17,6 @@ from clipstream.utils.section import kinds, leaves
 SOURCE, EVALUATOR = "data.sources.NAME.", "evals.NAME."  # keys below a name of the user's own
 NAMES = {SOURCE: "data.sources.train.", EVALUATOR: "evals.val."}  # the names that the flags of open_clip set
 LONGEST = 100  # characters of a meaning
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb, and return its exit code."""
-    return run_main(_main, argv)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,7 +31,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
+    """Run the verb, and return its exit code."""
     options = build_parser().parse_args(argv)
     print(script(options.shell))
     return 0

@@ -7,10 +7,9 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from clipstream.config.entry import run_main
+from clipstream.config.entry import entry_point
 from clipstream.distributed.run_record import hardware, versions
 
 EXTRAS = (
@@ -21,11 +20,6 @@ VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
     "NCCL_DEBUG", "OMP_NUM_THREADS", "SLURM_JOB_NUM_NODES", "WDS_SECURE", "WORLD_SIZE",
 )  # fmt: skip
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb, and return its exit code."""
-    return run_main(_main, argv)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,7 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
+    """Run the verb, and return its exit code."""
     options = build_parser().parse_args(argv)
     found = environment()
     if options.json:

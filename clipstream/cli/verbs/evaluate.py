@@ -18,7 +18,7 @@ from clipstream.checkpoint.store import Subject, locate, model_in
 from clipstream.cli.verbs.evaluate_watch import OWN_FLAGS as WATCH_FLAGS
 from clipstream.cli.verbs.evaluate_watch import follow
 from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import run_main, show_help
+from clipstream.config.entry import entry_point, show_help
 from clipstream.config.error_messages import enumerate_words
 from clipstream.config.flags import own_flags
 from clipstream.config.python_settings import Config, settings_from
@@ -65,12 +65,9 @@ OWN_FLAGS = {
 NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code."""
-    return run_main(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     if show_help("evaluate", argv, OWN_FLAGS):
         return 0
     every, argv = take_flag(argv)

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from clipstream.config.entry import run_main
+from clipstream.config.entry import entry_point
 from clipstream.errors import SettingsError
 from clipstream.utils.section import own_path, with_home
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if the store cannot be read."""
-    return run_main(_main, argv)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,7 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
+    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if the store cannot be read."""
     options = build_parser().parse_args(argv)
     if options.rows is not None and options.rows < 1:
         raise SettingsError(f"--rows: expected a whole number, at least 1, not {options.rows}")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from clipstream.config.entry import run_main
+from clipstream.config.entry import entry_point
 from clipstream.data.sources import indexes
 from clipstream.data.sources.registry import typed_shards
 from clipstream.distributed.capabilities import cores
@@ -27,11 +27,6 @@ from clipstream.utils.processes import Crashed, run
 from clipstream.utils.section import own_path
 
 LISTED = 10  # shards that a message names
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if a shard could not be read."""
-    return run_main(_main, argv)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,7 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
+    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if a shard could not be read."""
     parser = build_parser()
     options = parser.parse_intermixed_args(argv)  # flags may stand between shards
     if options.workers is not None and options.workers < 1:

@@ -29,7 +29,7 @@ from rich.filesize import decimal
 from clipstream.checkpoint.run_lock import held
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import run_main, show_help
+from clipstream.config.entry import entry_point, show_help
 from clipstream.config.flags import own_flags, split
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
@@ -64,11 +64,6 @@ OWN_FLAGS = {
     "--format": f"image format: {', '.join(get_args(Format))} (default: keep)",
     "--quality": "quality of re-encoded JPEG, WebP and AVIF images, 1 to 100 (default: 95)",
 }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if some shards could not be copied."""
-    return run_main(lambda argv: 0 if show_help("stage", argv, OWN_FLAGS) else _main(argv), argv)
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,11 @@ class Copy:
     full: bool = False  # whether the error is that the disk is full
 
 
-def _main(argv: Sequence[str]) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
+    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if some shards could not be copied."""
+    if show_help("stage", argv, OWN_FLAGS):
+        return 0
     every, argv = take_flag(argv)
     asked = arguments(argv)
     if every is not None:

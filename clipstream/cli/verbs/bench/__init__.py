@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import run_main, show_help
+from clipstream.config.entry import entry_point, show_help
 from clipstream.config.flags import output_file, own_flags
 from clipstream.config.settings import load, resolve
 from clipstream.config.validate import validate_sources
@@ -67,12 +67,9 @@ USUAL_RATES = (500.0, 1000.0, 2000.0, 4000.0)
 GENERATED = "toy:train"  # source of the batches of `bench train` where no shards are given
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code."""
-    return run_main(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     if argv[:1] == ["train"]:
         return 0 if show_help("bench train", argv[1:], TRAIN_FLAGS) else _bench_train(argv[1:])
     if argv and not argv[0].startswith("-") and (meant := did_you_mean(argv[0], ["train"])):

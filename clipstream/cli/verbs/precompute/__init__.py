@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import run_main, show_help
+from clipstream.config.entry import entry_point, show_help
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_sources
@@ -56,12 +56,11 @@ class StoreOptions:
     batch_size: int  # images, or texts, of a forward pass
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code."""
-    return run_main(lambda argv: 0 if show_help("precompute", argv, OWN_FLAGS) else _main(argv), argv)
-
-
-def _main(argv: list[str]) -> int:
+    if show_help("precompute", argv, OWN_FLAGS):
+        return 0
     every, argv = take_flag(argv)
     settings, options, teachers = arguments(argv)
     if every is not None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from clipstream.config.entry import run_main
+from clipstream.config.entry import entry_point
 from clipstream.utils.section import own_path, with_home
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if the store cannot be read."""
-    return run_main(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv)
     from clipstream.cli.verbs.search.run import search  # on use: --help imports no torch
 
