@@ -209,9 +209,10 @@ class Model:
         batch_size = _positive(batch_size)
         found: list[torch.Tensor] = []
         items = each("images", "images, paths or tensors", images, (*FILES, torch.Tensor))
-        while some := list(islice(items, batch_size)):
-            for _, rows in groupby(map(self._rows, some), key=lambda rows: rows.dtype):
-                found += map(self._encode_tensor, torch.split(torch.cat(list(rows)), batch_size))
+        rows = (row for item in items for row in self._rows(item))
+        while some := list(islice(rows, batch_size)):
+            for _, same in groupby(some, key=lambda row: row.dtype):
+                found.append(self._encode_tensor(torch.stack(list(same))))
         return torch.cat(found) if found else torch.empty(0, self.embed_dim, device=self.device)
 
     def _rows(self, image: ImageLike) -> torch.Tensor:

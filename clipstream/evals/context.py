@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from clipstream.data.build import EvalSource, evaluation_loader
 from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, readable
 from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.order.rng import GOLDEN, Keys, scramble
 from clipstream.data.settings import DataSettings, SourceSettings, TokenizerSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
@@ -37,10 +38,7 @@ from clipstream.storage.shard_url import redact
 from clipstream.training.precision import Precision, autocast, check_device, prepare_towers, resolve_precision
 from clipstream.training.settings import TrainSettings
 
-Numbers = np.ndarray[Any, np.dtype[np.uint64]]
-
 AT_ONCE = 1 << 18  # elements summed at once: fits a CPU's cache, which is five times as fast
-FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64
 
 
 @dataclass(frozen=True)
@@ -364,7 +362,9 @@ def of_weights(state: Mapping[str, torch.Tensor]) -> str:
         total = torch.zeros((), dtype=torch.int64, device=flat.device)
         for start in range(0, len(flat), AT_ONCE):
             bits = flat[start : start + AT_ONCE].float().view(torch.int32).long()
-            factors = torch.arange(start, start + len(bits), device=flat.device).mul_(2).add_(1).mul_(FACTOR)
+            factors = (
+                torch.arange(start, start + len(bits), device=flat.device).mul_(2).add_(1).mul_(GOLDEN - (1 << 64))
+            )
             total += (bits * factors).sum()
         digest.update(f"{name} {tuple(state[name].shape)} {int(total) % (1 << 64)}\n".encode())
     return digest.hexdigest()[:16]
@@ -376,19 +376,10 @@ def of_tokenizer(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(f"{ids.shape}".encode() + ids.tobytes()).hexdigest()[:16]
 
 
-def of_samples(batch: Batch) -> tuple[Numbers, Numbers]:
+def of_samples(batch: Batch) -> tuple[Keys, Keys]:
     """Two numbers per sample, uint64 [n] each: of its image file, and of that file with its ids."""
     pictures = torch.zeros(len(batch), dtype=torch.int64) if batch.pictures is None else batch.pictures
-    files = _scrambled(pictures.numpy().astype(np.uint64))
+    files = scramble(pictures.numpy().astype(np.uint64))
     ids = batch.ids.numpy().astype(np.uint64)
-    with np.errstate(over="ignore"):
-        factors = np.arange(1, 2 * ids.shape[1], 2, dtype=np.uint64) * np.uint64(FACTOR % (1 << 64))
-        return files, _scrambled(files + _scrambled((ids * factors).sum(axis=1, dtype=np.uint64)))
-
-
-def _scrambled(x: Numbers) -> Numbers:
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        scrambled: Numbers = x ^ (x >> np.uint64(31))
-    return scrambled
+    factors = np.arange(1, 2 * ids.shape[1], 2, dtype=np.uint64) * np.uint64(GOLDEN)
+    return files, scramble(files + scramble((ids * factors).sum(axis=1, dtype=np.uint64)))

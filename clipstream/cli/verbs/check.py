@@ -219,7 +219,8 @@ def look(source: SourceSettings, samples: int) -> CheckReport:
     with contextlib.closing(ShardCache(None)) as store:
         shards = Source(source, SourceContext(store, key=SHORT_FLAGS))
         view = CheckReport(shards.summary(), shards.missing)
-        there = [name for name in shards.names if name not in set(view.missing)]
+        missing = set(view.missing)
+        there = [name for name in shards.names if name not in missing]
         chosen = _spread([name for name in there if not shards.types[name].cheap], SHARDS_READ if samples else 0)
         chosen += _spread([name for name in there if shards.types[name].cheap], samples)
         for number, name in enumerate(chosen):

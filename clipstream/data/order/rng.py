@@ -16,7 +16,7 @@ Keys: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 times the golden ratio, rounded to an odd number
 
 
-def _scramble(x: Any) -> Any:
+def scramble(x: Any) -> Any:
     """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 
     Integers of Python are cut to 64 bits by MASK; numpy's wrap around silently in arrays.
@@ -41,7 +41,7 @@ def mix(*values: Any, state: Any = 0) -> Any:
     that differ in one value never collide.
     """
     for value in values:
-        state = _scramble(((state * 0xD1342543DE82EF95 & MASK) + (value & MASK) + GOLDEN) & MASK)
+        state = scramble(((state * 0xD1342543DE82EF95 & MASK) + (value & MASK) + GOLDEN) & MASK)
     return state
 
 
@@ -55,7 +55,7 @@ class SampleRNG:
 
     def _next(self) -> int:
         self._state = (self._state + GOLDEN) & MASK
-        drawn: int = _scramble(self._state)
+        drawn: int = scramble(self._state)
         return drawn
 
     def copy(self) -> SampleRNG:
@@ -89,7 +89,7 @@ class SampleRNGs:
     def _next(self, which: np.ndarray[Any, Any]) -> Keys:
         states = self._states[which] + np.uint64(GOLDEN)
         self._states[which] = states
-        drawn: Keys = _scramble(states)
+        drawn: Keys = scramble(states)
         return drawn
 
     def uniform(self, which: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -109,5 +109,5 @@ class SampleRNGs:
 def permutation(n: int, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """A permutation of 0 … n - 1 as int64 [n]: the order of n hashes."""
     x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key & MASK)
-    order: np.ndarray[Any, np.dtype[np.int64]] = np.argsort(_scramble(x), kind="stable")
+    order: np.ndarray[Any, np.dtype[np.int64]] = np.argsort(scramble(x), kind="stable")
     return order
