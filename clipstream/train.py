@@ -95,9 +95,8 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
     if settings.log.audit_precision:
         audit(replace(run, settings=settings), stored, resumed)
     model = build_model(settings, world, stored)
-    throughput = build_throughput(model.towers, settings.model, world, settings.train.arithmetic)
-    if throughput is not None and settings.log.peak_tflops:
-        throughput.peak = settings.log.peak_tflops
+    arithmetic, peak = settings.train.arithmetic, settings.log.peak_tflops
+    throughput = build_throughput(model.towers, settings.model, world, arithmetic, peak)
 
     # Data, at the position of the checkpoint.
     if world.is_main:

@@ -174,12 +174,17 @@ def prepare_run(settings: Settings) -> Settings:
     """
     settings = with_known_epoch(settings)
     validate_run(settings, World.from_env())
+    preflight_models(settings)
+    return settings
+
+
+def preflight_models(settings: Settings) -> None:
+    """`preflight` of the model and the teacher, which asks the Hub on one rank of each node."""
     from clipstream.models.pretrained import preflight  # imports huggingface_hub
 
     loss_type, ask = chosen_loss_type(settings.loss), World.from_env().local_rank == 0
     teacher = settings.distill.teacher(settings.model.cache_dir)
     preflight(settings.model, settings.tokenizer, loss_type=loss_type, teacher=teacher, ask=ask)
-    return settings
 
 
 def validate_run(settings: Settings, world: World) -> None:

@@ -286,9 +286,13 @@ class StoredSource:
         """The keys of a shard's samples."""
         return self._texts(shard, lambda texts: chunks.strings(texts, "key"))
 
-    def captions(self, shard: int) -> list[list[str]]:
-        """The captions of each sample, in the order of its caption rows."""
-        return self._texts(shard, chunks.captions_of)
+    def texts(self, shard: int) -> list[tuple[str, list[str]]]:
+        """The key and the captions of each sample, in the order of its caption rows."""
+
+        def both(texts: dict[str, torch.Tensor]) -> list[tuple[str, list[str]]]:
+            return list(zip(chunks.strings(texts, "key"), chunks.captions_of(texts), strict=True))
+
+        return self._texts(shard, both)
 
     def reasons(self, shard: int) -> list[str]:
         """Why each sample was dropped; '' for those in use."""

@@ -26,7 +26,7 @@ torch.distributed's default process group, if there is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -47,6 +47,7 @@ Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  #
 Kind = Literal["softmax", "sigmoid"]
 Compute = Callable[[Leaves, bool], tiled.Found]
 FEW_DISTINCT = 0.7  # share of distinct samples in a batch: a data set of 2 batches gives 0.79, of 1 batch 0.63
+DOMINATES = 100.0  # times the other terms of the loss: a weight that was meant for another scale
 
 
 class ContrastiveLoss(Protocol):
@@ -203,6 +204,23 @@ def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> No
             f"the first batch of {batch.global_size:,} samples holds only {len(keys):,} different "
             "ones, as the data set has few, and the loss takes the copies of a sample as its negatives: give "
             "a smaller --data.global-batch-size, or --loss.duplicates mask --loss.duplicates-by pictures"
+        )
+
+
+def warn_of_dominance(loss: ContrastiveLoss, parts: Mapping[str, float]) -> None:
+    """Warn where one of the terms of the loss, times their weights, leaves the others without effect.
+
+    Args:
+        parts: the terms of a step, by name.
+    """
+    factors = getattr(loss, "factors", {})
+    terms = {name: factors.get(name, 1.0) * part for name, part in parts.items()}
+    largest, *others = sorted(terms, key=lambda name: abs(terms[name]), reverse=True) or [""]
+    if others and 0 < DOMINATES * abs(terms[others[0]]) < abs(terms[largest]):
+        rest = ", ".join(f"{name} {terms[name]:.3g}" for name in others)
+        logger.warning(
+            f"the loss: its term {largest} is {terms[largest]:.3g} in the first step, over {DOMINATES:g} times the "
+            f"others ({rest}), which have little effect beside it: check the weights of the terms"
         )
 
 

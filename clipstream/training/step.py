@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
-from clipstream.losses.contrastive import ContrastiveLoss
+from clipstream.losses.contrastive import ContrastiveLoss, warn_of_dominance
 from clipstream.models.execution.batch_features import FeatureCache, caches_of
 from clipstream.models.execution.checkpointing import fit_budgets
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
@@ -61,9 +60,7 @@ if TYPE_CHECKING:
     from clipstream.models.settings import ModelSettings
     from clipstream.models.towers import Towers
 
-logger = logging.getLogger(__name__)
 FLOAT32 = TrainSettings(precision="fp32")
-DOMINATES = 100.0  # times the other terms of the loss: a weight that was meant for another scale
 SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this scale never will be
 CACHED_AT_ONCE = 64  # samples of a pass for the cache, where no size of micro-batches is known
 
@@ -262,8 +259,7 @@ class TrainStep:
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite and not self._compared:
             self._compared = True
-            factors = getattr(self.gradcache.loss, "factors", {})
-            warn_of_dominance({name: factors.get(name, 1.0) * part for name, part in parts.items()})
+            warn_of_dominance(self.gradcache.loss, parts)
         overflow, loss_scale = (bool(scaling[0]), scaling[1]) if scaling else (False, None)
         skipped = not finite and not overflow
         return StepResult(loss, grad_norm, logit_scale, n, loss_scale, overflow, skipped, parts)
@@ -321,17 +317,6 @@ class TrainStep:
             self.scaler.load_state_dict(state.scaler)
         if isinstance(self.gradcache, AutoMicroBatch):
             self.gradcache.size = state.micro_batch  # None: all samples fitted, which is tried again
-
-
-def warn_of_dominance(terms: Mapping[str, float]) -> None:
-    """Warn where one of the weighted terms of the loss leaves the others without effect."""
-    largest, *others = sorted(terms, key=lambda name: abs(terms[name]), reverse=True) or [""]
-    if others and 0 < DOMINATES * abs(terms[others[0]]) < abs(terms[largest]):
-        rest = ", ".join(f"{name} {terms[name]:.3g}" for name in others)
-        logger.warning(
-            f"the loss: its term {largest} is {terms[largest]:.3g} in the first step, over {DOMINATES:g} times the "
-            f"others ({rest}), which have little effect beside it: check the weights of the terms"
-        )
 
 
 def fit_memory(

@@ -42,7 +42,11 @@ def check(store: FeatureStore, content: Content) -> None:
                 for part in content.parts:
                     rows[part].append(made[part])
             keys = texts[0]
-            assert (source.keys(shard), source.captions(shard), source.reasons(shard)) == texts
+            assert (
+                source.keys(shard),
+                [captions for _, captions in source.texts(shard)],
+                source.reasons(shard),
+            ) == texts
             assert source.has_keys(shard, keys) and (not keys or not source.has_keys(shard, [*keys[1:], "other"]))
             assert source.shards[shard].keys == keys_digest(keys, content.chunk_rows)
         every = np.concatenate(numbers)

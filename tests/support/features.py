@@ -122,5 +122,9 @@ def read_all(path: Path) -> list[bytes]:
                         views = store.manifest.rows_of(part)
                         rows = source.view_rows(np.repeat(numbers, views), np.tile(np.arange(views), len(numbers)))
                     found.append(source.gather(part, rows).view(torch.uint8).numpy().tobytes())
-            found.append(repr((source.keys(shard), source.captions(shard), source.reasons(shard))).encode())
+            found.append(
+                repr(
+                    (source.keys(shard), [captions for _, captions in source.texts(shard)], source.reasons(shard))
+                ).encode()
+            )
     return found

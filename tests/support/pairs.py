@@ -404,7 +404,7 @@ def train(world: World, argv: list[str]) -> int:
 def launch(argv: list[str], ranks: int) -> tuple[int, str]:
     """Exit code and messages of a run, each rank in a process of its own."""
     ends = end_ranks(ranks, train, argv)
-    return ends[0].code, ends[0].stderr
+    return ends[0].code, "".join(end.stderr for end in ends)  # of an error that all have, any one rank tells
 
 
 # Relative to the plain run, of the loss and of the gradient's norm. A precision of a frozen tower's own counts alike.

@@ -102,7 +102,7 @@ def test_a_store_holds_what_the_towers_give(place: Path, tmp_path: Path, capsys:
 
     source, towers = opened(tmp_path / "s"), build(str(place / "model.json"))
     assert source.keys(2) == ["a/first", "broken", "silent", "last"]
-    assert source.captions(2) == [["one"], [], [], ["four"]]
+    assert [captions for _, captions in source.texts(2)] == [["one"], [], [], ["four"]]
     assert source.reasons(2) == ["", "undecodable_image", "no_caption", ""]
     rows = source.sample_rows(numbers(source, 2))
     assert rows["used"].tolist() == [1, 0, 0, 1]
@@ -168,7 +168,7 @@ def test_all_captions_of_a_picture_are_stored(place: Path, tmp_path: Path) -> No
     source = opened(tmp_path / "s")
     assert FeatureStore.open(tmp_path / "s").manifest.sources["train"].weights == (1.0, 3.0)
     assert source.sample_rows(numbers(source, 0))["counts"].tolist() == [[1, 0], [1, 1], [1, 2]]
-    assert source.captions(0) == [["x"], ["x", "alt 1 0"], ["x", "alt 2 0", "alt 2 1"]]
+    assert [captions for _, captions in source.texts(0)] == [["x"], ["x", "alt 1 0"], ["x", "alt 2 0", "alt 2 1"]]
     towers = build(str(place / "model.json"))
     row = source.caption_rows(numbers(source, 0)[2:], np.array([2]))
     with torch.no_grad():

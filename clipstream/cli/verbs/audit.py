@@ -15,14 +15,12 @@ from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point, show_help
 from clipstream.config.flags import output_file, own_flags
 from clipstream.config.settings import Settings, carried_over, load, require_equal, resolve
-from clipstream.config.validate import validate_sources
+from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.batch import Batch
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.losses.settings import chosen_loss_type
-from clipstream.models.pretrained import preflight
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import set_level
 
@@ -64,8 +62,7 @@ def main(argv: list[str]) -> int:
         settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": {}})})
     else:
         validate_sources(settings)
-    teacher = settings.distill.teacher(settings.model.cache_dir)
-    preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), teacher=teacher)
+    preflight_models(settings)
     return run_ranks(settings.run, partial(audit, settings, own))
 
 

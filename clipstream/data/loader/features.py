@@ -27,7 +27,6 @@ from clipstream.data.loader.stored import Flags, StoredData, StoredKeys, StoredS
 from clipstream.data.order.lanes import Cursor, LaneState, Numbers, Stream
 from clipstream.data.order.rng import Keys, mix
 from clipstream.data.order.windows import Order
-from clipstream.features.codec import DTYPES
 from clipstream.features.manifest import IDS
 
 
@@ -395,11 +394,10 @@ class _Drawer:
     def _gather(self, samples: StoredSamples, slots: Any, found: Taken, buffer: BatchBuffer) -> None:
         """Write the samples of one source to its slots; a slice are those of a whole batch."""
         buffer.pictures[slots], choices, views = samples.draw(found.numbers, found.keys)
+        whole = self._stored.typed(buffer.features, slots.stop) if isinstance(slots, slice) else {}
         for name, rows in buffer.features.items():
-            if isinstance(slots, slice):
-                store, part = self._stored.features[name]
-                out = torch.from_numpy(rows[slots]).view(DTYPES[store.manifest.parts[part].dtype])
-                samples.gather(name, found.numbers, choices, views, out)
+            if name in whole:
+                samples.gather(name, found.numbers, choices, views, whole[name])
             else:
                 rows[slots] = samples.gather(name, found.numbers, choices, views).view(torch.uint8).numpy()
         if self._stored.ids is not None:

@@ -175,10 +175,11 @@ class StoredRows:
             ends = (shard.rows_of_samples() // self.views).cumsum()
             samples = np.searchsorted(ends, own - self.firsts[number], side="right")
             choices = own - self.firsts[number] - np.concatenate([[0], ends])[samples]
-            keys, captions = shard.source.keys(shard.number), shard.source.captions(shard.number)
+            known = shard.source.texts(shard.number)
             for row, sample, choice in zip(own.tolist(), samples.tolist(), choices.tolist(), strict=True):
-                texts = captions[sample][choice : choice + 1] if self.per_caption else captions[sample]
-                found[row] = Name(shard.source.name, shard.name, keys[sample], choice, texts)
+                key, captions = known[sample]
+                texts = captions[choice : choice + 1] if self.per_caption else captions
+                found[row] = Name(shard.source.name, shard.name, key, choice, texts)
         return [found[row] for row in rows]
 
     def find(self, key: str) -> list[int]:

@@ -151,21 +151,20 @@ def _blocks(rows: StoredRows, captions: bool) -> Iterator[tuple[str, dict[str, l
     """(source, its columns, features float32 [m, D] as stored) of blocks of rows, in order."""
     names_of = _columns(rows, captions)
     for number, shard in enumerate(rows.shards):
-        keys = shard.source.keys(shard.number)
-        texts = shard.source.captions(shard.number) if captions else []
+        texts = shard.source.texts(shard.number)
         for block in shard.blocks(rows.step(number)):
             samples, choices = block.samples.tolist(), block.choices.tolist()
             values: dict[str, list[Any]] = {
                 "source": [shard.source.name] * len(samples),
                 "shard": [shard.name] * len(samples),
-                "key": [keys[i] for i in samples],
+                "key": [texts[i][0] for i in samples],
                 "choice": choices,
                 "view": choices,
             }
             if "caption" in names_of:
-                values["caption"] = [texts[i][choice] for i, choice in zip(samples, choices, strict=True)]
+                values["caption"] = [texts[i][1][choice] for i, choice in zip(samples, choices, strict=True)]
             elif captions:
-                values["captions"] = [texts[i] for i in samples]
+                values["captions"] = [texts[i][1] for i in samples]
             yield shard.source.name, {name: values[name] for name in names_of}, block.features.numpy()
 
 

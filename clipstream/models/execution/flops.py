@@ -116,7 +116,9 @@ class Throughput:
         return found
 
 
-def build_throughput(towers: Towers, settings: ModelSettings, world: World, precision: str) -> Throughput | None:
+def build_throughput(
+    towers: Towers, settings: ModelSettings, world: World, precision: str, peak: float | None = None
+) -> Throughput | None:
     """Figures of a run with these towers; None where the model's FLOPs cannot be counted. Collective.
 
     FLOPs of towers whose features are cached are not counted, as they run less and less often.
@@ -124,6 +126,7 @@ def build_throughput(towers: Towers, settings: ModelSettings, world: World, prec
     Args:
         towers: as for `count_flops`.
         precision: of the forward pass, which decides the peak of the device.
+        peak: in TFLOP/s, in place of the one that is known of the device.
     """
     # A second of work for a processor, which all ranks of a node would do at once.
     flops = world.broadcast_object(count_flops(towers) if world.is_main else None)
@@ -131,7 +134,7 @@ def build_throughput(towers: Towers, settings: ModelSettings, world: World, prec
         flops = replace(flops, image=Flops())
     if flops is not None and settings.text.cache_gib is not None:
         flops = replace(flops, text=(Flops(), Flops(), Flops()))
-    return None if flops is None else Throughput(flops, peak_tflops(world.device, precision))
+    return None if flops is None else Throughput(flops, peak or peak_tflops(world.device, precision))
 
 
 def count_flops(towers: Towers) -> ModelFlops | None:

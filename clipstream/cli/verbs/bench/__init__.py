@@ -21,14 +21,13 @@ from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point, show_help
 from clipstream.config.flags import output_file, own_flags
 from clipstream.config.settings import load, resolve
-from clipstream.config.validate import validate_sources
+from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.loader.stage_timing import IDLE
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.distributed.capabilities import cores
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
-from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
 from clipstream.text import counted, duration, milliseconds, percent
@@ -91,9 +90,7 @@ def _bench_train(argv: Sequence[str]) -> int:
         data = settings.data.model_copy(update={"sources": {"train": source}})
         settings = settings.model_copy(update={"data": data})
     validate_sources(settings)
-    ask = World.from_env().local_rank == 0
-    loss_type, teacher = chosen_loss_type(settings.loss), settings.distill.teacher(settings.model.cache_dir)
-    preflight(settings.model, settings.tokenizer, loss_type=loss_type, teacher=teacher, ask=ask)
+    preflight_models(settings)
     from clipstream.cli.verbs.bench.ladder import Options, run
 
     return run_ranks(settings.run, partial(run, settings, Options(**options)))

@@ -200,15 +200,14 @@ def _write_scores(path: Path, found: Iterator[PairScores], least: float | None) 
     columns = [*SAMPLE, ("score", pa.float32())]
     if least is None:
         columns += [("choice", pa.int32()), ("caption", pa.string())]
-    keys: list[str] = []
-    captions: list[list[str]] = []
+    texts: list[tuple[str, list[str]]] = []
     before = None
     with TableWriter(path, pa.schema(columns)) as writer:
         for some in found:
             source, number = some.shard.source, some.shard.number
             if before != (source.name, number):
                 before = (source.name, number)
-                keys, captions = source.keys(number), source.captions(number) if least is None else []
+                texts = source.texts(number)
             samples, values = some.samples, some.scores.numpy()
             if least is not None:
                 samples, best = _best(some)
@@ -216,11 +215,11 @@ def _write_scores(path: Path, found: Iterator[PairScores], least: float | None) 
                 samples, values = samples[values >= least], values[values >= least]
             count = len(samples)
             of: dict[str, Any] = {"source": [source.name] * count, "shard": [some.shard.name] * count}
-            of |= {"key": [keys[i] for i in samples.tolist()], "score": values}
+            of |= {"key": [texts[i][0] for i in samples.tolist()], "score": values}
             if least is None:
                 of["choice"] = some.choices.astype(np.int32)
                 pairs = zip(samples.tolist(), some.choices.tolist(), strict=True)
-                of["caption"] = [captions[i][choice] for i, choice in pairs]
+                of["caption"] = [texts[i][1][choice] for i, choice in pairs]
             writer.write(of)
 
 
