@@ -58,7 +58,7 @@ def _words(key: str, **words: Any) -> Callable[[str], Sets]:
 def precision_sets(text: str) -> Sets:
     """open_clip's names of precisions."""
     if text.lower() == "pure_fp16":
-        raise ValueError("weights in float16 alone do not train: give fp16 (autocast with a scaler) or pure_bf16")
+        raise ValueError("weights in float16 alone do not train: use fp16 (autocast with a scaler) or pure_bf16")
     return [(("train", "precision"), _PRECISIONS.get(text.lower(), text))]
 
 
@@ -66,14 +66,14 @@ def image_size_sets(text: str) -> Sets:
     """One number, or open_clip's height and width, which must be equal."""
     sizes = text.split()
     if len(sizes) > 2 or len(set(sizes)) > 1:
-        raise ValueError(f"expected one number, as images are square, not {' '.join(sizes)!r}")
+        raise ValueError(f"expected one number (images are square), not {' '.join(sizes)!r}")
     return [(("model", "image_size"), sizes[0])]
 
 
 def logs_sets(text: str) -> Sets:
     """A folder."""
     if text.lower() == "none":
-        raise ValueError("a run always has a folder, for its checkpoints and metrics: give one, such as /tmp/runs")
+        raise ValueError("a run needs a folder for checkpoints and metrics, such as /tmp/runs")
     return [(("run", "logs"), text)]
 
 
@@ -127,7 +127,9 @@ def aug_cfg_sets(text: str) -> Sets:
     for pair in text.split("\n"):
         name, _, literal = pair.partition("=")
         if name not in AUGMENTS:
-            raise ValueError(f"{name!r} is not offered; {', '.join(AUGMENTS)} are (not timm's augmentation)")
+            raise ValueError(
+                f"unknown key {name!r}; choose from {', '.join(AUGMENTS)} (timm's augmentation is not supported)"
+            )
         try:
             value = ast.literal_eval(literal)
         except (ValueError, SyntaxError):
@@ -148,118 +150,123 @@ _TRAIN = "data.sources.train"
 
 ALIASES = (
     _alias("--open-clip-defaults", "model.name data.global_batch_size train.epochs schedule.warmup data.workers", "",
-           "open_clip's defaults for the flags that are not given: --model RN50 --batch-size 64 --epochs 32 --warmup "
-           "10000 --workers 4 and others", together=True, switch=True),
-    _alias("--dataset-type", f"{_TRAIN}.shards", "NAME", "synthetic needs no --train-data; webdataset, csv, auto: the "
-           "name of a file tells its type", together=True),
-    _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "shards to train on: the source named train"),
-    _alias("--train-data-upsampling-factors", f"{_TRAIN}.upsampling_factors", "F::F", "one for each part of "
-           "--train-data between '::': how often a shard of the part is drawn, relative to the others"),
-    _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on, by retrieval unless "
+           "use open_clip's defaults for flags that are not given: --model RN50 --batch-size 64 --epochs 32 "
+           "--warmup 10000 --workers 4 and others", together=True, switch=True),
+    _alias("--dataset-type", f"{_TRAIN}.shards", "NAME", "synthetic: generated samples, without --train-data; "
+           "webdataset, csv, auto: detected from file names", together=True),
+    _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "shards to train on (source train)"),
+    _alias("--train-data-upsampling-factors", f"{_TRAIN}.upsampling_factors", "F::F", "relative sampling "
+           "frequency of the shards in each '::'-separated part of --train-data"),
+    _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on; retrieval unless "
            "evals.val.type is set"),
     _alias("--image-key", f"{_TRAIN}.image_key", "SUFFIXES", "suffixes of the image member, separated by ';'"),
-    _alias("--csv-img-key", f"{_TRAIN}.image_key", "COLUMN", "column of a manifest with the image's path"),
-    _alias("--csv-caption-key", f"{_TRAIN}.caption", "COLUMN", "column of a manifest with the caption (of a CSV: "
-           "title, or txt where there is none)", together=True),
-    _alias("--csv-separator", f"{_TRAIN}.separator", "CHARACTER", "between the fields of a CSV"),
-    _alias("--caption-key", f"{_TRAIN}.caption", "SUFFIX", "suffix of the text member with the caption; several, "
-           "separated by ';': the first that is there", together=True),
-    _alias("--text-key", f"{_TRAIN}.caption", "SUFFIX", "the same, by open_clip's name", together=True),
+    _alias("--csv-img-key", f"{_TRAIN}.image_key", "COLUMN", "column with the image's path"),
+    _alias("--csv-caption-key", f"{_TRAIN}.caption", "COLUMN", "column with the caption (CSV default: title, "
+           "else txt)", together=True),
+    _alias("--csv-separator", f"{_TRAIN}.separator", "CHARACTER", "field separator of a CSV"),
+    _alias("--caption-key", f"{_TRAIN}.caption", "SUFFIX", "suffix of the text member with the caption; of several, "
+           "separated by ';', the first that exists is used", together=True),
+    _alias("--text-key", f"{_TRAIN}.caption", "SUFFIX", "same as --caption-key", together=True),
     _alias("--caption-json", f"{_TRAIN}.caption", "PATHS", "path into the JSON member; several, separated by ';', are "
-           "tried in order, then the member --caption-key", together=True),
-    _alias("--json-text-key", f"{_TRAIN}.caption", "FIELDS", "fields at the top of the JSON member, separated by ';', "
-           "tried in order; no text member then counts", together=True),
-    _alias("--json-text-key-probs", f"{_TRAIN}.caption", "NUMBER …", "the field is drawn with these weights; one of "
-           "weight 0, or without a number, is used where no other has text", many=True, together=True),
-    _alias("--max-image-pixels", "data.max_image_pixels", "INT", "training images with more are dropped; 0 for the "
+           "tried in order, then --caption-key", together=True),
+    _alias("--json-text-key", f"{_TRAIN}.caption", "FIELDS", "top-level fields of the JSON member, separated by ';', "
+           "tried in order; text members are ignored", together=True),
+    _alias("--json-text-key-probs", f"{_TRAIN}.caption", "NUMBER …", "sampling weights of these fields; those with "
+           "weight 0 or without a number are fallbacks", many=True, together=True),
+    _alias("--max-image-pixels", "data.max_image_pixels", "INT", "drop training images with more pixels; 0: the "
            "largest possible limit", pixels_sets),
-    _alias("--dataset-resampled", "data.sampling.mode", "", "draw shards with replacement (the default)",
+    _alias("--dataset-resampled", "data.sampling.mode", "", "sample shards with replacement (default)",
            _words("data.sampling.mode", true="resampled", false="epoch"), switch=True),
-    _alias("--workers", "data.workers", "INT", "data workers on each rank, or auto"),
+    _alias("--workers", "data.workers", "INT", "data workers per rank, or auto"),
     _alias("--model", "model.name", "NAME", "open_clip's name, a JSON config, hf-hub:ORG/NAME or local-dir:PATH"),
     _alias("--pretrained", "model.pretrained", "TAG", "a tag, a weights file, hf-hub:ORG/NAME or local-dir:PATH"),
-    _alias("--pretrained-image", "model.image_pretrained", "FILE", "weights of a timm image tower alone: a file, a "
-           "tag of timm, or timm's default tag, without a value",
+    _alias("--pretrained-image", "model.image_pretrained", "FILE", "weights of the timm image tower: a file, a "
+           "timm tag, or without a value timm's default tag",
            _words("model.image_pretrained", true="default", false=None), switch=True),
-    _alias("--text-model", "model.text_model", "FOLDER", "Hugging Face text tower in place of the Hub's"),
-    _alias("--cache-dir", "model.cache_dir", "FOLDER", "the Hub's cache"),
-    _alias("--force-image-size", "model.image_size", "INT", "pixels a side, in place of the model's own",
+    _alias("--text-model", "model.text_model", "FOLDER", "Hugging Face text tower in a local folder"),
+    _alias("--cache-dir", "model.cache_dir", "FOLDER", "cache of the Hugging Face Hub"),
+    _alias("--force-image-size", "model.image_size", "INT", "image size in pixels, overriding the model config",
            image_size_sets, many=True),
-    _alias("--force-context-length", "tokenizer.context_length", "INT", "tokens of a caption, in place of the model's "
-           "own; position embeddings of weights are resampled"),
-    _alias("--force-quick-gelu", "model.quick_gelu", "", "QuickGELU in place of GELU", switch=True),
-    _alias("--force-custom-text", "model.custom_text", "", "the text tower as a module of its own", switch=True),
-    _alias("--image-mean", "model.image_mean", "R G B", "mean of the channels", _numbers("image_mean"), many=True),
-    _alias("--image-std", "model.image_std", "R G B", "deviation of the channels", _numbers("image_std"), many=True),
+    _alias("--force-context-length", "tokenizer.context_length", "INT", "tokens per caption, overriding the model "
+           "config; position embeddings are resampled"),
+    _alias("--force-quick-gelu", "model.quick_gelu", "", "use QuickGELU instead of GELU", switch=True),
+    _alias("--force-custom-text", "model.custom_text", "", "build the text tower as a separate module", switch=True),
+    _alias("--image-mean", "model.image_mean", "R G B", "channel means", _numbers("image_mean"), many=True),
+    _alias("--image-std", "model.image_std", "R G B", "channel standard deviations", _numbers("image_std"), many=True),
     _alias("--image-interpolation", "data.augment.interpolation model.image_interpolation", "NAME",
            "bicubic, bilinear, or random (in training only)", interpolation_sets),
     _alias("--image-resize-mode", "model.image_resize_mode", "NAME", "shortest, longest or squash, in evaluation"),
-    _alias("--aug-cfg", "data.augment", "NAME=VALUE …", "training's augmentation: scale, ratio, color_jitter, "
+    _alias("--aug-cfg", "data.augment", "NAME=VALUE …", "training augmentation: scale, ratio, color_jitter, "
            "color_jitter_prob, gray_scale_prob", aug_cfg_sets, many=True),
-    _alias("--force-patch-dropout", "model.patch_dropout", "NUMBER", "share of a ViT's patches left out"),
+    _alias("--force-patch-dropout", "model.patch_dropout", "NUMBER", "fraction of a ViT's patches to drop"),
     _alias("--lock-image", "model.lock_image", "", "freeze the image tower", switch=True),
-    _alias("--lock-image-unlocked-groups", "model.unlocked_groups", "INT", "except its last groups"),
+    _alias("--lock-image-unlocked-groups", "model.unlocked_groups", "INT", "leave the last N groups of the image "
+           "tower unlocked"),
     _alias("--lock-text", "model.lock_text", "", "freeze the text tower", switch=True),
-    _alias("--lock-text-unlocked-layers", "model.unlocked_layers", "INT", "except its last layers"),
-    _alias("--image-features", "data.image_features", "STORE", "a feature store in place of images and image tower"),
-    _alias("--text-features", "data.text_features", "STORE", "a feature store in place of captions and text tower"),
+    _alias("--lock-text-unlocked-layers", "model.unlocked_layers", "INT", "leave the last N layers of the text tower "
+           "unlocked"),
+    _alias("--image-features", "data.image_features", "STORE", "feature store that replaces images and image tower"),
+    _alias("--text-features", "data.text_features", "STORE", "feature store that replaces captions and text tower"),
     _alias("--teacher-features", "data.teacher_features", "STORES", "feature stores of teachers, separated by ';'",
            _listed("data.teacher_features")),
-    _alias("--grad-checkpointing", "model.grad_checkpointing", "", "save memory, take longer",
+    _alias("--grad-checkpointing", "model.grad_checkpointing", "", "recompute activations: less memory, more time",
            _words("model.grad_checkpointing", true="all", false="off"), switch=True),
-    _alias("--siglip", "loss.type", "", "the sigmoid loss", _words("loss.type", true="siglip", false="auto"),
+    _alias("--siglip", "loss.type", "", "use the sigmoid loss", _words("loss.type", true="siglip", false="auto"),
            switch=True),
-    _alias("--distill-model", "distill.model", "NAME", "a live teacher, named as --model"),
-    _alias("--distill-pretrained", "distill.pretrained", "TAG", "the teacher's weights, named as --pretrained"),
+    _alias("--distill-model", "distill.model", "NAME", "teacher model to run beside training; same forms as --model"),
+    _alias("--distill-pretrained", "distill.pretrained", "TAG", "teacher weights; same forms as --pretrained"),
     _alias("--tokenizer", "tokenizer", "NAME", "model, a name on the Hub, a local path, or package.module:Name",
            tokenizer_sets),
-    _alias("--batch-size", "data.global_batch_size", "INT", "samples that a rank takes at once; the global batch is "
-           "this x --accum-freq x ranks", together=True),
+    _alias("--batch-size", "data.global_batch_size", "INT", "samples per rank and micro-batch; the global batch is "
+           "--batch-size x --accum-freq x ranks", together=True),
     _alias("--accum-freq", "data.global_batch_size train.micro_batch_size", "INT",
-           "batches of --batch-size that a rank accumulates for one step", together=True),
-    _alias("--steps", "train.steps", "INT", "steps of the whole run"),
+           "micro-batches of --batch-size samples per step", together=True),
+    _alias("--steps", "train.steps", "INT", "training steps in total"),
     _alias("--epochs", "train.epochs", "NUMBER", "passes over --train-num-samples samples"),
-    _alias("--train-num-samples", "train.epoch_samples", "INT", "samples that make an epoch"),
+    _alias("--train-num-samples", "train.epoch_samples", "INT", "samples per epoch"),
     _alias("--lr", "optim.lr", "NUMBER", "peak learning rate"),
     _alias("--wd", "optim.wd", "NUMBER", "weight decay"),
-    _alias("--beta1", "optim.betas", "NUMBER", "decay of the gradients' mean", together=True),
-    _alias("--beta2", "optim.betas", "NUMBER", "decay of the gradients' variance", together=True),
-    _alias("--eps", "optim.eps", "NUMBER", "added to the root of the variance in AdamW"),
+    _alias("--beta1", "optim.betas", "NUMBER", "beta1 of AdamW", together=True),
+    _alias("--beta2", "optim.betas", "NUMBER", "beta2 of AdamW", together=True),
+    _alias("--eps", "optim.eps", "NUMBER", "epsilon of AdamW"),
     _alias("--opt", "optim.type optim.name", "NAME", "adamw, nadamw, timm/NAME or module:Name", together=True),
-    _alias("--opt-kwargs", "optim.kwargs", "NAME=VALUE …", "further arguments of the optimizer's class",
+    _alias("--opt-kwargs", "optim.kwargs", "NAME=VALUE …", "additional arguments of the optimizer class",
            many=True, together=True, switch=True),
-    _alias("--opt-fallback-list", "optim.fallback", "PATTERN …", "names of parameters that timm's Muon optimizers give "
-           "to AdamW", many=True, together=True),
-    _alias("--momentum", "optim.momentum", "NUMBER", "of an optimizer of timm", together=True),
-    _alias("--text-layer-decay", "optim.text_layer_decay", "NUMBER", "each layer of the text tower has this times the "
-           "learning rate of the one above"),
-    _alias("--image-layer-decay", "optim.image_layer_decay", "NUMBER", "the same of the image tower"),
-    _alias("--visual-layer-decay", "optim.image_layer_decay", "NUMBER", "the same as --image-layer-decay"),
-    _alias("--text-pooler-own-group", "optim.text_pooler_own_group", "", "the pooler of a Hugging Face text tower is a "
-           "layer below the projection", switch=True),
-    _alias("--wd-exclude", "optim.wd_exclude", "PATTERN …", "names of parameters without weight decay, beside gains, "
-           "biases and scales", lambda text: [(("optim", "wd_exclude"), text.split("\n"))], many=True),
-    _alias("--grad-clip-norm", "optim.grad_clip_norm", "NUMBER", "largest norm of the gradients"),
+    _alias("--opt-fallback-list", "optim.fallback", "PATTERN …", "patterns of parameter names that timm's Muon "
+           "optimizers update with AdamW", many=True, together=True),
+    _alias("--momentum", "optim.momentum", "NUMBER", "momentum of a timm optimizer", together=True),
+    _alias("--text-layer-decay", "optim.text_layer_decay", "NUMBER", "layer-wise learning rate decay of the text "
+           "tower"),
+    _alias("--image-layer-decay", "optim.image_layer_decay", "NUMBER", "layer-wise learning rate decay of the image "
+           "tower"),
+    _alias("--visual-layer-decay", "optim.image_layer_decay", "NUMBER", "same as --image-layer-decay"),
+    _alias("--text-pooler-own-group", "optim.text_pooler_own_group", "", "for layer decay, treat the pooler of a "
+           "Hugging Face text tower as a layer below the projection", switch=True),
+    _alias("--wd-exclude", "optim.wd_exclude", "PATTERN …", "patterns of parameter names without weight decay, in "
+           "addition to gains, biases and scales", lambda text: [(("optim", "wd_exclude"), text.split("\n"))],
+           many=True),
+    _alias("--grad-clip-norm", "optim.grad_clip_norm", "NUMBER", "maximum gradient norm"),
     _alias("--warmup", "schedule.warmup", "INT", "steps of linear warm-up"),
     _alias("--lr-scheduler", "schedule.type", "NAME", "cosine, const, const-cooldown or linear",
            _words("schedule.type", const="constant")),
-    _alias("--skip-scheduler", "schedule.type schedule.warmup", "", "the learning rate is --lr throughout, without a "
+    _alias("--skip-scheduler", "schedule.type schedule.warmup", "", "keep the learning rate at --lr, without "
            "warm-up", together=True, switch=True),
-    _alias("--epochs-cooldown", "schedule.cooldown_epochs", "NUMBER", "last epochs, in which const-cooldown decays"),
+    _alias("--epochs-cooldown", "schedule.cooldown_epochs", "NUMBER", "final epochs in which const-cooldown decays "
+           "the learning rate"),
     _alias("--lr-cooldown-end", "schedule.min_lr", "NUMBER", "learning rate at the end of the schedule"),
-    _alias("--lr-cooldown-power", "schedule.cooldown_power", "NUMBER", "power of the decay in const-cooldown"),
-    _alias("--precision", "train.precision", "NAME", "auto (also as amp), fp32, bf16 (also as amp_bf16), fp16 or "
+    _alias("--lr-cooldown-power", "schedule.cooldown_power", "NUMBER", "power of const-cooldown's decay"),
+    _alias("--precision", "train.precision", "NAME", "auto (alias amp), fp32, bf16 (alias amp_bf16), fp16 or "
            "pure_bf16", precision_sets),
-    _alias("--fsdp", "train.parallel", "", "shard the model over the ranks (FSDP2)",
+    _alias("--fsdp", "train.parallel", "", "shard the model over ranks (FSDP2)",
            _words("train.parallel", true="fsdp", false="ddp"), switch=True),
     _alias("--fsdp-no-reshard-after-forward", "train.reshard_after_forward", "", "keep gathered weights until the "
            "backward pass", _true(train__reshard_after_forward=False), switch=True),
-    _alias("--audit-precision", "log.audit_precision", "", "first write what a step computes in which dtype",
+    _alias("--audit-precision", "log.audit_precision", "", "audit the dtypes of a step before training",
            switch=True),
-    _alias("--torchcompile", "train.compile", "", "torch.compile the repeated blocks of the towers", together=True,
+    _alias("--torchcompile", "train.compile", "", "compile the repeated blocks of the towers", together=True,
            switch=True),
-    _alias("--torchcompile-strategy", "train.compile", "NAME", "what --torchcompile compiles: blocks, towers (also as "
-           "model, task) or step", together=True),
+    _alias("--torchcompile-strategy", "train.compile", "NAME", "what to compile: blocks, towers (aliases model, "
+           "task) or step", together=True),
     _alias("--torchcompile-backend", "train.compile_backend", "NAME", "backend of torch.compile", together=True),
     _alias("--torchcompile-mode", "train.compile_mode", "NAME", "mode of torch.compile's inductor", together=True),
     _alias("--save-frequency", "checkpoint.every_epochs", "NUMBER", "epochs between checkpoints",
@@ -268,32 +275,32 @@ ALIASES = (
            _true(checkpoint__keep_last=1), switch=True),
     _alias("--val-frequency", "evals.val.every_epochs", "NUMBER", "epochs between evaluations on --val-data",
            _frequency("evals.val")),
-    _alias("--imagenet-val", "evals.imagenet.data.shards", "FOLDER", "zero-shot on ImageNet, one folder a class",
+    _alias("--imagenet-val", "evals.imagenet.data.shards", "FOLDER", "zero-shot on ImageNet; one folder per class",
            _imagenet("imagenet")),
     _alias("--imagenet-v2", "evals.imagenet_v2.data.shards", "FOLDER", "zero-shot on ImageNet-V2, folders 0 to 999",
            _imagenet("imagenet_v2")),
     _alias("--zeroshot-frequency", "evals.imagenet.every_epochs", "NUMBER",
            "epochs between zero-shot evaluations on ImageNet and ImageNetV2", together=True),
     _alias("--log-every-n-steps", "log.every log.terminal_every", "INT", "steps between training lines", together=True),
-    _alias("--log-metric-every-n-steps", "log.every", "INT", "the same in all outputs but the terminal", together=True),
-    _alias("--profile", "log.profile", "STEPS", "steps to profile: a number of them, or the first and last, as 10-14"),
-    _alias("--train-loss-ema-samples", "log.loss_ema_samples", "INT", "samples of the average of the loss that stands "
-           "in brackets in the terminal; 0 for none"),
-    _alias("--log-local", "log.local", "", "log the messages of the first rank of each node", switch=True),
+    _alias("--log-metric-every-n-steps", "log.every", "INT", "steps between training lines, except in the "
+           "terminal", together=True),
+    _alias("--profile", "log.profile", "STEPS", "steps to profile: a number, or a range such as 10-14"),
+    _alias("--train-loss-ema-samples", "log.loss_ema_samples", "INT", "samples of the moving average of the loss, "
+           "shown in brackets in the terminal; 0: none"),
+    _alias("--log-local", "log.local", "", "write a log file for the first rank of each node", switch=True),
     _alias("--debug", "log.level run.debug", "", "show more messages, and tracebacks with errors",
            _true(log__level="debug", run__debug=True), switch=True),
     _alias("--report-to", "log.tensorboard log.sinks", "NAMES", "tensorboard, wandb, trackio, all (tensorboard "
            "and wandb), none or module:Name, separated by ','; metrics.jsonl is always written", together=True),
-    _alias("--wandb-project-name", "log.sinks", "NAME", "project in wandb or "
-           "trackio", together=True),
-    _alias("--wandb-notes", "log.sinks", "TEXT", "notes on the run in wandb", together=True),
-    _alias("--seed", "run.seed", "INT", "fixes order, augmentation, weights and dropout"),
+    _alias("--wandb-project-name", "log.sinks", "NAME", "project in wandb or trackio", together=True),
+    _alias("--wandb-notes", "log.sinks", "TEXT", "notes of the run in wandb", together=True),
+    _alias("--seed", "run.seed", "INT", "seed of order, augmentation, initial weights and dropout"),
     _alias("--device", "run.device", "NAME", "auto, cpu, cuda or cuda:N"),
-    _alias("--logs", "run.logs", "FOLDER", "folder of runs", logs_sets),
+    _alias("--logs", "run.logs", "FOLDER", "parent folder of run folders", logs_sets),
     _alias("--name", "run.name", "NAME", "name of the run's folder"),
-    _alias("--remote-sync", "checkpoint.remote_sync", "URL", "folder that checkpoints are copied to: s3://…, gs://…"),
-    _alias("--resume", "checkpoint.resume", "WHAT", "a checkpoint's path or address, latest (must exist) or auto"),
-    _alias("--resume-approximate", "checkpoint.resume_approximate", "", "resume although the data order has changed",
+    _alias("--remote-sync", "checkpoint.remote_sync", "URL", "copy checkpoints to this URL: s3://…, gs://…"),
+    _alias("--resume", "checkpoint.resume", "WHAT", "path or URL of a checkpoint, latest (must exist) or auto"),
+    _alias("--resume-approximate", "checkpoint.resume_approximate", "", "resume with a changed data order",
            switch=True),
 )  # fmt: skip
 BY_FLAG = {alias.flag: alias for alias in ALIASES}

@@ -41,49 +41,50 @@ MAIN = tuple(f"--{name}" for name in _MAIN.split())
 RELEASED = ("--horovod", "--torchscript", "--trace")  # of 3.3.0, and no longer in main
 
 NOTICES = {  # no work here: the effect is always there, is chosen without a flag, or concerns open_clip's own means
-    "--local-loss": "the loss is exact on any number of ranks, and made of local logits",
+    "--local-loss": "the loss is exact on any number of ranks, from local logits",
     "--gather-with-grad --loss-dist-impl": "the loss is exact on any number of ranks",
-    "--ddp-static-graph": "DDP is set up without it",
-    "--use-bn-sync": "batch norm takes its statistics over all ranks",
-    "--lock-image-freeze-bn-stats": "the batch statistics of a locked tower are not updated",
-    "--lock-text-freeze-layer-norm": "the layer norms of a locked tower are locked",
-    "--save-most-recent": "checkpoints/latest names the newest checkpoint; --checkpoint.keep-last says how many stay",
+    "--ddp-static-graph": "DDP does not use it",
+    "--use-bn-sync": "batch norm statistics are computed over all ranks",
+    "--lock-image-freeze-bn-stats": "batch statistics of a locked tower are not updated",
+    "--lock-text-freeze-layer-norm": "layer norms of a locked tower are locked",
+    "--save-most-recent": "checkpoints/latest names the newest checkpoint; --checkpoint.keep-last sets how many are "
+    "kept",
     "--val-retrieval-*": "retrieval scores are exact, in float32, in tiles of bounded memory",
     "--val-num-samples": "an evaluation counts its samples; --evals.val.max-samples limits them",
-    "--dist-*": "ranks meet at the address that torchrun or srun gives, over nccl on GPUs and gloo on CPUs",
-    "--no-set-device-rank": "a rank takes the GPU of its local number, or the only one that it sees",
-    "--fsdp-checkpoint": "checkpoints are whole, and resume on any number of ranks; they are written in the background",
+    "--dist-*": "ranks use the address of torchrun or srun, with nccl on GPUs and gloo on CPUs",
+    "--no-set-device-rank": "a rank uses the GPU of its local rank, or the only visible one",
+    "--fsdp-checkpoint": "checkpoints are not sharded, resume on any number of ranks, and are written in the "
+    "background",
     "--copy-codebase": "metrics.jsonl has the command line and the git commit of each start",
-    "--remote-sync-frequency": "files are copied after each checkpoint: set --save-frequency or --checkpoint.every",
-    "--remote-sync-protocol": "the protocol is the one in the URL of --remote-sync",
-    "--length-bucketing --bucket-*": "each batch's texts are sorted by length and run in buckets without padding "
-    "(--model.text-buckets), and the order of samples stays random",
+    "--remote-sync-frequency": "files are copied after each checkpoint (--save-frequency, --checkpoint.every)",
+    "--remote-sync-protocol": "--remote-sync is a URL with its protocol",
+    "--length-bucketing --bucket-*": "the texts of a batch run in buckets by length (--model.text-buckets); the "
+    "order of samples stays random",
     "--text-pad-multiple": "lengths of text buckets are multiples of 8 (--model.text-buckets)",
 }
 REFUSED = {  # the reason, and what to do
-    "--*audio*": "audio is not supported: train such models with open_clip_train",
-    "--coca-*": "CoCa's caption loss is not supported: train a CLIP or SigLIP model, or CoCa with open_clip_train",
-    "--use-naflex --force-naflex-vision --naflex-*": "NaFlex, with images of any shape, is not supported: take a "
-    "model of one image size, --force-image-size, and --force-patch-dropout to save time",
-    "--use-bnb-linear": "bitsandbytes's layers are not supported, as they cannot be tested here: --precision bf16 and "
-    "--grad-checkpointing save memory",
-    "--fsdp-offload-cpu": "shards stay on the GPU: use more ranks, --grad-checkpointing or a smaller "
+    "--*audio*": "audio is not supported: train audio models with open_clip_train",
+    "--coca-*": "CoCa's caption loss is not supported: train CoCa with open_clip_train",
+    "--use-naflex --force-naflex-vision --naflex-*": "NaFlex is not supported: use a model of one image "
+    "size (--force-image-size), and --force-patch-dropout to save time",
+    "--use-bnb-linear": "bitsandbytes layers are not supported: use --precision bf16 and --grad-checkpointing to save "
+    "memory",
+    "--fsdp-offload-cpu": "CPU offload is not supported: use more ranks, --grad-checkpointing or a smaller "
     "--train.micro-batch-size",
-    "--horovod": "start the ranks with torchrun or srun, and leave this flag out",
+    "--horovod": "Horovod is not supported: start the ranks with torchrun or srun",
     "--torchscript --trace": "TorchScript is not supported: compile the model with --torchcompile",
 }
 REMARKS = {  # what differs in a flag that is taken, for the table
     "--dataset-type": "`webdataset-audio` and `synthetic-audio` are refused",
-    "--precision": "`amp` is bfloat16 where the device computes it, else float16 with a scaler (with a notice); `bf16` "
-    "and `fp16` keep float32 weights under autocast; `pure_fp16` is refused",
+    "--precision": "`amp` is bfloat16 where the device supports it, else float16 with a scaler; `bf16` and `fp16` keep "
+    "float32 weights under autocast; `pure_fp16` is refused",
     "--aug-cfg": "timm's augmentation is refused",
     "--report-to": "wandb and trackio may be used together",
-    "--wd-exclude": "as in 3.3.0 position embeddings have weight decay; `--wd-exclude open_clip-main` is main's rule",
+    "--wd-exclude": "position embeddings have weight decay, as in 3.3.0; `open_clip-main` selects main's rule",
     "--force-image-size": "two different numbers are refused",
     "--logs": "`none` is refused",
-    "--max-image-pixels": "the limit is 178,956,970 unless set, and concerns training alone",
-    "--dataset-resampled": "without it shards are drawn with replacement as well; `--dataset-resampled false` draws "
-    "each shard once per pass",
+    "--max-image-pixels": "default 178,956,970; training only",
+    "--dataset-resampled": "also without the flag; `--dataset-resampled false` reads each shard once per epoch",
     "--save-frequency": "the newest 3 checkpoints stay (`--checkpoint.keep-last`)",
     "--resume": "a checkpoint of open_clip (`epoch_N.pt`) is resumed with its optimizer",
     "--lr-scheduler": "also linear",
@@ -111,7 +112,7 @@ def notice(flag: str) -> str | None:
 def value_notice(flag: str, text: str) -> str | None:
     """What a flag's value means where it has another meaning than in open_clip; None for the usual values."""
     if flag == "--precision" and text.lower() == "amp":
-        return "amp is bfloat16 without a scaler where the device computes it; fp16 is float16 with a scaler"
+        return "amp is bfloat16 without a scaler where the device supports it; fp16 is float16 with a scaler"
     return None
 
 
@@ -131,28 +132,32 @@ def fate(flag: str) -> Fate | None:
     return None if (text := refusal(flag)) is None else Fate(flag, "refused", text)
 
 
+_SECTIONS = {  # kind -> the title of its table, and of its second column
+    "taken": ("Taken with their meaning", "setting"),
+    "notice": ("Not needed, with a notice", "why"),
+    "refused": ("Refused", "why, and what to use"),
+}
+
+
 def table() -> str:
     """The page that lists all flags with their fate, in Markdown."""
     found = [one for flag in (*MAIN, *RELEASED) if (one := fate(flag)) is not None]
-    counts = {kind: sum(one.kind == kind for one in found) for kind in ("taken", "notice", "refused")}
-    head = f"""\
+    page = f"""\
 # Flags of open_clip_train
 
 <!-- Made by `python -m clipstream.open_clip.fates`; a test compares it. -->
 
-These are the {len(MAIN)} flags of open_clip's main branch (4.2.0.dev0, commit 89fb801), and {len(RELEASED)} that only \
-release 3.3.0 has.
-{counts["taken"]} are taken with their meaning; {counts["notice"]} have no work here, and are answered by one line of \
-notice; {counts["refused"]} are refused with the reason.
-[Coming from open_clip_train](from-open_clip.md) shows how to move a job over.
-
-| flag | fate | here |
-|---|---|---|
+The {len(MAIN)} flags of open_clip's main branch (4.2.0.dev0, commit 89fb801), and {len(RELEASED)} of release 3.3.0.
+[Coming from open_clip_train](from-open_clip.md) shows how to move a job.
 """
-    rows: dict[tuple[str, str], list[str]] = {}
-    for one in found:
-        rows.setdefault((one.kind, one.text), []).append(f"`{one.flag}`")
-    return head + "".join(f"| {', '.join(flags)} | {kind} | {text} |\n" for (kind, text), flags in rows.items())
+    for kind, (title, column) in _SECTIONS.items():
+        rows: dict[str, list[str]] = {}
+        for one in found:
+            if one.kind == kind:
+                rows.setdefault(one.text.removeprefix("not needed: "), []).append(f"`{one.flag}`")
+        page += f"\n## {title}: {sum(map(len, rows.values()))}\n\n| flag | {column} |\n|---|---|\n"
+        page += "".join(f"| {', '.join(flags)} | {text} |\n" for text, flags in rows.items())
+    return page
 
 
 if __name__ == "__main__":

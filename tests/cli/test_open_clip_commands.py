@@ -330,9 +330,9 @@ def test_commands_are_read_as_they_stand(command: str, expected: dict[str, Any],
 @pytest.mark.parametrize(
     ("command", "flags", "said"),
     [
-        (COCA, ["--coca-contrastive-loss-weight", "--coca-caption-loss-weight"], "or CoCa with open_clip_train"),
-        (CLAP, ["--audio-zeroshot-"] * 4, "train such models with open_clip_train"),
-        (INT8, ["--use-bnb-linear"], "--precision bf16 and --grad-checkpointing save memory"),
+        (COCA, ["--coca-contrastive-loss-weight", "--coca-caption-loss-weight"], "train CoCa with open_clip_train"),
+        (CLAP, ["--audio-zeroshot-"] * 4, "train audio models with open_clip_train"),
+        (INT8, ["--use-bnb-linear"], "use --precision bf16 and --grad-checkpointing"),
     ],
 )
 def test_commands_without_an_equivalent_are_refused_with_what_to_do(command: str, flags: list[str], said: str) -> None:

@@ -237,7 +237,7 @@ def test_intervals_of_0_are_at_the_end_only(tmp_path: Path) -> None:
 
 def test_wrong_values_of_those_are_told() -> None:
     for flags, said in (
-        (["--aug-cfg", "use_timm=True"], "--aug-cfg: 'use_timm' is not offered"),
+        (["--aug-cfg", "use_timm=True"], "--aug-cfg: unknown key 'use_timm'"),
         (["--aug-cfg", "scale=wide"], "--aug-cfg: expected scale=VALUE"),
         (["--aug-cfg", "scale=(2,3)"], "--aug-cfg: data.augment.scale"),
         (["--image-mean", "red"], "--image-mean"),
@@ -259,7 +259,7 @@ def test_wrong_values_of_those_are_told() -> None:
 @pytest.mark.parametrize(
     ("flag", "told"),
     [
-        ("--use-bnb-linear", "bitsandbytes's layers are not supported"),
+        ("--use-bnb-linear", "bitsandbytes layers are not supported"),
         ("--audio-ext", "audio is not supported"),
         ("--lock-imgae", "did you mean '--lock-image'?"),
         ("--zeroshot", "did you mean '--zeroshot-frequency'?"),

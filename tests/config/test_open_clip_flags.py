@@ -230,7 +230,7 @@ def test_switches_and_intervals() -> None:
     assert load(["--force-image-size", "64", "64"]).model.image_size == 64
     assert "images are square" in error_of("--force-image-size", "64", "32")
     assert "give fp16" in error_of("--precision", "pure_fp16")
-    assert "always has a folder" in error_of("--logs", "None")
+    assert "a run needs a folder" in error_of("--logs", "None")
 
 
 def test_open_clips_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
