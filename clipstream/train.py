@@ -269,8 +269,8 @@ def build_evals(run: Run, step: TrainStep, tokenizer: tokenizers.Tokenizer, outp
     """The evaluators, with the weights that are trained and their averages."""
     settings, world, full = run.settings, run.world, step.layout.full
     loss = build_loss(settings.loss, full.loss_type)
-    pictures = settings.log.pictures
-    context = EvalContext(full, tokenizer, world, settings.data, settings.train.arithmetic, loss, pictures)
+    examples = settings.log.pictures
+    context = EvalContext(full, tokenizer, world, settings.data, settings.train.arithmetic, loss, examples)
     context.interrupt = lambda: run.signals.received is not None
     weights: dict[Any, Any] = {"trained": step.whole_weights}
     if step.averages is not None:

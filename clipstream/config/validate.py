@@ -72,7 +72,7 @@ _UNSHARDED = Is(
 )
 _CHANGED = Is("not empty", lambda section: section != type(section)())
 PROMPTS = Conflict({"evals.NAME.prompts": SET, "log.pictures": 0},
-                   "log.pictures is 0, so nothing is shown: raise it, or leave the prompts out")  # fmt: skip
+                   "requires log.pictures above 0")  # fmt: skip
 _NO_VIEWS = Is("without augmented views", lambda views: views == 0)
 AS_EVALUATED = tuple(
     Conflict({f"data.{key}": changed, "the features of images": _NO_VIEWS},

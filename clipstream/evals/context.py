@@ -68,13 +68,13 @@ class Reading:
 
     shards: str  # as in the settings, without credentials
     samples: int = 0  # used ones
-    pictures: int = 0  # sum of their image numbers (see `of_samples`), modulo 2^64
+    images: int = 0  # sum of their image numbers (see `of_samples`), modulo 2^64
     pairs: int = 0  # sum of their numbers of image and ids, modulo 2^64
 
     def add(self, batch: Batch) -> None:
-        pictures, pairs = of_samples(batch)
+        images, pairs = of_samples(batch)
         self.samples += len(batch)
-        self.pictures = (self.pictures + int(pictures.sum(dtype=np.uint64))) % (1 << 64)
+        self.images = (self.images + int(images.sum(dtype=np.uint64))) % (1 << 64)
         self.pairs = (self.pairs + int(pairs.sum(dtype=np.uint64))) % (1 << 64)
 
     def with_others(self, parts: list[Reading]) -> dict[str, object]:
@@ -82,7 +82,7 @@ class Reading:
         return {
             "shards": self.shards,
             "samples": sum(part.samples for part in parts),
-            "pictures": f"{sum(part.pictures for part in parts) % (1 << 64):016x}",
+            "pictures": f"{sum(part.images for part in parts) % (1 << 64):016x}",
             "pairs": f"{sum(part.pairs for part in parts) % (1 << 64):016x}",
         }
 
@@ -378,8 +378,8 @@ def of_tokenizer(tokenizer: Tokenizer) -> str:
 
 def of_samples(batch: Batch) -> tuple[Keys, Keys]:
     """Two numbers per sample, uint64 [n] each: of its image file, and of that file with its ids."""
-    pictures = torch.zeros(len(batch), dtype=torch.int64) if batch.pictures is None else batch.pictures
-    files = scramble(pictures.numpy().astype(np.uint64))
+    images = torch.zeros(len(batch), dtype=torch.int64) if batch.pictures is None else batch.pictures
+    files = scramble(images.numpy().astype(np.uint64))
     ids = batch.ids.numpy().astype(np.uint64)
     factors = np.arange(1, 2 * ids.shape[1], 2, dtype=np.uint64) * np.uint64(GOLDEN)
     return files, scramble(files + scramble((ids * factors).sum(axis=1, dtype=np.uint64)))

@@ -185,7 +185,7 @@ def _labels(batch: Batch, by: str | None) -> torch.Tensor:
     """
     if by == "pictures":
         if batch.pictures is None:
-            raise SettingsError("loss.duplicates_by: pictures takes batches with checksums of images; use captions")
+            raise SettingsError("loss.duplicates_by: pictures requires batches with image checksums; use captions")
         return batch.pictures
     draw = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (batch.ids.shape[1],), generator=draw) * 2 + 1
@@ -196,8 +196,8 @@ def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> No
     """Print a warning if the loss takes duplicates as negatives and the batch has many. Collective."""
     if getattr(settings, "duplicates", "") != "negatives":
         return
-    pictures = [None] * len(batch) if batch.pictures is None else batch.pictures.tolist()
-    named = {key for key in zip(batch.keys, pictures, strict=True) if key[0]}
+    images = [None] * len(batch) if batch.pictures is None else batch.pictures.tolist()
+    named = {key for key in zip(batch.keys, images, strict=True) if key[0]}
     keys = set().union(*world.gather_objects(named))
     if world.is_main and len(keys) < FEW_DISTINCT * batch.global_size:
         logger.warning(

@@ -16,7 +16,7 @@ _GATHER = (
     "GiB that the texts of all ranks may take to be gathered at once, with as much for their gradients; larger batches "
     "pass them from rank to rank; 1 on a GPU and 0 on the CPU unless set"
 )
-_BY = "which samples are equal: captions (equal ids) unless set, or pictures (equal image files)"
+_BY = "what makes samples duplicates: captions (equal token ids; default) or pictures (equal image files)"
 
 
 class LossSettings(PluginSection):

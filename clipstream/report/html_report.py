@@ -24,7 +24,7 @@ from clipstream import __version__
 from clipstream.checkpoint.run_lock import is_occupied
 from clipstream.errors import SettingsError
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, groups, way_of
-from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, Page, PictureFiles, Record, Sink, flat, lines
+from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, Page, Record, Sink, flat, lines
 from clipstream.report.terminal import chance_of, early_stop_line, is_minor, is_share
 from clipstream.storage.shard_url import redact
 from clipstream.text import duration, milliseconds, percent
@@ -109,7 +109,7 @@ class RunContents:
     failed: dict[str, tuple[float, str]] = field(default_factory=dict)
     rollbacks: list[Record] = field(default_factory=list)  # step, to, skipped
     settings: dict[str, str] = field(default_factory=dict)  # the resolved settings, by dotted key
-    pages: list[Page] = field(default_factory=list)  # pictures
+    pages: list[Page] = field(default_factory=list)  # images and tables
     audit: Record = field(default_factory=dict)  # of the precision of a step; empty if there was none
 
     @property
@@ -133,7 +133,7 @@ def read_run(folder: Path) -> RunContents:
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise SettingsError(f"{folder} holds no run: there is no {METRICS_FILE} in it")
-    pages = [*PictureFiles(folder).pages(), *PictureFiles(folder / WATCH_FOLDER).pages()]
+    pages = [*ImageFiles(folder).pages(), *ImageFiles(folder / WATCH_FOLDER).pages()]
     newest = {page.name: page for page in sorted(pages, key=lambda page: page.step)}
     run = RunContents(
         name=folder.resolve().name, pages=[newest[name] for name in dict.fromkeys(page.name for page in pages)]
@@ -280,7 +280,7 @@ def write_evaluations(path: Path, name: str, records: Sequence[Record], pages: S
 
     Args:
         records: of the evaluations, as in metrics.jsonl.
-        pages: their pictures.
+        pages: their images and tables.
 
     Raises:
         OSError: the file cannot be written.
@@ -327,7 +327,7 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         "precision": ("Precision", any(run.audit for run in runs)),
         "evaluations": ("Evaluations", evaluations),
         "data": ("Data", any(run.stages or run.health for run in runs)),
-        "pictures": ("Pictures", pages),
+        "pictures": ("Images", pages),
         "settings": ("Settings", settings),
         "environment": ("Environment", any(run.starts for run in runs)),
     }

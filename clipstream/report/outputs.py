@@ -1,4 +1,4 @@
-"""The outputs of a run, behind one object: records and pictures enter, and go to every sink.
+"""The outputs of a run, behind one object: records and images enter, and go to every sink.
 
 The files that resuming and the report read are always written; `log.sinks` adds to them.
 """
@@ -21,9 +21,9 @@ from clipstream.report.sinks import (
     METRICS_FILE,
     NONFINITE_FILE,
     QUARANTINE_FILE,
+    ImageFiles,
     MetricsFile,
     NonfiniteFile,
-    PictureFiles,
     QuarantineFile,
     Record,
     RunInfo,
@@ -113,7 +113,7 @@ class Outputs(SinkGroup):
 
     def __init__(self, settings: LogSettings, world: World, run: RunInfo, *, subject: Record | None = None) -> None:
         super().__init__(settings.sinks)
-        self._world, self._pictures, self._run, self._subject = world, settings.pictures, run, subject or {}
+        self._world, self._examples, self._run, self._subject = world, settings.pictures, run, subject or {}
         if not world.is_main:
             return
         folder, done = run.folder, run.resume_step
@@ -121,7 +121,7 @@ class Outputs(SinkGroup):
             **build_sinks(settings, run),
             QUARANTINE_FILE: QuarantineFile(folder / QUARANTINE_FILE, done),
             NONFINITE_FILE: NonfiniteFile(folder / NONFINITE_FILE, done),
-            "pictures": PictureFiles(folder),
+            "pictures": ImageFiles(folder),
             "data_stall_warning": DataStallWarning(world.size),
         }
         if settings.report:
@@ -144,10 +144,10 @@ class Outputs(SinkGroup):
         Args:
             decode: the ids of a text -> the text.
         """
-        if self.sinks and self._pictures and batch.pixels is not None:
+        if self.sinks and self._examples and batch.pixels is not None:
             from clipstream.evals.context import Example
 
-            rows = batch.weights.nonzero().flatten().tolist()[: self._pictures]  # without padding
+            rows = batch.weights.nonzero().flatten().tolist()[: self._examples]  # without padding
             texts = [decode(ids) for ids in batch.ids[rows].tolist()]
             self.show(step, "train", list(map(Example, batch.pixels[rows], texts, [batch.keys[i] for i in rows])))
 

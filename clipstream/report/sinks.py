@@ -1,4 +1,4 @@
-"""Sinks: what a run's records and pictures are handed to. The protocol, metrics.jsonl, pictures/, TensorBoard.
+"""Sinks: what a run's records and images are handed to. The protocol, metrics.jsonl, pictures/, TensorBoard.
 
 A record is a dictionary of plain values with a step and one of: a training line (loss, ...), the time of the data
 stages (stages), an evaluation (eval, metrics), data health (health), unusable samples (quarantine), a skipped step
@@ -40,7 +40,7 @@ AUDIT_FILE = "precision_audit.json"  # see report.precision_audit
 QUARANTINE_FILE = "quarantine.jsonl"
 NONFINITE_FILE = "nonfinite.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-PICTURES_FOLDER = "pictures"
+IMAGES_FOLDER = "pictures"
 LARGEST = 160  # pixels of a thumbnail's longer side
 LISTED = 1_000_000  # dropped samples listed per run, about 250 MB; further ones are only counted
 
@@ -71,7 +71,7 @@ class Sink(Protocol):
         return None
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Take pictures with their texts, and tables, of the evaluator `name` or of training batches ('train')."""
+        """Take images with their texts, and tables, of the evaluator `name` or of training batches ('train')."""
         return None
 
     def status(self, text: str) -> None:
@@ -283,7 +283,7 @@ class TensorBoard(Sink):
         self._writer = make(str(Path(folder) / TENSORBOARD_FOLDER), purge_step=purge, flush_secs=20)
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Add pictures as a grid, and their texts and the tables as text."""
+        """Add images as a grid, and their texts and the tables as text."""
         import torch
 
         if examples:
@@ -306,7 +306,7 @@ class TensorBoard(Sink):
         self._writer.close()
 
 
-class Picture(TypedDict):
+class ShownImage(TypedDict):
     """An `Example` whose pixels are a JPEG thumbnail, in a data: URL."""
 
     src: str
@@ -319,18 +319,18 @@ class Picture(TypedDict):
 
 @dataclass(frozen=True)
 class Page:
-    """Pictures and tables (title, header, rows) of an evaluator, or of 'train', at one step."""
+    """Images and tables (title, header, rows) of an evaluator, or of 'train', at one step."""
 
     name: str
     step: int
-    pictures: list[Picture]
+    pictures: list[ShownImage]
     tables: list[dict[str, object]] = field(default_factory=list)
 
     @classmethod
     def of(cls, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> Page:
         from PIL import Image
 
-        pictures: list[Picture] = []
+        images: list[ShownImage] = []
         for example in examples:
             image = Image.fromarray(example.pixels.permute(1, 2, 0).cpu().numpy())
             image.thumbnail((LARGEST, LARGEST))
@@ -338,30 +338,30 @@ class Page:
             image.save(file, "JPEG", quality=85)
             src = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
             guesses = [(text, round(float(score), 4)) for text, score in example.guesses]
-            pictures.append(
-                Picture(
+            images.append(
+                ShownImage(
                     src=src, text=example.text, key=example.key, guesses=guesses, group=example.group, note=example.note
                 )
             )
-        return cls(name, step, pictures, [asdict(table) for table in tables])
+        return cls(name, step, images, [asdict(table) for table in tables])
 
     @property
-    def groups(self) -> dict[str, list[Picture]]:
-        """The pictures by heading, in their order."""
-        groups: dict[str, list[Picture]] = {}
-        for picture in self.pictures:
-            groups.setdefault(picture["group"], []).append(picture)
+    def groups(self) -> dict[str, list[ShownImage]]:
+        """The images by heading, in their order."""
+        groups: dict[str, list[ShownImage]] = {}
+        for image in self.pictures:
+            groups.setdefault(image["group"], []).append(image)
         return groups
 
 
-class PictureFiles(Sink):
-    """FOLDER/pictures/NAME.json: the newest pictures and tables of each evaluator, and of training ('train')."""
+class ImageFiles(Sink):
+    """FOLDER/pictures/NAME.json: the newest images and tables of each evaluator, and of training ('train')."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder) / PICTURES_FOLDER
+        self.folder = Path(folder) / IMAGES_FOLDER
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Replace the pictures and tables of `name`. Raises OSError: they cannot be written."""
+        """Replace the images and tables of `name`. Raises OSError: they cannot be written."""
         self.folder.mkdir(parents=True, exist_ok=True)
         page = Page.of(step, name, examples, tables)
         file = re.sub(r"[^\w.-]", lambda character: f"%{ord(character[0]):x}", name)

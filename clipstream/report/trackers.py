@@ -1,6 +1,6 @@
 """Sinks for other tools: the experiment trackers Weights & Biases and Trackio.
 
-Records and pictures enter; the figures of a run in the tracker leave. Metrics have the names that they have
+Records and images enter; the figures of a run in the tracker leave. Metrics have the names that they have
 in TensorBoard: train/loss, eval/val/top1, health/…, stages/….
 """
 
@@ -24,29 +24,29 @@ WANDB_ID = "wandb_id"  # file with the id under which Weights & Biases knows the
 
 
 class Tracker(Sink):
-    """A run of a tracker with the interface of Weights & Biases: `log`, `finish`, and pictures as `Image`.
+    """A run of a tracker with the interface of Weights & Biases: `log`, `finish`, and images as `Image`.
 
     Args:
         module: of the tracker.
         run: as the module's `init` returns it.
         table: (title, header, rows) -> what the tracker shows as a table.
-        pictures: images of the module with their texts -> what the tracker shows as several pictures.
+        images: images of the module with their texts -> what the tracker shows as several images.
     """
 
     def __init__(
-        self, module: Any, run: Any, table: Callable[[Table], Any], pictures: Callable[[list[tuple[Any, str]]], Any]
+        self, module: Any, run: Any, table: Callable[[Table], Any], images: Callable[[list[tuple[Any, str]]], Any]
     ) -> None:
-        self._module, self._run, self._table, self._pictures = module, run, table, pictures
+        self._module, self._run, self._table, self._images = module, run, table, images
 
     def write(self, record: Record) -> None:
         if metrics := dict(scalars(record)):
             self._run.log(metrics, step=record["step"])
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Log the pictures with their texts, and the tables."""
+        """Log the images with their texts, and the tables."""
         found: dict[str, Any] = {f"tables/{name}/{table.title}": self._table(table) for table in tables}
         if examples:
-            found[f"pictures/{name}"] = self._pictures(
+            found[f"pictures/{name}"] = self._images(
                 [
                     (self._module.Image(one.pixels.permute(1, 2, 0).cpu().numpy(), caption=one.text), one.text)
                     for one in examples
@@ -90,7 +90,7 @@ def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
         wandb,
         found,
         table=lambda table: wandb.Table(list(table.header), [list(row) for row in table.rows]),
-        pictures=lambda pairs: [image for image, _ in pairs],
+        images=lambda pairs: [image for image, _ in pairs],
     )
 
 
@@ -116,7 +116,7 @@ def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
         found,
         table=lambda table: trackio.Markdown(markdown_table(table.header, table.rows)),
         # Trackio takes several images in a table alone.
-        pictures=lambda pairs: trackio.Table(columns=["picture", "text"], data=[list(pair) for pair in pairs]),
+        images=lambda pairs: trackio.Table(columns=["picture", "text"], data=[list(pair) for pair in pairs]),
     )
 
 

@@ -12,9 +12,9 @@ from typing import Any, TextIO
 
 UTF8 = "utf-8-sig"  # a byte order mark is left out
 HEAD = 512  # bytes that are looked at, at most
-PICTURES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF")  # that are decoded
+IMAGES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF")  # that are decoded
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
-PICTURE_NAME = re.compile(rf"(?i)(?:{'|'.join(map(re.escape, SUFFIXES))})\s*$")
+IMAGE_NAME = re.compile(rf"(?i)(?:{'|'.join(map(re.escape, SUFFIXES))})\s*$")
 OTHER_NAME = "the file's name is"  # where only the suffix differs
 TEXTS = ("utf16", "sep", "JSON", "shards", "CSV")  # what a table of text may be
 _TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
@@ -134,7 +134,7 @@ def rows_of(found: Mapping[str, Any]) -> Iterable[Mapping[str, Any]] | None:
     names, rows, values = found.get("columns"), found.get("data"), list(found.values())
     if isinstance(rows, list) and all(isinstance(row, list if names else dict) for row in rows):  # "split", "table"
         return [dict(zip(map(str, names), row, strict=True)) for row in rows] if names else rows
-    if found and all(map(PICTURE_NAME.search, found)):  # by the image's path
+    if found and all(map(IMAGE_NAME.search, found)):  # by the image's path
         return ({"filepath": k, **(v if isinstance(v, dict) else {"title": v})} for k, v in found.items())
     if len(values) < 2 or len(values[0] if isinstance(values[0], (dict, list)) else ()) < 2:
         return None

@@ -37,7 +37,7 @@ from clipstream.report.html_report import (
     short,
     write_comparison,
 )
-from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, MetricsFile, PictureFiles
+from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, MetricsFile
 from tests.support.browser import look, needs_browser
 from tests.support.json_values import JSON, changed, places
 from tests.support.run_folders import EXAMPLES, make_run, picture
@@ -61,7 +61,7 @@ def test_it_says_what_the_run_was(tmp_path: Path) -> None:
         assert said in page, said
     assert page.index("<h4>wrong</h4>") < page.index("<h4>right</h4>") < page.index("“a &lt;red&gt; cat”"), "as shown"
     order = ('class="status', "<nav>", 'id="figures"', 'id="training"', "<svg", 'id="evaluations"', 'id="data"',
-             'id="pictures"', "Examples of animals", "Training pictures", 'id="settings"',
+             'id="pictures"', "Examples of animals", "Training images", 'id="settings"',
              'id="environment"')  # fmt: skip
     places = [page.index(part, page.index("<main>")) for part in order]
     assert places == sorted(places), "what a run came to is on top, pictures follow"
@@ -131,8 +131,8 @@ def test_a_followers_evaluations_are_in_it(tmp_path: Path) -> None:
     for step, name, top1 in made:
         values = {"top1": top1, "n": 120, "dropped": 0, "seconds": 1.0}
         add(folder / WATCH_FOLDER / FIGURES_FILE, {"step": step, "eval": name, **values, "metrics": metrics})
-    PictureFiles(folder / WATCH_FOLDER).show(2500, "animals", [Example(picture(1), "a newer picture")])
-    PictureFiles(folder / WATCH_FOLDER).show(250, "birds", [Example(picture(2), "a bird")])
+    ImageFiles(folder / WATCH_FOLDER).show(2500, "animals", [Example(picture(1), "a newer picture")])
+    ImageFiles(folder / WATCH_FOLDER).show(250, "birds", [Example(picture(2), "a bird")])
     run = read_run(folder)
     assert run.evaluations["animals"]["top1"] == [(250, 0.3), (500, 0.4), (1000, 0.5), (1500, 0.4), (2000, 0.4)]
     assert run.evaluations["birds"]["top1"] == [(250, 0.2)], "the last one of a step"
@@ -204,7 +204,7 @@ def test_it_is_made_at_evaluations_not_too_often(tmp_path: Path) -> None:
 
 
 def test_an_album_keeps_the_newest_of_each_name(tmp_path: Path) -> None:
-    album = PictureFiles(tmp_path)
+    album = ImageFiles(tmp_path)
     for step in (1, 2):
         for name in ("a/b", "a%2fb", "train", "ä:1"):
             album.show(step, name, [Example(picture(step), f"{name} at {step}")])

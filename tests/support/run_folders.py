@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from clipstream.evals.context import Example, Table
-from clipstream.report.sinks import MetricsFile, PictureFiles
+from clipstream.report.sinks import ImageFiles, MetricsFile
 
 DROPS = {"no_caption": 39, "image_truncated": 1}
 EXAMPLES = {"no_caption": "00001.tar/12: has json, png", "image_truncated": "00003.tar/7: cut after 90 bytes"}
@@ -49,7 +49,7 @@ def make_run(folder: Path, *, lr: float = 5e-4, steps: int = 2000) -> Path:
     sink.write({"step": steps, "health": {"train": health}})
     sink.close()
     (folder / "config.yaml").write_text(f"run:\n  name: {folder.name}\noptim:\n  lr: {lr}\n  wd: null\n")
-    album = PictureFiles(folder)
+    album = ImageFiles(folder)
     album.show(0, "train", [Example(picture(i), f"a <b>small</b> cat {i}", f"00000/{i}") for i in range(5)])
     guesses = (("dog & bone", 0.31), ("cat", 0.29))
     shown = [Example(picture(i), "cat", f"1/{i}", guesses, group) for group in ("wrong", "right") for i in range(3)]

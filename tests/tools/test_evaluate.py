@@ -257,7 +257,7 @@ def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.Capture
     prompts = ["--checkpoint", str(run), "--evals.val.prompts", "[a cat]"]
     assert main(prompts) == 2 and "set --report FILE.html" in capsys.readouterr().err
     assert main([*prompts, "--report", f"{tmp_path}/x.html", "--log.pictures", "0"]) == 2
-    assert "evals.val.prompts: log.pictures is 0" in capsys.readouterr().err
+    assert "evals.val.prompts: requires log.pictures above 0" in capsys.readouterr().err
     assert main(["--checkpoint", str(run), "--model", "ViT-B-32"]) == 2
     assert "--model" in capsys.readouterr().err
     assert main(["--model", str(run), "--val-data", "synthetic:"]) == 2

@@ -176,7 +176,7 @@ def test_a_run_that_lies_still(run: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--idle", "soon"], "--idle: expected seconds, not 'soon'"),
         (["--evals.val", "null", "--evals.kinds", "null"], "nothing to evaluate on"),
         (["--modl", "x"], "did you mean"),
-        (["--evals.val.prompts", "[a cat]", "--log.pictures", "0"], "evals.val.prompts: log.pictures is 0"),
+        (["--evals.val.prompts", "[a cat]", "--log.pictures", "0"], "evals.val.prompts: requires log.pictures above 0"),
         (["--evals.kinds.classes", "[a]"], "evals.kinds.classes: 1 given"),
     ],
 )

@@ -36,7 +36,7 @@ from clipstream.models.pretrained import preflight
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, WATCH_FOLDER, add, traced
 from clipstream.report.html_report import Report
 from clipstream.report.outputs import build_sinks
-from clipstream.report.sinks import METRICS_FILE, PictureFiles, Record, RunInfo, SinkGroup, lines
+from clipstream.report.sinks import METRICS_FILE, ImageFiles, Record, RunInfo, SinkGroup, lines
 from clipstream.report.terminal import evaluation_line
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
@@ -126,7 +126,7 @@ class _Watcher(SinkGroup):
                 self._note(record)
         # TensorBoard hides events of later steps than `resume_step`.
         info = RunInfo(self.folder, 0, max((step for _, step, _ in self._done), default=None), world.size)
-        self.sinks = {**build_sinks(settings.log, info, trains=False), "pictures": PictureFiles(self.folder)}
+        self.sinks = {**build_sinks(settings.log, info, trains=False), "pictures": ImageFiles(self.folder)}
 
     def loop(self, signals: StopSignals, idle: float) -> None:
         """Return when the run has ended and everything is evaluated.

@@ -117,7 +117,7 @@ class Profile:
                 self.suffixes[suffix] += 1
             if in_folder and ((part := f"{stem}.{suffix}") in self.parts or len(self.parts) <= PARTS):
                 self.parts[part] += 1
-            if content.kind(bytes(data[:512])) in content.PICTURES:
+            if content.kind(bytes(data[:512])) in content.IMAGES:
                 self.images[suffix] += 1
             else:
                 kept[suffix] = bytes(data)

@@ -33,7 +33,7 @@ FIRST_SILENT = 4  # the same for servers that do not answer: each may have cost 
 PROFILED = 64  # dropped samples whose members are examined for the advice
 FEW_SAMPLES = 20  # too few to tell whether captions are constant
 SHOWN_CAPTION = 60  # characters
-FLAT_RANGE = 4  # of 255: highest difference of the pixels of a picture of one colour, in each channel
+FLAT_RANGE = 4  # of 255: highest difference of the pixels of an image of one colour, in each channel
 LISTED = 1000  # dropped samples of a source that one report lists; all are counted
 _SHOWN = 5
 _NUMBER = re.compile(r"(?i)[-+.,:/\d\s%tz]*\d[-+.,:/\d\s%tze]*$|(?:true|false|none|null|nan)$")
@@ -50,11 +50,11 @@ _OTHERS = (
 
 class Captions:
     """The captions of a source's first samples, for a warning if they are (nearly) all the same, or no texts, and
-    whether their pictures have one colour.
+    whether their images have one colour.
 
     Attributes:
         seen: hash of a sample's name -> hash and beginning of its caption.
-        flat: name of a sample whose picture has (nearly) one colour, by the hash of it.
+        flat: name of a sample whose image has (nearly) one colour, by the hash of it.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Captions:
                     self.flat[key] = other.flat[key]
 
     def flat_warning(self) -> str:
-        """The warning on pictures of one colour; '' if there are few."""
+        """The warning on images of one colour; '' if there are few."""
         if len(self.seen) < FEW_SAMPLES or len(self.flat) <= 0.05 * len(self.seen):
             return ""
         example = printable(next(iter(self.flat.values())), 200)

@@ -33,7 +33,7 @@ from clipstream.storage.shard_url import ShardURL, redact, table_format
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.storage.transfer import ShardError
 from clipstream.text import counted, printable
-from clipstream.utils.content import HEAD, OTHER_NAME, PICTURE_NAME, SUFFIXES, TEXTS, describe, kind, open_text, rows_of
+from clipstream.utils.content import HEAD, IMAGE_NAME, OTHER_NAME, SUFFIXES, TEXTS, describe, kind, open_text, rows_of
 from clipstream.utils.logs import logger
 
 BLOCK = 1000  # most rows of a shard
@@ -119,7 +119,7 @@ class TableSource(SourceType):
             with open(local, "rb") as file:
                 head = file.read(HEAD)
             what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
-            if table_format(url) == "csv" and any(map(PICTURE_NAME.search, names)):
+            if table_format(url) == "csv" and any(map(IMAGE_NAME.search, names)):
                 what = "its header is missing, as its first line is a row: put a line such as filepath,title first; "
             flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
             raise DataError(
@@ -521,7 +521,7 @@ class RowShard(OpenShard):
                 except (OSError, ValueError) as error:  # ValueError: a null byte in the path
                     fault = getattr(error, "strerror", None) or str(error)
             shown = where.encode(errors="backslashreplace").decode()  # a name that is no UTF-8
-            others = (PICTURE_NAME.sub("", where) + one for suffix in SUFFIXES for one in (suffix, suffix.upper()))
+            others = (IMAGE_NAME.sub("", where) + one for suffix in SUFFIXES for one in (suffix, suffix.upper()))
             there = os.path.basename(next(filter(os.path.isfile, others), ""))
             raise Dropped(MISSING_IMAGE, f"{shown}: {fault}{f'; {OTHER_NAME} {there}: write that' if there else ''}")
         return {}
