@@ -24,7 +24,7 @@ class TokenizerSettings(PluginSection):
     """How a caption becomes token ids. `type` may be a user's own `package.module:Name`."""
 
     type: str = Field("model", description="model (the model's own), hub, path, or package.module:Name")
-    context_length: int | None = Field(None, ge=1, description="tokens per caption; the model's own unless set")
+    context_length: int | None = Field(None, ge=1, description="tokens per caption; default: the model's")
 
 
 class _HuggingFace(TokenizerSettings):
@@ -68,7 +68,11 @@ class TextCaption(CaptionSettings):
     """A text member holds the caption."""
 
     type: Literal["text"] = "text"
-    key: str = Field("txt", min_length=1, description="suffix of the text member; several by ';', first present wins")
+    key: str = Field(
+        "txt",
+        min_length=1,
+        description="suffix of the text member; of several, separated by ';', the first that exists is used",
+    )
 
 
 class JsonCaption(CaptionSettings):
@@ -81,14 +85,14 @@ class JsonCaption(CaptionSettings):
 
     type: Literal["json"] = "json"
     path: str | list[str] = Field(
-        description="path into the JSON member, e.g. caption.en or texts.*.t; several: tried in order"
+        description="path into the JSON member, e.g. caption.en or texts.*.t; several are tried in order"
     )
     key: str = Field("json", min_length=1, description="suffix of the JSON member")
     fallback: str | None = Field(None, description="suffix of a text member used when no path gives a caption")
     weights: list[float] | None = Field(
         None,
-        description="sampling weight of each path, in place of the first path that has text; 0: used only where no "
-        "other has text",
+        description="sampling weight of each path, instead of using the first path with text; paths with weight 0 are "
+        "fallbacks",
     )
 
     @property
@@ -110,13 +114,13 @@ class JsonCaption(CaptionSettings):
     @classmethod
     def _weights_fit(cls, value: list[float] | None) -> list[float] | None:
         if value is not None and (any(w < 0 for w in value) or sum(value) <= 0):
-            raise ValueError("weights must be 0 or more, and one of them positive")
+            raise ValueError("weights must be non-negative, at least one of them positive")
         return value
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Keys of several paths."""
         if self.weights and len(self.weights) != len(self.paths):
-            yield "weights", f"{len(self.weights)} weights for {len(self.paths)} paths: give one for each"
+            yield "weights", f"{len(self.weights)} weights for {len(self.paths)} paths: set one weight per path"
 
 
 CaptionSettings.builtin = {"text": TextCaption, "json": JsonCaption}
@@ -146,60 +150,64 @@ class SourceSettings(PluginSection):
 
     type: str = Field(
         AUTO,
-        description="auto (by the names of the shards), tar, table, folder, imagenet, benchmark, toy, synthetic, "
+        description="auto (from the names of the shards), tar, table, folder, imagenet, benchmark, toy, synthetic, "
         "or package.module:Name",
     )
     shards: str | list[str] = Field(
-        description="tars: braces, lists, '::', globs, pipe:, http(s):, s3:, gs:, az:, hf:; manifests: .csv, .tsv, "
-        ".jsonl, .json and .parquet; folder:PATH (one folder a class); benchmark:ROOT (CLIP_benchmark's layout); "
+        description="tars: braces, lists, '::', globs, pipe:, http(s):, s3:, gs:, az:, hf:; tables: .csv, .tsv, "
+        ".jsonl, .json and .parquet; folder:PATH (one folder per class); benchmark:ROOT (CLIP_benchmark's layout); "
         "toy:SPLIT (toy data); synthetic: (speed tests)"
     )
-    weight: float = Field(1.0, gt=0, description="share of the samples, relative to other sources")
+    weight: float = Field(1.0, gt=0, description="sampling weight relative to other sources")
     upsampling_factors: list[float] | None = Field(
         None,
-        description="one for each part of shards (between '::', or of the list): how often a shard of the part is "
-        "drawn in the mode resampled, relative to the others",
+        description="one factor per part of shards (separated by '::', or list items): relative sampling frequency of "
+        "the part's shards; mode resampled only",
     )
     image_key: str = Field(
         "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;image;filepath;image_path;file_name",
         min_length=1,
-        description="suffixes of the image member, or a manifest's columns with its path, by ';', first present wins",
+        description="suffixes of the image member, or columns of a table with its path, separated by ';'; the first "
+        "that exists is used",
     )
     folder: PathText | None = Field(
-        None, description="base folder of a manifest's relative paths; the manifest's own folder unless set"
+        None, description="base folder of relative image paths in a table; default: the table's folder"
     )
     separator: str | None = Field(
-        None, min_length=1, max_length=1, description="delimiter of a CSV; detected from its header unless set"
+        None, min_length=1, max_length=1, description="delimiter of a CSV; default: detected from its header"
     )
-    quoting: bool = Field(True, description="fields of a CSV may be quoted; false: quotes are literal")
+    quoting: bool = Field(True, description="parse quoted fields of a CSV; false: quotes are literal")
     caption: SerializeAsAny[CaptionSettings] = Field(
         default_factory=TextCaption,
-        description="where the caption is: {type: text, key: txt}, {type: json, path: …}; unless set, txt, and of "
-        "a CSV title before it",
+        description="caption extractor: {type: text, key: txt} or {type: json, path: …}; default: txt; for a CSV "
+        "title, "
+        "then txt",
     )
     index: PathText | None = Field(
         None,
-        description="what tells how many samples each shard holds, for the mode indexed: a folder that "
-        "`clipstream index` wrote, or wids' index (JSON); what lies beside local shards is found without",
+        description="sample counts of the shards for mode indexed: a folder written by `clipstream index`, or a wids "
+        "index (JSON); default: index files beside the shards",
     )
     keep: PathText | None = Field(
         None,
-        description="file of the samples to use, as `clipstream search` writes it: lines KEY or SHARD/KEY, or a .csv "
-        "or .parquet with the columns key, shard and source; others are dropped as not_kept, in the mode indexed with "
-        "their slots left empty",
+        description="file listing the samples to use, as written by `clipstream search`: lines KEY or SHARD/KEY, or a "
+        ".csv or .parquet with the columns key, shard and source; other samples are dropped as not_kept (in mode "
+        "indexed their slots stay empty)",
     )
-    drop: PathText | None = Field(None, description="file of samples not to use, as keep")
+    drop: PathText | None = Field(None, description="file listing samples to exclude, in the format of keep")
     transform: str | None = Field(
-        None, description="the user's own sample -> sample or None (drop), as package.module:fn, before the caption"
+        None,
+        description="function sample -> sample or None (drop), as package.module:fn; runs before the caption is "
+        "extracted",
     )
     image_transform: SerializeAsAny[ImageTransformSettings] = Field(
         default_factory=DefaultImageTransform,
-        description="decoded image -> pixels: {type: default}, or your own {type: package.module:Name}",
+        description="converts a decoded image to pixels: {type: default} or {type: package.module:Name}",
     )
-    background: str = Field("white", description="background of transparent pixels: a colour name or #rrggbb")
+    background: str = Field("white", description="background color of transparent pixels: a name or #rrggbb")
     orientation: Literal["auto", "exif", "stored"] = Field(
         "auto",
-        description="exif turns images upright by their EXIF tag, stored does not; auto: exif in training only",
+        description="exif: apply the EXIF orientation; stored: ignore it; auto: exif in training, stored in evaluation",
     )
 
     @field_validator("shards")
@@ -237,19 +245,20 @@ class SourceSettings(PluginSection):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Factors for other parts than there are; CSVs beside other shards, where no column or member is named."""
         if (factors := self.upsampling_factors) is not None and len(factors) != len(self.parts):
-            text = f"{len(factors)} factors for {len(self.parts)} parts of shards, separated by '::': give one for each"
+            text = f"{len(factors)} factors for {len(self.parts)} parts of shards: set one per part, separated by '::'"
             yield "upsampling_factors", text
         elif factors is not None and min(factors) <= 0:
-            yield "upsampling_factors", "the factors must be above 0: leave a part out in place of a factor of 0"
+            yield "upsampling_factors", "factors must be positive: remove a part instead of setting its factor to 0"
         is_csv = _which_are_csv(self.shards, self.type)
         if "caption" not in self.model_fields_set and len(set(is_csv.values())) > 1:
             table, other = (next(name for name, csv in is_csv.items() if csv is kind) for kind in (True, False))
             yield (
                 "shards",
                 (
-                    f"the captions of a CSV ({redact(table)}) are in its column title or txt, those of other shards "
-                    f"({redact(other)}) in txt: set the caption, such as {{type: text, key: {CSV_CAPTION}}} "
-                    f"(--caption-key '{CSV_CAPTION}'), or make two sources of them"
+                    f"a CSV ({redact(table)}) and other shards ({redact(other)}) have different default captions: set "
+                    f"the "
+                    f"caption, such as {{type: text, key: {CSV_CAPTION}}} (--caption-key '{CSV_CAPTION}'), or use two "
+                    f"sources"
                 ),
             )
 
@@ -296,7 +305,7 @@ def rgb(name: str) -> tuple[int, int, int]:
     try:
         red, green, blue = ImageColor.getrgb(name)[:3]
     except ValueError as error:
-        raise ValueError(f"{name!r} is no colour: use a name such as white, or #rrggbb") from error
+        raise ValueError(f"invalid color {name!r}: use a name such as white, or #rrggbb") from error
     return red, green, blue
 
 
@@ -305,11 +314,12 @@ class SamplingSettings(Section):
 
     mode: Literal["resampled", "epoch", "indexed"] = Field(
         "resampled",
-        description="resampled: shards drawn with replacement, endlessly; epoch: each shard once per pass; indexed: "
+        description="resampled: sample shards with replacement, endlessly; epoch: each shard once per epoch; indexed: "
         "each sample once per epoch (run `clipstream index` first)",
     )
     shards: Literal["shared", "split"] = Field(
-        "shared", description="shared: every lane draws from all shards; split: each lane has a fixed part of its own"
+        "shared",
+        description="shared: every lane samples from all shards; split: each lane has its own subset of the shards",
     )
     replacement: bool = Field(
         True, description="in mode resampled: sample shards with replacement; false: without replacement"
@@ -322,10 +332,10 @@ class SamplingSettings(Section):
 
     pairs = (
         Conflict({"replacement": False, "mode": other_than("resampled")},
-                 "has no effect, as the mode {1!r} draws without replacement: leave it out", notice=True),
+                 "has no effect in mode {1!r}, which samples without replacement: remove it", notice=True),
         Conflict(
             {"remainder": other_than("drop"), "mode": other_than("indexed")},
-            "has no effect, as the mode {1!r} has no remainder: leave it out, or set --data.sampling.mode indexed",
+            "has no effect in mode {1!r}: remove it, or set --data.sampling.mode indexed",
             notice=True,
         ),
     )  # fmt: skip
@@ -350,26 +360,26 @@ class ShuffleSettings(Section):
 class AugmentSettings(Section):
     """Training's image transform: a random crop, resized to the model's size."""
 
-    enabled: bool = Field(True, description="false: images as evaluation preprocesses them, the same in each pass")
-    scale: tuple[float, float] = Field(
-        (0.9, 1.0), description="share of the image's area that a crop takes, min and max"
+    enabled: bool = Field(True, description="random augmentation; false: the preprocessing of evaluation")
+    scale: tuple[float, float] = Field((0.9, 1.0), description="area of the crop relative to the image, min and max")
+    ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of the crop, min and max")
+    interpolation: Literal["random", "bilinear", "bicubic"] = Field(
+        "bicubic", description="interpolation of the resize"
     )
-    ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of a crop, min and max")
-    interpolation: Literal["random", "bilinear", "bicubic"] = Field("bicubic", description="of the resize")
-    flip: Share = Field(0.0, description="probability of a mirrored image")
+    flip: Share = Field(0.0, description="probability of a horizontal flip")
     color_jitter: tuple[Share, Share, Share, Share] | None = Field(
         None,
-        description="strengths of brightness, contrast, saturation and hue (at most 0.5), as torchvision's; "
-        "one number for the first three",
+        description="strengths of brightness, contrast, saturation and hue (at most 0.5), as in torchvision; "
+        "one number sets the first three",
     )
-    color_jitter_prob: Share = Field(0.0, description="probability of jittered colours")
-    gray_scale_prob: Share = Field(0.0, description="probability of a grey image")
+    color_jitter_prob: Share = Field(0.0, description="probability of color jitter")
+    gray_scale_prob: Share = Field(0.0, description="probability of conversion to grayscale")
 
     @field_validator("scale", "ratio")
     @classmethod
     def _ordered(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not 0 < value[0] <= value[1]:
-            raise ValueError("min and max must be positive and in order")
+            raise ValueError("min and max must be positive, and min <= max")
         return value
 
     @field_validator("color_jitter", mode="before")
@@ -384,27 +394,27 @@ class AugmentSettings(Section):
     @classmethod
     def _half_a_turn(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if value is not None and value[3] > 0.5:
-            raise ValueError("hues turn by half the circle at most: the fourth strength is at most 0.5")
+            raise ValueError("the strength of hue must be at most 0.5")
         return value
 
     @field_validator("scale")
     @classmethod
     def _inside(cls, value: tuple[float, float]) -> tuple[float, float]:
         if value[1] > 1:
-            raise ValueError("a crop takes a share of the image: max is at most 1")
+            raise ValueError("max must be at most 1")
         return value
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
         Conflict({"color_jitter_prob": SET, "color_jitter": None},
-                 "color_jitter_prob requires color_jitter, as --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]'"),
+                 "requires data.augment.color_jitter, e.g. --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]'"),
         Conflict({"color_jitter": SET, "color_jitter_prob": 0},
-                 "color_jitter requires color_jitter_prob, 0 to 1"),
+                 "requires data.augment.color_jitter_prob above 0"),
     )  # fmt: skip
 
 
 AugmentSettings.pairs += tuple(
     Conflict({key: other_than(field.default), "enabled": False},
-             "has no effect, as data.augment.enabled is false: leave one of the two out", notice=True)
+             "has no effect with data.augment.enabled false: remove one of them", notice=True)
     for key, field in AugmentSettings.model_fields.items()
     if key != "enabled"
 )  # fmt: skip
@@ -415,59 +425,62 @@ class DataSettings(Section):
 
     global_batch_size: int = Field(512, ge=2, description="samples per step, over all ranks")
     batch_schedule: list[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=2)]]] = Field(
-        default_factory=list, description="later sizes of the global batch: [[step, samples], …], each from its step on"
+        default_factory=list, description="changes of the global batch size: [[step, samples], …]"
     )
     lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="virtual lanes: they fix the order of samples, for up to as many ranks and workers; auto: 192 "
+        description="number of virtual lanes, which determine the data order; an upper limit of ranks x workers; "
+        "auto: 192 "
         "lanes, or 3 per 16 samples of the global batch from 2,048 up",
     )
     workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto",
-        description="worker processes of a rank; 0 reads in the training process; auto: one for each core but one, or "
+        description="data worker processes per rank; 0: read in the training process; auto: the rank's cores minus "
+        "one, or "
         "2 if the model is on the CPU",
     )
-    prefetch: int = Field(3, ge=1, description="batches that each rank fills ahead")
+    prefetch: int = Field(3, ge=1, description="batches to prepare ahead per rank")
     sources: dict[str, SourceSettings] = Field(default_factory=dict, description="named sources, mixed by weight")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)
     decoder: Literal["fast", "exact"] = Field(
         "fast",
-        description="fast: training images are decoded no larger than their crops need, as sharp as open_clip's; "
-        "exact: open_clip's pixels, bit for bit; evaluation is always exact",
+        description="fast: decode training images at the reduced size that their crops need; exact: open_clip's "
+        "pixels, "
+        "bit for bit; evaluation is always exact",
     )
     max_image_pixels: int = Field(
         MAX_PIXELS,
         ge=1,
         le=MAX_PIXELS,
-        description="training images with more pixels (width x height, by the file's header) are dropped",
+        description="drop training images with more pixels (width x height)",
     )
     image_features: PathText | None = Field(
         None,
-        description="feature store (`clipstream precompute`) whose image features replace images; the image tower is "
-        "not in memory then",
+        description="feature store (`clipstream precompute`) that replaces images and the image tower",
     )
-    text_features: PathText | None = Field(
-        None, description="feature store whose text features replace captions; the text tower is not in memory then"
-    )
+    text_features: PathText | None = Field(None, description="feature store that replaces captions and the text tower")
     teacher_features: list[PathText] = Field(
-        default_factory=list, description="feature stores with the teachers' features, for distillation"
+        default_factory=list, description="feature stores of teachers, for distillation"
     )
-    cache: PathText | None = Field(None, description="folder for downloaded shards; a temporary one unless set")
+    cache: PathText | None = Field(None, description="folder for downloaded shards; default: temporary")
     cache_gib: float | None = Field(
         None,
         gt=0,
-        description="size limit of data.cache in GiB: least recently used shards are evicted; no limit unless set",
+        description="size limit of data.cache in GiB: least recently used shards are evicted; default: no limit",
     )
-    max_shard_gib: float = Field(64.0, gt=0, description="largest shard that is downloaded, in GiB")
+    max_shard_gib: float = Field(64.0, gt=0, description="maximum size of a downloaded shard, in GiB")
     max_shard_failures: Share = Field(
         0.1,
-        description="share of opened shards, at least one, that may fail before the run ends; the intact samples of a "
-        "broken shard are used; 0 ends the run at the first broken shard",
+        description="fraction of opened shards (at least one shard) that may fail before the run ends; 0: end at the "
+        "first "
+        "broken shard",
     )
-    max_sample_failures: Share = Field(0.5, description="share of read samples that may be dropped before the run ends")
-    trace: int = Field(0, ge=0, description="print the result of each stage for this many samples")
+    max_sample_failures: Share = Field(
+        0.5, description="fraction of read samples that may be dropped before the run ends"
+    )
+    trace: int = Field(0, ge=0, description="number of samples for which to print the result of each stage")
     stall_timeout: float = Field(
         300.0,
         gt=0,
@@ -485,24 +498,24 @@ class DataSettings(Section):
     def _steps_rise(cls, value: list[tuple[int, int]]) -> list[tuple[int, int]]:
         steps = [step for step, _ in value]
         if steps != sorted(set(steps)):
-            raise ValueError("its steps must rise from entry to entry")
+            raise ValueError("steps must be strictly increasing")
         return value
 
     pairs = (
         Conflict({"cache_gib": SET, "cache": None}, "data.cache_gib requires data.cache"),
         Conflict(
             {"decoder": "exact", "augment.enabled": False},
-            "evaluation's preprocessing, which data.augment.enabled false asks for, is always exact: leave it out",
+            "has no effect with data.augment.enabled false, which is always exact: remove it",
             notice=True,
         ),
         *(
             Conflict({"sources.NAME.upsampling_factors": SET, f"sampling.{key}": value},
-                     "shards are drawn by factors only in the mode resampled, shared and with replacement: set "
-                     "data.sampling so, or make each part a source with its own weight")
+                     "upsampling_factors require data.sampling mode resampled, shards shared and replacement true; or "
+                     "use one source per part, with weights")
             for key, value in (("mode", other_than("resampled")), ("shards", "split"), ("replacement", False))
         ),
         Conflict({"batch_schedule": SET, "sampling.mode": "indexed"},
-                 "not supported: the mode 'indexed' needs batches of one size: leave it out, or set "
+                 "not supported in mode 'indexed', which requires a constant batch size: remove it, or set "
                  "--data.sampling.mode resampled"),
     )  # fmt: skip
 

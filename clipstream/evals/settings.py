@@ -20,16 +20,16 @@ class EvalSettings(PluginSection):
     type: str = Field(
         "retrieval", description="retrieval, zero_shot, loss, linear_probe, knn, mean, or package.module:Name"
     )
-    every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
-    every_epochs: float | None = Field(None, gt=0, description="epochs between evaluations, in place of every")
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: only at the end")
+    every_epochs: float | None = Field(None, gt=0, description="epochs between evaluations, instead of every")
     data: SourceSettings | None = Field(None, description="source to evaluate on")
     fetch: str | None = Field(
         None, description="command that downloads the data, shown in the error if they are missing"
     )
-    batch_size: int = Field(256, ge=1, description="samples encoded at once on a rank")
+    batch_size: int = Field(256, ge=1, description="samples per forward pass on a rank")
     weights: Literal["trained", "averaged", "both"] = Field(
         "trained",
-        description="weights to evaluate; with averaged weights (train.ema) the evaluation is called NAME_averaged",
+        description="weights to evaluate; evaluations of averaged weights (train.ema) are named NAME_averaged",
     )
 
     reads: ClassVar[bool] = True  # whether a built-in one takes data
@@ -40,14 +40,14 @@ class EvalSettings(PluginSection):
         return ("trained", "averaged") if self.weights == "both" else (self.weights,)
 
     on_error: Literal["report", "raise"] = Field(
-        "report", description="report: a failed evaluation is a warning and the run continues; raise: it ends the run"
+        "report", description="on failure, report: print a warning and continue; raise: end the run"
     )
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
         Conflict({"every": other_than(0), "every_epochs": SET},
-                 "every and every_epochs exclude each other"),
+                 "every and every_epochs are mutually exclusive"),
         Conflict({"data.upsampling_factors": SET},
-                 "has no effect, as an evaluation reads each sample once: leave it out", notice=True),
+                 "has no effect in an evaluation, which reads each sample once: remove it", notice=True),
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ class PromptedSettings(EvalSettings):
 
     prompts: list[str] = Field(
         default_factory=list,
-        description="texts of your own: the report shows the images of data that match each best",
+        description="texts; the report shows the best matching images of each",
     )
 
 
@@ -67,10 +67,10 @@ class RetrievalSettings(PromptedSettings):
     captions: Literal["one", "all"] | None = Field(
         None,
         description="all: each line of the text member, and each string of a JSON list, is a caption of the image; "
-        "one unless set, and all in CLIP_benchmark's layout",
+        "default: one, or all in CLIP_benchmark's layout",
     )
-    max_captions: int = Field(32, ge=1, description="maximum number of captions of an image, with captions: all")
-    max_samples: int | None = Field(None, ge=1, description="number of images to evaluate; all unless set")
+    max_captions: int = Field(32, ge=1, description="maximum number of captions per image, with captions: all")
+    max_samples: int | None = Field(None, ge=1, description="number of images to evaluate; default: all")
 
 
 class LabelledSettings(EvalSettings):
@@ -83,8 +83,8 @@ class LabelledSettings(EvalSettings):
     )
     classes: PathText | list[str] | None = Field(
         None,
-        description="class names: a list, a file (one a line, JSON, or a table), or imagenet; a benchmark: source has "
-        "its own",
+        description="class names: a list, a file (one per line, JSON, or a table), or imagenet; default: those of a "
+        "benchmark: source",
     )
 
     @field_validator("label")
@@ -102,13 +102,13 @@ class ZeroShotSettings(LabelledSettings, PromptedSettings):
     type: Literal["zero_shot"] = "zero_shot"
     labels: Literal["one", "list", "multi_hot"] | None = Field(
         None,
-        description="of an image: one; list: all that apply; multi_hot: a 0 or 1 for each class; one unless set, or "
-        "as a benchmark: source has them",
+        description="labels per image: one; list: several; multi_hot: a 0 or 1 per class; default: one, or those of a "
+        "benchmark: source",
     )
     templates: PathText | list[str] | None = Field(
         None,
-        description="prompts with {c} or {}: a list, a file, openai (80), simple (7) or plain (1); openai unless set, "
-        "or those of a benchmark: source",
+        description="prompts with {c} or {}: a list, a file, openai (80), simple (7) or plain (1); default: openai, or "
+        "those of a benchmark: source",
     )
 
 
@@ -121,15 +121,15 @@ class LossEvalSettings(EvalSettings):
     """The loss that is trained, on `data`, in fixed batches of the training's global size."""
 
     type: Literal["loss"] = "loss"
-    global_batch_size: int | None = Field(None, ge=2, description="pairs of a batch; the training's unless set")
-    max_samples: int | None = Field(None, ge=1, description="number of pairs to evaluate on; all unless set")
+    global_batch_size: int | None = Field(None, ge=2, description="pairs per batch; default: data.global_batch_size")
+    max_samples: int | None = Field(None, ge=1, description="number of pairs to evaluate; default: all")
 
 
 class FrozenSettings(LabelledSettings):
     """What evaluators have in common that learn from the features of labelled images."""
 
     train_shards: str | list[str] = Field(
-        description="shards to train on, read as `data`, which is the test set, but for its index, keep and drop"
+        description="shards to train on, read with the settings of data (the test set) except index, keep and drop"
     )
 
     @property
@@ -143,15 +143,15 @@ class LinearProbeSettings(FrozenSettings):
     """Logistic regression on the features of `train_shards`, tested on `data`."""
 
     type: Literal["linear_probe"] = "linear_probe"
-    c: float = Field(0.316, gt=0, description="inverse strength of the L2 penalty, scikit-learn's C")
+    c: float = Field(0.316, gt=0, description="inverse strength of the L2 penalty (scikit-learn's C)")
 
 
 class NeighboursSettings(FrozenSettings):
     """The vote of the k nearest images of `train_shards` on those of `data`."""
 
     type: Literal["knn"] = "knn"
-    k: int = Field(20, ge=1, description="neighbours")
-    temperature: float = Field(0.07, gt=0, description="of the votes' weights, exp(cosine / temperature)")
+    k: int = Field(20, ge=1, description="number of neighbours")
+    temperature: float = Field(0.07, gt=0, description="temperature of the vote weights exp(cosine / temperature)")
 
 
 class MeanSettings(EvalSettings):
@@ -159,7 +159,8 @@ class MeanSettings(EvalSettings):
 
     type: Literal["mean"] = "mean"
     of: dict[str, str | list[str]] = Field(
-        description="evaluator: its metric; or several, as [image_to_text_R@1, text_to_image_R@1], whose mean counts"
+        description="map from evaluator to metric, or to several whose mean counts: [image_to_text_R@1, "
+        "text_to_image_R@1]"
     )
 
     reads: ClassVar[bool] = False
@@ -168,7 +169,7 @@ class MeanSettings(EvalSettings):
     @classmethod
     def _some(cls, value: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
         if not value or not all(value.values()):
-            raise ValueError("name an evaluator and its metric at least")
+            raise ValueError("set at least one evaluator and its metric")
         return value
 
 

@@ -11,10 +11,10 @@ from clipstream.models.settings import ModelSettings
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section
 
 Duplicates = Literal["negatives", "mask", "positives"]
-_DUPLICATES = "how samples that are equal count for each other: negatives, mask (ignored), positives"
+_DUPLICATES = "treatment of duplicate samples in a batch: negatives, mask (ignored) or positives of each other"
 _GATHER = (
-    "GiB that the texts of all ranks may take to be gathered at once, with as much for their gradients; larger batches "
-    "pass them from rank to rank; 1 on a GPU and 0 on the CPU unless set"
+    "maximum size in GiB of the text features of all ranks to gather at once; larger batches are passed from rank to "
+    "rank; default: 1 on a GPU, 0 on the CPU"
 )
 _BY = "what makes samples duplicates: captions (equal token ids; default) or pictures (equal image files)"
 
@@ -42,7 +42,7 @@ class _BuiltinLoss(LossSettings):
         if isinstance(self, ClipLossSettings | SiglipLossSettings):
             low, high = self.min_logit_scale, self.max_logit_scale
             if low is not None and high is not None and low > high:
-                yield "min_logit_scale", f"{low:g} is above max_logit_scale, {high:g}"
+                yield "min_logit_scale", f"{low:g} is greater than max_logit_scale {high:g}"
 
 
 class AutoLoss(_BuiltinLoss):
@@ -55,16 +55,16 @@ class ClipLossSettings(_BuiltinLoss):
     """Softmax over the rows and columns of the global batch (CLIP, arXiv:2103.00020)."""
 
     type: Literal["clip"] = "clip"
-    max_logit_scale: float | None = Field(100.0, gt=0, description="upper limit of exp(logit_scale); none to lift it")
-    min_logit_scale: float | None = Field(1.0, gt=0, description="lower limit of exp(logit_scale); none to lift it")
+    max_logit_scale: float | None = Field(100.0, gt=0, description="upper limit of exp(logit_scale); null: no limit")
+    min_logit_scale: float | None = Field(1.0, gt=0, description="lower limit of exp(logit_scale); null: no limit")
 
 
 class SiglipLossSettings(_BuiltinLoss):
     """A sigmoid on every pair of the global batch (SigLIP, arXiv:2303.15343)."""
 
     type: Literal["siglip"] = "siglip"
-    max_logit_scale: float | None = Field(None, gt=0, description="upper limit of exp(logit_scale); none as published")
-    min_logit_scale: float | None = Field(None, gt=0, description="lower limit of exp(logit_scale); none as published")
+    max_logit_scale: float | None = Field(None, gt=0, description="upper limit of exp(logit_scale); default: no limit")
+    min_logit_scale: float | None = Field(None, gt=0, description="lower limit of exp(logit_scale); default: no limit")
 
 
 def chosen_loss_type(settings: LossSettings) -> str | None:
@@ -84,10 +84,12 @@ class DistillSettings(Section):
     """
 
     model: PathText | None = Field(
-        None, description="live teacher: open_clip's name, a path to a JSON config, hf-hub:ORG/NAME or local-dir:PATH"
+        None,
+        description="teacher to run beside the model: a model name of open_clip, a JSON config, hf-hub:ORG/NAME "
+        "or local-dir:PATH",
     )
     pretrained: PathText | None = Field(
-        None, description="its weights: a tag, a weights file, hf-hub:ORG/NAME or local-dir:PATH"
+        None, description="teacher weights: a tag, a weights file, hf-hub:ORG/NAME or local-dir:PATH"
     )
     type: Literal["logits", "affinity", "relational"] = Field(
         "logits",
@@ -95,18 +97,18 @@ class DistillSettings(Section):
         "entropy, open_clip), affinity (divergence, mean of rows and columns, MobileCLIP), relational (the same: "
         "CLIP-KD's CRD)",
     )
-    weight: float = Field(1.0, ge=0, description="of the relational loss; 0 for none")
+    weight: float = Field(1.0, ge=0, description="weight of the relational loss; 0: none")
     features: float = Field(
         0.0,
         ge=0,
-        description="weight of the mean squared difference of features of equal width (CLIP-KD's FD: 2000); 0 for none",
+        description="weight of the mean squared difference of features of equal width (CLIP-KD's FD: 2000); 0: none",
     )
-    contrastive: float = Field(1.0, ge=0, description="weight of the contrastive loss; 0 for none")
+    contrastive: float = Field(1.0, ge=0, description="weight of the contrastive loss; 0: none")
     temperature: float | None = Field(
-        None, gt=0, description="of the student's logits in the relational loss; its learned scale unless set"
+        None, gt=0, description="temperature of the student's logits in the relational loss; default: its learned scale"
     )
     teacher_temperature: float | None = Field(
-        None, gt=0, description="of the teacher's logits; the teacher's own scale unless set"
+        None, gt=0, description="temperature of the teacher's logits; default: the scale of its weights"
     )
 
     def teacher(self, cache_dir: str | None) -> ModelSettings | None:
@@ -117,5 +119,5 @@ class DistillSettings(Section):
 
     pairs = (
         Conflict({"pretrained": SET, "model": None}, "distill.pretrained requires --distill-model"),
-        Conflict({"weight": 0, "features": 0}, "weight and features are both 0: nothing is learned from the teacher"),
+        Conflict({"weight": 0, "features": 0}, "distill.weight and distill.features are both 0: set one of them"),
     )  # fmt: skip

@@ -17,7 +17,7 @@ Deviation = Annotated[float, Field(gt=0, le=1)]
 
 def _memory(text: str) -> str:
     if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(GiB|MiB)", text):
-        policies = "off, all, matmuls, a whole number from 2 on, a share between 0 and 1, or memory as 12GiB or 500MiB"
+        policies = "off, all, matmuls, an integer >= 2, a fraction between 0 and 1, or memory such as 12GiB or 500MiB"
         raise ValueError(f"expected {policies}")
     return text
 
@@ -45,29 +45,29 @@ Switch = Annotated[
 ]
 _UNLOCKING = {"image": ("unlocked_groups", "unlock_image_at"), "text": ("unlocked_layers", "unlock_text_at")}
 _OF_LOCKED = {
-    "precision": "training needs the weights in the precision of train.precision",
-    "cache_gib": "features of weights that change are computed again each time",
+    "precision": "requires weights in train.precision",
+    "cache_gib": "changes its features at each step",
 }
 _WITH_WEIGHTS = Is("hf-hub:… or local-dir:…", lambda name: name.startswith(("hf-hub:", "local-dir:")))
 # What the model shows, once it is built.
 NO_BLOCKS = Conflict({"grad_checkpointing": Is("set"), "a tower": Is("without repeated blocks")},
-                     "{1} cannot recompute, as it has no repeated blocks")  # fmt: skip
+                     "{1} has no repeated blocks to recompute")  # fmt: skip
 RECOMPUTED_NORMS = Conflict(
     {"grad_checkpointing": Is("set"), "a tower": Is("with batch norm in its blocks")},
-    "{1} cannot recompute, as its batch norm would count the statistics of a batch twice: set off for this tower",
+    "{1} has batch norm, which recomputation would update twice: set it to off for this tower",
 )
 NO_PATCHES = Conflict(
     {"patch_dropout": Is("set"), "the image tower": Is("without patches that it can leave out")},
-    "the image tower of {1} has no patches that it can leave out, as a ViT has: leave the setting out",
+    "the image tower of {1} is not a ViT and has no patches to drop: remove the setting",
 )
 PADDING_COUNTS = Conflict(
     {"text_buckets": Is("a number, or packed"), "a text tower that depends on padding": Is("(SigLIP)")},
-    "{1}: give auto or off",
+    "{1}: use auto or off",
 )
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of inductor that record CUDA graphs
 NOTHING_COMPILED = Conflict(  # of TrainSettings
     {"compile": Is("blocks"), "the model": Is("without repeated blocks")},
-    "no tower has repeated blocks: give towers, or off",
+    "no tower has repeated blocks: use towers or off",
 )
 
 
@@ -76,15 +76,15 @@ class TowerSettings(Section):
 
     precision: Literal["fp32", "bf16", "fp16"] | None = Field(
         None,
-        description="of a locked tower, its weights included; checkpoints keep the weights as they were loaded; that "
-        "of train.precision unless set",
+        description="precision of a locked tower's weights and passes (checkpoints keep the loaded weights); default: "
+        "train.precision",
     )
-    grad_checkpointing: Recomputed | None = Field(None, description="model.grad_checkpointing of this tower alone")
+    grad_checkpointing: Recomputed | None = Field(None, description="model.grad_checkpointing of this tower")
     cache_gib: float | None = Field(
         None,
         gt=0,
-        description="GiB of memory on each rank for the features of a locked tower, which are computed once for each "
-        "sample; of the image tower, with data.augment.enabled false; none unless set",
+        description="memory per rank, in GiB, to cache the features of a locked tower; the image tower requires "
+        "data.augment.enabled false; default: no cache",
     )
 
 
@@ -92,105 +92,108 @@ class ModelSettings(Section):
     """A CLIP-like model of open_clip."""
 
     name: Annotated[ConfigPathText, _Folder] = Field(
-        "ViT-B-32", description="open_clip's name, a path to a JSON config, hf-hub:ORG/NAME or local-dir:PATH"
+        "ViT-B-32", description="model name of open_clip, a JSON config, hf-hub:ORG/NAME or local-dir:PATH"
     )
     config: dict[str, Any] | None = Field(
         None,
-        description="content of the JSON config, in place of the file that name is the path of; a run's config.yaml "
-        "has it",
+        description="content of the JSON config named by name; written to a run's config.yaml",
     )
     pretrained: Annotated[PathText, _Folder] | None = Field(
         None, description="a tag (webli, openai, …), a weights file, hf-hub:ORG/NAME or local-dir:PATH"
     )
     image_pretrained: PathText | None = Field(
         None,
-        description="weights of a timm image tower alone: a file of timm's names, a tag of timm (in1k, …), or default "
-        "for timm's own choice of tag; mean and deviation are timm's unless the model's config has them",
+        description="weights of the timm image tower: a file with timm's names, a timm tag (in1k, …), or default "
+        "(timm's default tag); mean and standard deviation are timm's unless the model config has them",
     )
     text_model: PathText | None = Field(
         None,
-        description="folder with the Hugging Face text tower (config.json, weights, tokenizer) that the model's config "
-        "names; from the Hub unless set",
+        description="folder with the model config's Hugging Face text tower (config.json, weights, tokenizer); "
+        "default: "
+        "from the Hub",
     )
-    cache_dir: PathText | None = Field(None, description="the Hub's cache; $HF_HUB_CACHE unless set")
-    image_size: int | None = Field(None, ge=1, description="pixels per side; the model's own unless set")
+    cache_dir: PathText | None = Field(None, description="cache of the Hugging Face Hub; default: $HF_HUB_CACHE")
+    image_size: int | None = Field(None, ge=1, description="image size in pixels; default: the model's")
     image_mean: tuple[Level, Level, Level] | None = Field(
-        None, description="mean of the channels, 0 to 1; the model's own unless set"
+        None, description="channel means, 0 to 1; default: the model's"
     )
     image_std: tuple[Deviation, Deviation, Deviation] | None = Field(
-        None, description="standard deviation of the channels, 0 to 1; the model's own unless set"
+        None, description="channel standard deviations, 0 to 1; default: the model's"
     )
     image_interpolation: Literal["bilinear", "bicubic"] | None = Field(
-        None, description="of the resize in evaluation; the model's own unless set"
+        None, description="interpolation of the resize in evaluation; default: the model's"
     )
     image_resize_mode: Literal["shortest", "longest", "squash"] | None = Field(
-        None, description="how evaluation fits images to the model's size; the model's own unless set"
+        None, description="how evaluation resizes images to the model's size; default: the model's"
     )
-    quick_gelu: bool = Field(False, description="QuickGELU for GELU in open_clip's own towers, whatever the config has")
-    custom_text: bool = Field(False, description="the text tower as a module of its own (open_clip's CustomTextCLIP)")
+    quick_gelu: bool = Field(False, description="use QuickGELU in open_clip's own towers")
+    custom_text: bool = Field(
+        False, description="build the text tower as a separate module (open_clip's CustomTextCLIP)"
+    )
     patch_dropout: float | None = Field(
-        None, ge=0, lt=1, description="share of a ViT's patches dropped in training (FLIP, arXiv:2212.00794)"
+        None, ge=0, lt=1, description="fraction of a ViT's patches to drop in training (FLIP, arXiv:2212.00794)"
     )
     text_buckets: Literal["auto", "off", "packed"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="how texts run without the padding behind them: sorted by length in at most this many buckets; "
-        "packed, all true tokens of a pass in one row, in open_clip's own text towers that are not compiled; auto "
-        "packs on the CPU, takes as many buckets as are worth their cost elsewhere, and is off where the "
-        "tower attends to padding (SigLIP)",
+        description="skip the padding of texts: N: sort by length into at most N buckets; packed: concatenate the "
+        "tokens "
+        "of all texts (open_clip's own text towers, not compiled); auto: packed on the CPU, buckets elsewhere, off for "
+        "towers that attend to padding (SigLIP)",
     )
     channels_last: Switch = Field(
         "auto",
-        description="lay images out in torch's channels_last format, which convolutions compute faster in: on or "
-        "off; auto for a convolutional image tower, on the CPU and on GPUs in bf16 or fp16",
+        description="torch's channels_last memory format for images; auto: for convolutional image towers, on the CPU "
+        "and "
+        "on GPUs in bf16 or fp16",
     )
     grad_checkpointing: Recomputed = Field(
         "off",
-        description="blocks that recompute activations in the backward pass to save memory: all, N for every N-th, "
-        "matmuls for all but the results of matrix products and attention, or off; or a budget, which chooses "
-        "blocks and policy: 0.5 for half of the activations of a tower's blocks, 12GiB for so much in a forward pass",
+        description="blocks that recompute activations in the backward pass to save memory: all, N (every N-th), "
+        "matmuls (all, keeping the results of matrix products and attention) or off; or a memory budget: 0.5 (half of "
+        "the activations of a tower's blocks) or 12GiB (per forward pass)",
     )
-    image: TowerSettings = Field(default_factory=TowerSettings, description="the image tower's own settings")
-    text: TowerSettings = Field(default_factory=TowerSettings, description="the text tower's own settings")
+    image: TowerSettings = Field(default_factory=TowerSettings, description="settings of the image tower")
+    text: TowerSettings = Field(default_factory=TowerSettings, description="settings of the text tower")
     lock_image: bool = Field(False, description="freeze the image tower")
-    unlocked_groups: int = Field(0, ge=0, description="last groups of a locked image tower that stay trainable")
+    unlocked_groups: int = Field(0, ge=0, description="number of last groups of a locked image tower to train")
     unlock_image_at: int | None = Field(
-        None, ge=1, description="steps after which a locked image tower is trained, all of it; never unless set"
+        None, ge=1, description="step from which a locked image tower is trained as a whole; default: never"
     )
     lock_text: bool = Field(False, description="freeze the text tower")
-    unlocked_layers: int = Field(0, ge=0, description="last layers of a locked text tower that stay trainable")
+    unlocked_layers: int = Field(0, ge=0, description="number of last layers of a locked text tower to train")
     unlock_text_at: int | None = Field(
-        None, ge=1, description="steps after which a locked text tower is trained, all of it; never unless set"
+        None, ge=1, description="step from which a locked text tower is trained as a whole; default: never"
     )
     allow_mismatch: bool = Field(False, description="allow a loss or tokenizer that the weights were not trained with")
 
     pairs = (
         *(
             Conflict(
-                {key: SET, f"lock_{tower}": False}, f"nothing is locked: give --lock-{tower} as well, or leave it out"
+                {key: SET, f"lock_{tower}": False}, f"requires --lock-{tower}"
             )
             for tower, keys in _UNLOCKING.items()
             for key in keys
         ),
         *(
             Conflict({f"{tower}.{key}": SET, f"lock_{tower}": False},
-                     f"the {tower} tower is trained, and {why}: give --lock-{tower}, or leave it out")
+                     f"requires --lock-{tower}: training the {tower} tower {why}")
             for tower in _UNLOCKING
             for key, why in _OF_LOCKED.items()
         ),
         *(
             Conflict({f"{tower}.{key}": SET, other: SET},
-                     f"model.{other} trains weights of the {tower} tower, and {why}: leave one out")
+                     f"not supported with model.{other}, which trains the {tower} tower and {why}: remove one of them")
             for tower, others in _UNLOCKING.items()
             for other in others
             for key, why in _OF_LOCKED.items()
         ),
         *(
             Conflict({"image_pretrained": SET, key: has_weights},
-                     "{1} has the weights of both towers, and these are the image tower's alone: give one of the two")
+                     "{1} has the weights of both towers: set only one of them")
             for key, has_weights in (("pretrained", SET), ("name", _WITH_WEIGHTS))
         ),
         Conflict({"patch_dropout": SET, "lock_image": True, "unlocked_groups": 0, "unlock_image_at": None},
-                 "has no effect, as a locked image tower drops no patches: leave it out", notice=True),
+                 "has no effect with a locked image tower: remove it", notice=True),
         NO_BLOCKS,
         RECOMPUTED_NORMS,
         NO_PATCHES,

@@ -56,49 +56,45 @@ class LogSettings(Section):
     tensorboard: bool = Field(True, description="write TensorBoard events")
     sinks: dict[str, SerializeAsAny[SinkSettings]] = Field(
         default_factory=dict,
-        description="further sinks by name, beside metrics.jsonl, TensorBoard and the terminal",
+        description="additional sinks by name",
     )
     pictures: int = Field(
-        16, ge=0, description="images shown of every 1,000th training batch and of each evaluation; 0 for none"
+        16, ge=0, description="number of images to show from every 1,000th training batch and each evaluation; 0: none"
     )
     report: bool = Field(True, description="write report.html after evaluations and at the end")
     audit_precision: bool = Field(
         False,
-        description="before the first step, write which casts and float32 operations a step has, and what fp16 would "
-        "lose, to precision_audit.json and the log; a model of its own is built for it",
+        description="before the first step, audit a step of a copy of the model: write its casts, float32 operations "
+        "and "
+        "fp16 underflow to precision_audit.json and the log",
     )
     peak_tflops: float | None = Field(
-        None, gt=0, description="a device's dense TFLOP/s, for MFU; of known GPUs from a table unless set"
+        None, gt=0, description="peak dense TFLOP/s of a device, for MFU; default: known for common GPUs"
     )
     profile: str | None = Field(
         None,
-        description="steps that torch's profiler records into the run's folder: a number of them, after warm-up, or "
-        "the first and the last, as 10-14",
+        description="steps to record with torch's profiler: a number of steps, after warm-up, or a range such as 10-14",
     )
     progress: Literal["auto", "bar", "lines", "none"] = Field(
-        "auto", description="auto: a bar on a terminal or in a notebook, lines elsewhere"
+        "auto", description="progress display; auto: a bar in a terminal or notebook, lines elsewhere"
     )
-    terminal_every: int = Field(
-        1, ge=1, description="steps between training lines in the terminal, where every is less; a bar shows all"
-    )
+    terminal_every: int = Field(1, ge=1, description="minimum number of steps between training lines in the terminal")
     loss_ema_samples: int = Field(
         0,
         ge=0,
-        description="samples of the horizon over which the loss in brackets in the terminal is averaged "
-        "(exponentially), as in open_clip; 0 for none",
+        description="horizon, in samples, of the exponential moving average of the loss shown in brackets in the "
+        "terminal, as in open_clip; 0: none",
     )
-    local: bool = Field(
-        False, description="the first rank of each further node logs its own messages, into out-RANK.log of the run"
-    )
+    local: bool = Field(False, description="write the messages of the first rank of each other node to out-RANK.log")
     level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="messages of this level and above are shown; out.log has info and above in any case"
+        "info", description="minimum level of messages in the terminal; out.log always has info and above"
     )
 
     @field_validator("sinks")
     @classmethod
     def _have_names_of_their_own(cls, value: dict[str, SinkSettings]) -> dict[str, SinkSettings]:
         if taken := {"metrics", "tensorboard", "terminal"} & value.keys():
-            raise ValueError(f"{min(taken)!r} is the name of a built-in sink: choose another name")
+            raise ValueError(f"{min(taken)!r} is the name of a built-in sink: use another name")
         return value
 
     @field_validator("profile", mode="before")
@@ -108,7 +104,7 @@ class LogSettings(Section):
             return value
         first, last = _profile_steps(str(value))
         if last - (first or 1) >= MOST_PROFILED:
-            raise ValueError(f"more than {MOST_PROFILED} steps do not fit into the memory of a profile")
+            raise ValueError(f"a profile is limited to {MOST_PROFILED} steps")
         return str(value)
 
     @property

@@ -247,10 +247,10 @@ def test_wrong_values_of_those_are_told() -> None:
         assert any(one.startswith(said) for one in problems(flags)), (flags, problems(flags))
     run = ["--train-data=a.tar", "--steps=5"]
     for flag, said in (
-        ("--lock-image-unlocked-groups=1", "nothing is locked: give --lock-image"),
-        ("--data.augment.color-jitter-prob=0.5", "color_jitter_prob requires color_jitter"),
+        ("--lock-image-unlocked-groups=1", "requires --lock-image"),
+        ("--data.augment.color-jitter-prob=0.5", "requires data.augment.color_jitter, e.g."),
         ("--data.cache-gib=9", "requires data.cache"),
-        ("--data.augment.color-jitter=[0.1,0.1,0.1,0.1]", "color_jitter requires color_jitter_prob"),
+        ("--data.augment.color-jitter=[0.1,0.1,0.1,0.1]", "requires data.augment.color_jitter_prob"),
     ):
         with pytest.raises(SettingsError, match=said):
             validate_run(load([*run, flag]), World())

@@ -254,7 +254,7 @@ def test_yaml_merge_keys(tmp_path: Path) -> None:
         (["--train-data=a", "--steps=3", "--epochs=3"], "--epochs: train.epochs: steps and epochs are all given"),
         ([*BASE, "--evals.e.every=3"], "evals.e: the evaluator has no data"),
         ([*BASE[:4], "--resume=latest"], "--resume: checkpoint.resume: latest requires --name"),
-        ([*BASE[:4], "--name=a/b"], "--name: run.name: 'a/b' is no name for a folder"),
+        ([*BASE[:4], "--name=a/b"], "--name: run.name: invalid folder name 'a/b'"),
         (
             [*BASE, "--data.sources.train.caption={type: json, path: [a, b], weights: [1]}"],
             "--data.sources.train.caption: data.sources.train.caption.weights: 1 weights for 2 paths",

@@ -150,7 +150,7 @@ def test_the_model_decides_and_a_contradiction_is_an_error() -> None:
     assert build_loss(ClipLossSettings.model_validate({"max_logit_scale": None}), "clip").max_logit_scale is None
     limits = [build_loss(auto, kind).min_logit_scale for kind in KINDS]
     assert limits == [1.0, None]
-    with pytest.raises(ValueError, match="60 is above max_logit_scale, 50"):
+    with pytest.raises(ValueError, match="60 is greater than max_logit_scale 50"):
         LossSettings.model_validate({"type": "clip", "max_logit_scale": 50, "min_logit_scale": 60})
     named = LossSettings.model_validate({"type": "siglip", "max_logit_scale": 50})
     assert isinstance(named, SiglipLossSettings) and chosen_loss_type(named) == "siglip"

@@ -185,7 +185,7 @@ def test_the_first_blocks_recompute_first_and_cheapest() -> None:
 
 @pytest.mark.parametrize("value", ["some", 1, 1.5, 0.0, "12GB", "-3GiB"])
 def test_policies_that_are_none_are_told(value: object) -> None:
-    told = r"expected off, all, matmuls, .* or memory as 12GiB" if isinstance(value, str) else "grad_checkpointing"
+    told = r"expected off, all, matmuls, .* or memory such as 12GiB" if isinstance(value, str) else "grad_checkpointing"
     with pytest.raises(ValueError, match=told):
         ModelSettings.model_validate({"grad_checkpointing": value})
 

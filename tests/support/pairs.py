@@ -220,7 +220,7 @@ REFUSALS: list[tuple[dict[str, str], str]] = [
     ({"lock text": "until", "stored": "text|both"}, "can be trained"),
     ({"optimizer": "layer decay", "stored": "image|both"}, "no image tower"),
     ({"world": "2 fsdp", "optimizer": "lamb|muon"}, "needs whole weights"),
-    ({"batches": "growing", "mode": "pad|wrap"}, "batches of one size"),
+    ({"batches": "growing", "mode": "pad|wrap"}, "constant batch size"),
 ]
 
 

@@ -206,7 +206,7 @@ def test_a_mean_comes_last_and_stands_for_all_of_its_sets(capsys: pytest.Capture
     assert wrong["error"] == "evals.all: of: a gives no 'scores' but score, other; did you mean 'score'?"
     with pytest.raises(SettingsError, match=r"evals\.all\.of: there is no evaluator 'aa'"):
         runner_of({**given(a=1), "all": {"type": "mean", "of": {"aa": "score"}}})
-    with pytest.raises(ValueError, match="name an evaluator and its metric"):
+    with pytest.raises(ValueError, match="set at least one evaluator and its metric"):
         runner_of({"all": {"type": "mean", "of": {}}})
 
 

@@ -122,4 +122,4 @@ def test_steps_that_never_come_and_towers_without_a_lock_are_errors(
     assert main(flags(place, "late", "--lock-image", "--model.unlock-image-at", "8", steps=8)) == 2
     assert "step 8 is never reached: the run has 8" in capsys.readouterr().err
     assert main(flags(place, "open", "--model.unlock-text-at", "3")) == 2
-    assert "unlock-text-at: nothing is locked: give --lock-text as well" in capsys.readouterr().err
+    assert "unlock-text-at: requires --lock-text" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from PIL import Image
 from pyarrow import parquet
 from safetensors.torch import save
 
-from clipstream.utils.content import HEAD, PICTURES, TEXTS, describe, kind
+from clipstream.utils.content import HEAD, IMAGES, TEXTS, describe, kind
 
 TABLE = pa.table({"image": [b"x"], "caption": ["a cat"]})
 
@@ -123,7 +123,7 @@ def test_sqlite(tmp_path: Path) -> None:
 
 def test_pictures_and_texts_are_kinds() -> None:
     names = {name for name, _ in samples()}
-    assert {*PICTURES} - {"AVIF"} <= names and {*TEXTS} <= names
+    assert {*IMAGES} - {"AVIF"} <= names and {*TEXTS} <= names
 
 
 @given(st.binary(max_size=600))
