@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
     {"train.epoch_samples": SET, "data.sampling.mode": Is("indexed")},
-    "in mode indexed the data determine the length of an epoch: leave it out",
+    "not supported in mode indexed, where the data determine the length of an epoch: remove it",
 )
 DIFFERENCES = 5  # between ranks, in the message
 OF_A_NODE = re.compile(
@@ -111,7 +111,7 @@ class Settings(Section):
     def run_folder(self) -> FilePath:
         """LOGS/NAME, once the name is known. Raises SettingsError: the run has no name yet (see `resolve`)."""
         if self.run.name is None:
-            raise SettingsError("run.name: the run has no name yet: give --name")
+            raise SettingsError("run.name: requires --name")
         return FilePath(self.run.logs) / self.run.name
 
 
@@ -218,8 +218,8 @@ def require_equal(settings: Settings, world: World) -> None:
     ]
     more = f", and {len(different) - DIFFERENCES} more" * (len(different) > DIFFERENCES)
     raise SettingsError(
-        f"the ranks have different settings: {', '.join(different[:DIFFERENCES])}{more}; start all of them with the "
-        "same command line and files"
+        f"ranks have different settings: {', '.join(different[:DIFFERENCES])}{more}; start all ranks with "
+        "the same command line and files"
     )
 
 

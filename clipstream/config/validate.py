@@ -46,20 +46,22 @@ _NEVER = "step {0} is never reached: the run has {1}"
 NUMBERS = {  # (key, other key) -> record of numbers that do not fit each other, which the functions below compare
     (key, other): Conflict({key: Is(words), other: Is("")}, reason)
     for key, words, other, reason in (
-        ("schedule.warmup", "more than", "train.steps", "{0} steps of warm-up, but the run has {1}: lower --warmup"),
+        ("schedule.warmup", "more than", "train.steps", "{0} warm-up steps exceed the {1} steps of the run: lower "
+            "--warmup"),
         ("model.unlock_image_at", "at least", "train.steps", _NEVER),
         ("model.unlock_text_at", "at least", "train.steps", _NEVER),
         ("data.batch_schedule", "with a step that is at least", "train.steps", _NEVER),
         ("log.profile", "with a step after", "train.steps", _NEVER),
-        ("schedule.min_lr", "above", "optim.lr", "{0:g} is above the peak, optim.lr {1:g}"),
-        ("data.global_batch_size", "less than", "ranks", "{0} samples cannot be shared by {1} ranks"),
-        ("data.lanes", "less than", "ranks", "{0} lanes cannot be shared by {1} ranks: one each at least"),
+        ("schedule.min_lr", "above", "optim.lr", "{0:g} is greater than optim.lr {1:g}"),
+        ("data.global_batch_size", "less than", "ranks", "{0} samples cannot be divided among {1} ranks"),
+        ("data.lanes", "less than", "ranks", "{0} lanes cannot be divided among {1} ranks: each rank needs at least "
+            "one lane"),
         ("data.lanes", "more than", "data.global_batch_size",
-         "{0} lanes, but a global batch has {1} samples: a lane needs one each step"),
+         "{0} lanes exceed the {1} samples of a global batch: each lane needs at least one sample per step"),
         ("train.micro_batch_size", "more than", "data.global_batch_size",
-         "{0} is more than the largest global batch, {1}"),
+         "{0} is greater than the largest global batch, {1}"),
         ("run.timeout", "on several ranks at most", "data.stall_timeout",
-         "{0:g} s end the run before data.stall_timeout, {1:g} s, can say what is wrong: raise it"),
+         "{0:g} s must be greater than data.stall_timeout, {1:g} s, so that a data stall is reported"),
     )
 }  # fmt: skip
 _RANKS = Is("more than 1", lambda ranks: ranks > 1)
@@ -76,22 +78,22 @@ PROMPTS = Conflict({"evals.NAME.prompts": SET, "log.pictures": 0},
 _NO_VIEWS = Is("without augmented views", lambda views: views == 0)
 AS_EVALUATED = tuple(
     Conflict({f"data.{key}": changed, "the features of images": _NO_VIEWS},
-             "has no effect, as those in data.image_features are of images as evaluation sees them: leave it out",
+             "has no effect, as data.image_features has features of unaugmented images: remove it",
              notice=True)
     for key, changed in (("augment", _CHANGED), ("decoder", other_than("fast")))
 )  # fmt: skip
 PAIRS = (
     *(
         Conflict({f"model.{tower}.cache_gib": SET, "train.parallel": "fsdp", "ranks": _RANKS},
-                 "not supported with fsdp, whose ranks take part in each pass: train with ddp, or leave it out")
+                 "not supported with fsdp: use ddp, or remove it")
         for tower in _STORES
     ),
     Conflict({"optim.name": _UNSHARDED, "train.parallel": "fsdp", "ranks": _RANKS},
-             "{0} needs whole weights, of which a rank has a shard with fsdp: train with ddp, or by --opt adamw"),
+             "{0} requires unsharded weights, which fsdp does not have: use ddp, or --opt adamw"),
     *(
         Conflict(
             {f"model.{key}": _MEMORY, "train.micro_batch_size": "auto"} | {f"model.{other}": None for other in unset},
-            "{0} requires a number as train.micro_batch_size: give one, or a share here",
+            "{0} requires a number as train.micro_batch_size: set one, or use a fraction",
         )
         for key, unset in (
             ("image.grad_checkpointing", ()),
@@ -103,14 +105,14 @@ PAIRS = (
     *(
         Conflict(
             {"distill.model": SET, store: SET},
-            f"a live teacher needs {noun}, and the features in {{1}} replace them: precompute the teacher's features "
-            "as well, and give --teacher-features",
+            f"a live teacher needs {noun}, which the features in {{1}} replace: precompute the teacher's features "
+            "and set --teacher-features",
         )
         for store, noun in ((_STORES["image"], "images"), (_STORES["text"], "captions"))
     ),
     *(
         Conflict({f"model.{key}": SET, store: SET},
-                 f"the features in {{1}} are those of the frozen tower: no {noun} can be trained")
+                 f"not supported with {{1}}, which has features of the frozen tower: no {noun} can be trained")
         for store, key, noun in (
             (_STORES["image"], "unlocked_groups", "groups of the image tower"),
             (_STORES["image"], "unlock_image_at", "weights of the image tower"),
@@ -121,7 +123,7 @@ PAIRS = (
     *(
         Conflict(
             {f"model.{tower}.{key}": SET, store: SET},
-            f"has no effect, as the features in {{1}} replace the {tower} tower, which does not run: leave it out",
+            f"has no effect, as the features in {{1}} replace the {tower} tower: remove it",
             notice=True,
         )
         for tower, store in _STORES.items()
@@ -129,21 +131,19 @@ PAIRS = (
     ),
     Conflict(
         {"model.image.cache_gib": SET, "data.augment.enabled": True, "data.image_features": None},
-        "images are augmented, so that their features differ each time: give --data.augment.enabled false, or leave "
-        "it out",
+        "requires --data.augment.enabled false, as the features of augmented images differ in each epoch",
     ),
     *AS_EVALUATED,
     Conflict({"model.patch_dropout": SET, "data.image_features": SET},
-             "the features in {1} are those of whole images: leave it out"),
+             "not supported with {1}, which has features of whole images: remove it"),
     Conflict({"data.trace": SET, "data.image_features": SET},
-             "no image and no caption is read with data.image_features: leave it out"),
+             "not supported with data.image_features, which replaces images and captions: remove it"),
     PROMPTS,
     Conflict({"evals.NAME.weights": ("averaged", "both"), "train.ema": None},
-             "averaged weights require --train.ema, as 0.9999"),
+             "averaged weights require --train.ema, e.g. 0.9999"),
     Conflict(
         {"model.text_buckets": "packed", "train.compile": other_than("off")},
-        "not supported: packed texts are not compiled, as their number of tokens differs from step to step: give auto, "
-        "which takes buckets under train.compile, or --train.compile off",
+        "packed texts are not supported with train.compile: use auto (buckets), or --train.compile off",
     ),
     *(
         Conflict({every: SET, **other}, reason)
@@ -153,10 +153,10 @@ PAIRS = (
             ("schedule.cooldown_epochs", "--schedule.cooldown"),
         )
         for other, reason in (
-            ({"train.epoch_samples": None}, "requires the length of an epoch: give --train-num-samples"),
+            ({"train.epoch_samples": None}, "requires the length of an epoch: set --train-num-samples"),
             (
                 {"data.batch_schedule": SET},
-                f"an epoch has no fixed number of steps under data.batch_schedule: give {key}, in steps",
+                f"not supported with data.batch_schedule: set {key}, in steps",
             ),
         )
     ),
@@ -273,10 +273,10 @@ def _length(settings: Settings) -> Problems:
     if _evaluates_only(settings):
         return
     if train.steps is train.samples is train.epochs is None:
-        yield ("train",), "the length of the run is not set: give --steps, --train.samples or --epochs"
+        yield ("train",), "the length of the run is not set: set --steps, --train.samples or --epochs"
         return
     if train.epochs is not None and train.epoch_samples is None:
-        text = "the data do not determine the length of an epoch: give --train-num-samples, or --steps"
+        text = "the length of an epoch is unknown: set --train-num-samples, or use --steps"
         yield ("train", "epochs"), text
         return
     steps = settings.total_steps
@@ -317,7 +317,7 @@ def _batches(settings: Settings, world: World) -> Problems:
         text = NUMBERS["data.lanes", "ranks"].text(lanes, world.size)
         if data.lanes == "auto":
             text = (
-                f"auto is {by_rule} lanes for a global batch of {batch}, which {world.size} ranks cannot share: give "
+                f"auto: {by_rule} lanes for a global batch of {batch} cannot be divided among {world.size} ranks: set "
                 f"{world.size} or a multiple of it, or use fewer ranks"
             )
         yield ("data", "lanes"), text
@@ -331,10 +331,10 @@ def _batches(settings: Settings, world: World) -> Problems:
 def _shards(settings: Settings) -> Problems:
     """Shards of training and evaluation that cannot be listed."""
     if not settings.data.sources:
-        text = "there is no data: give --train-data SHARDS, or --config configs/quickstart.yaml for a first look"
+        text = "no training data: set --train-data SHARDS, or use --config configs/quickstart.yaml for a demo"
         if _evaluates_only(settings):
-            text = "there is nothing to train on: give --train-data SHARDS, or evaluate without training by "
-            text += "`clipstream evaluate` with the same flags of data and model"
+            text = "no training data: set --train-data SHARDS, or evaluate with "
+            text += "`clipstream evaluate` and the same flags"
         yield ("data", "sources"), text
     read: list[tuple[Path, SourceSettings, str]] = [
         (("data", "sources", name, "shards"), source, "") for name, source in settings.data.sources.items()
@@ -353,7 +353,7 @@ def _evals(settings: Settings) -> Problems:
     """Evaluators without data, and class names and templates that cannot be read."""
     for name, evaluator in settings.evals.items():
         if evaluator.data is None and evaluator.reads and evaluator.type in EvalSettings.builtin:
-            text = f"the evaluator has no data: give --evals.{name}.data.shards, or remove it with --evals.{name} null"
+            text = f"the evaluator has no data: set --evals.{name}.data.shards, or remove it with --evals.{name} null"
             yield ("evals", name), text
         if isinstance(evaluator, LabelledSettings):
             yield from ((("evals", name, key), text) for key, text in unreadable(evaluator).items())
@@ -369,16 +369,16 @@ def _checkpoints(settings: Settings) -> Problems:
             there = ", ".join(evals) or "none"
             yield (
                 path,
-                f"there is no evaluator {metric.evaluator!r} (there is {there}): name one of them, as NAME/METRIC",
+                f"unknown evaluator {metric.evaluator!r}: use NAME/METRIC with one of: {there}",
             )
     if stop.watched is not None and (watched := evals.get(stop.watched.evaluator)) is not None:
         evaluator = settings.evals[watched]
         if not evaluator.every and evaluator.every_epochs is None:
-            text = f"{stop.watched.evaluator} is evaluated at the end only: give --evals.{watched}.every as well"
+            text = f"{stop.watched.evaluator} is evaluated only at the end: set --evals.{watched}.every"
             yield stop_path, text
     for key in (key for key, evaluator in settings.evals.items() if "averaged" in evaluator.kinds):
         if (called := eval_name(key, "averaged")) in settings.evals:
-            yield ("evals", called), f"the evaluations of {key} with averaged weights are called so: take another name"
+            yield ("evals", called), f"reserved for the evaluations of {key} with averaged weights: use another name"
     for key, url in (("remote_sync", section.remote_sync), ("resume", section.resume)):
         if url is not None and (key == "remote_sync" or ShardURL(url).scheme is not None):
             try:
@@ -393,17 +393,17 @@ def _folders(settings: Settings, world: World) -> Problems:
     by_name = resume in ("latest", "auto")
     local = resume is not None and not by_name and ShardURL(resume).scheme is None
     if world.is_main and resume is not None and local and not FilePath(resume).exists():
-        text = f"there is no {resume}: give a checkpoint's folder, open_clip's epoch_N.pt, latest (with --name) or auto"
+        text = f"{resume} does not exist: use a checkpoint folder, open_clip's epoch_N.pt, latest (with --name) or auto"
         yield ("checkpoint", "resume"), text
         return
     if world.is_main:
         try:
             there = next(path for path in (logs, *logs.absolute().parents) if path.exists())
         except OSError as error:
-            yield ("run", "logs"), f"{printable(logs, 60)} cannot be a folder: {error.strerror}"
+            yield ("run", "logs"), f"invalid folder {printable(logs, 60)}: {error.strerror}"
             return
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            text = f"the folder {there} cannot be written by this user" if there.is_dir() else f"{there} is no folder"
+            text = f"no write permission for the folder {there}" if there.is_dir() else f"{there} is not a folder"
             yield ("run", "logs"), text
             return
     if name is None and by_name:

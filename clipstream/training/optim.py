@@ -41,11 +41,11 @@ Betas = tuple[float | None, float | None]  # None: the model's default
 class OptimSettings(PluginSection):
     """The optimizer. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("adamw", description="adamw, nadamw, timm (with a name of timm), or package.module:Name")
+    type: str = Field("adamw", description="adamw, nadamw, timm (with name), or package.module:Name")
     lr: float = Field(5e-4, ge=0, description="peak learning rate")
     wd: float = Field(0.2, ge=0, description="weight decay")
     grad_clip_norm: float | None = Field(
-        None, gt=0, allow_inf_nan=True, description="gradients with a larger norm are scaled down to it"
+        None, gt=0, allow_inf_nan=True, description="maximum gradient norm; default: no clipping"
     )
 
     def summary(self, model: str) -> str:
@@ -77,7 +77,7 @@ class ScheduleSettings(PluginSection):
 
     type: str = Field(
         "cosine",
-        description="course after the warm-up: cosine, constant, linear, const-cooldown, or package.module:Name",
+        description="learning rate schedule: cosine, constant, linear, const-cooldown, or package.module:Name",
     )
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of cosine, linear and const-cooldown")
@@ -230,33 +230,37 @@ def _scales(towers: Any, settings: TowerRates) -> dict[int, float]:
 class TowerRates(OptimSettings):
     """Learning rates per tower and layer, and exceptions from weight decay, of the built-in optimizers."""
 
-    image_lr: float | None = Field(None, ge=0, description="peak learning rate of the image tower; lr unless set")
-    text_lr: float | None = Field(None, ge=0, description="peak learning rate of the text tower; lr unless set")
+    image_lr: float | None = Field(None, ge=0, description="peak learning rate of the image tower; default: lr")
+    text_lr: float | None = Field(None, ge=0, description="peak learning rate of the text tower; default: lr")
     image_layer_decay: float = Field(
-        1.0, gt=0, le=1, description="each layer of the image tower has this times the learning rate of the one above"
+        1.0,
+        gt=0,
+        le=1,
+        description="layer-wise learning rate decay of the image tower: factor from each layer to the layer below",
     )
-    text_layer_decay: float = Field(1.0, gt=0, le=1, description="the same of the text tower")
+    text_layer_decay: float = Field(1.0, gt=0, le=1, description="layer-wise learning rate decay of the text tower")
     text_pooler_own_group: bool = Field(
-        False, description="the pooler of a Hugging Face text tower is a layer below the projection, not part of it"
+        False,
+        description="for layer decay, treat the pooler of a Hugging Face text tower as a layer below the projection",
     )
     wd_exclude: list[str] = Field(
         default_factory=list,
-        description="names of parameters without weight decay, with * for any characters, beside gains, biases and "
-        "scales; names as in open_clip: '*positional_embedding', 'visual.proj'; open_clip-main for all that the rule "
-        "of open_clip's main branch exempts, position embeddings among them",
+        description="patterns of parameter names without weight decay, in addition to gains, biases and scales; names "
+        "as in open_clip: '*positional_embedding', 'visual.proj'; open_clip-main: the rule of open_clip's main branch, "
+        "which includes position embeddings",
     )
     kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="further arguments of the optimizer's class in torch or timm"
+        default_factory=dict, description="additional arguments of the optimizer class of torch or timm"
     )
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
         *(
-            Conflict({key: SET, "lr": 0}, f"the schedule scales optim.lr, which is 0: set it, and --optim.{flag}")
+            Conflict({key: SET, "lr": 0}, f"--optim.{flag} requires optim.lr above 0")
             for key, flag in (("image_lr", "image-lr"), ("text_lr", "text-lr"))
         ),
         Conflict(
             {"text_pooler_own_group": True, "text_layer_decay": 1},
-            "has no effect, as layers have one learning rate: give --text-layer-decay as well, or leave it out",
+            "has no effect without layer decay: remove it, or set --text-layer-decay",
             notice=True,
         ),
     )  # fmt: skip
@@ -279,10 +283,8 @@ class TowerRates(OptimSettings):
 class AdamSettings(TowerRates):
     """Betas and eps of the Adam family, with open_clip's defaults."""
 
-    betas: Betas | None = Field(
-        None, description="0.9 0.98 if the model's name contains vit, else 0.9 0.999, unless set, both or one"
-    )
-    eps: float | None = Field(None, gt=0, description="1e-6 if the model's name contains vit, else 1e-8, unless set")
+    betas: Betas | None = Field(None, description="default: 0.9 0.98 if the model name contains vit, else 0.9 0.999")
+    eps: float | None = Field(None, gt=0, description="default: 1e-6 if the model name contains vit, else 1e-8")
 
     @field_validator("betas")
     @classmethod
@@ -315,7 +317,7 @@ class AdamW:
         """AdamW. Gains, biases and scales have no weight decay, as in open_clip."""
 
         type: Literal["adamw"] = "adamw"
-        fused: bool = Field(True, description="update all parameters in torch's fused kernel, not one after the other")
+        fused: bool = Field(True, description="use torch's fused implementation")
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -354,19 +356,19 @@ class Timm:
         """An optimizer of timm. Gains, biases and scales have no weight decay."""
 
         type: Literal["timm"] = "timm"
-        name: str = Field(min_length=1, description="timm's name of the optimizer, as lamb")
-        betas: tuple[float, float] | None = Field(None, description="the optimizer's own unless set")
-        eps: float | None = Field(None, gt=0, description="the optimizer's own unless set")
-        momentum: float | None = Field(None, ge=0, description="the optimizer's own unless set")
+        name: str = Field(min_length=1, description="name of the optimizer in timm, e.g. lamb")
+        betas: tuple[float, float] | None = Field(None, description="default: that of the optimizer")
+        eps: float | None = Field(None, gt=0, description="default: that of the optimizer")
+        momentum: float | None = Field(None, ge=0, description="default: that of the optimizer")
         fallback: list[str] = Field(
             default_factory=list,
-            description="names of parameters that timm's Muon optimizers give to AdamW, with * for any characters",
+            description="patterns of parameter names that timm's Muon optimizers update with AdamW",
         )
 
         pairs = (
             *TowerRates.pairs,
             Conflict({"fallback": SET, "name": Is("not a Muon optimizer", lambda name: "muon" not in name.lower())},
-                     "only timm's Muon optimizers, such as nadamuon, have a fallback, and not {1}"),
+                     "requires one of timm's Muon optimizers, such as nadamuon, not {1}"),
         )  # fmt: skip
 
         def conflicts(self) -> Iterator[tuple[str, str]]:
@@ -441,15 +443,19 @@ class ConstCooldown:
         """The peak learning rate, and at the end a polynomial decay to min_lr."""
 
         type: Literal["const-cooldown"] = "const-cooldown"
-        cooldown_power: float = Field(1.0, gt=0, description="of the decay in const-cooldown; 1 is linear")
-        cooldown: int | None = Field(None, ge=0, description="last steps of const-cooldown, in which the rate decays")
-        cooldown_epochs: float | None = Field(None, ge=0, description="the same in epochs, in place of cooldown")
+        cooldown_power: float = Field(1.0, gt=0, description="power of the decay in const-cooldown; 1: linear")
+        cooldown: int | None = Field(
+            None, ge=0, description="final steps in which const-cooldown decays the learning rate"
+        )
+        cooldown_epochs: float | None = Field(
+            None, ge=0, description="final epochs in which const-cooldown decays the learning rate, instead of cooldown"
+        )
 
         pairs = (
             Conflict({"cooldown_epochs": None, "cooldown": None},
                      "const-cooldown requires --epochs-cooldown, or --schedule.cooldown in steps"),
             Conflict({"cooldown_epochs": GIVEN, "cooldown": GIVEN},
-                     "cooldown and cooldown_epochs exclude each other"),
+                     "cooldown and cooldown_epochs are mutually exclusive"),
         )  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:

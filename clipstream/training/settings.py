@@ -25,20 +25,20 @@ Compiled = Annotated[
 ]
 FP16_SHARDS = Conflict(
     {"parallel": "fsdp", "precision": "fp16"},
-    "fsdp has no scaler for fp16 (not supported): use bf16, fp32 or ddp",
+    "fp16 is not supported with fsdp, as fsdp has no scaler: use bf16, fp32 or ddp",
 )
 # What the model or the machine show.
 _NORMS = {"the model": Is("with batch norm")}
 MICRO_NORMS = Conflict(
     {"micro_batch_size": Is("set"), **_NORMS},
-    "this model has batch norm, whose statistics would be those of the micro-batches: unset it, or take a model "
-    "without batch norm (a ViT)",
+    "not supported for models with batch norm, whose statistics would be those of a micro-batch: unset it, or use "
+    "a model without batch norm (a ViT)",
 )
 SHARDED_NORMS = Conflict({"parallel": Is("fsdp"), **_NORMS},
-                         "not supported: fsdp takes models without batch norm (a ViT): use ddp")  # fmt: skip
+                         "fsdp requires a model without batch norm (a ViT): use ddp")  # fmt: skip
 AUTO_ON_CPU = Conflict(
     {"micro_batch_size": Is("auto"), "the device": Is("a CPU")},
-    "auto finds out when a GPU's memory is full; on the CPU the system ends the run instead: give a number",
+    "auto requires a GPU: set a number",
 )
 
 
@@ -52,7 +52,7 @@ METRIC_BY = "whether larger or smaller values are better; auto: losses, errors a
 def checked_metric(text: str | None) -> str | None:
     """The value of a setting that names a metric. Raises ValueError: it is not EVALUATOR/METRIC."""
     if text is not None and not all(text.partition("/")):
-        raise ValueError("write EVALUATOR/METRIC as in metrics.jsonl, e.g. val/image_to_text_R@1")
+        raise ValueError("expected EVALUATOR/METRIC as in metrics.jsonl, e.g. val/image_to_text_R@1")
     return text
 
 
@@ -98,14 +98,16 @@ class Metric:
         known = metrics.get(self.evaluator, [self.name])
         if self.name not in known:
             hint = did_you_mean(self.name, known)
-            raise SettingsError(f"{key}: {self.evaluator} gives no {self.name!r} but {', '.join(known)}{hint}")
+            raise SettingsError(
+                f"{key}: {self.evaluator} has no metric {self.name!r}; choose from {', '.join(known)}{hint}"
+            )
 
 
 class EarlyStopSettings(Section):
     """Early stopping: end the run when a metric no longer improves."""
 
     metric: str | None = Field(
-        None, description="EVALUATOR/METRIC that must keep improving; no early stopping unless set"
+        None, description="EVALUATOR/METRIC that must keep improving; default: no early stopping"
     )
     metric_by: By = Field("auto", description=METRIC_BY)
     patience: int = Field(3, ge=1, description="evaluations without improvement after which the run ends")
@@ -180,74 +182,77 @@ class EarlyStop:
 class TrainSettings(Section):
     """Length and numerics of the training. Give one of steps, samples and epochs."""
 
-    steps: int | None = Field(None, ge=0, description="steps of the whole run")
-    samples: int | None = Field(None, ge=1, description="samples of the whole run, rounded up to whole steps")
+    steps: int | None = Field(None, ge=0, description="training steps in total")
+    samples: int | None = Field(None, ge=1, description="training samples in total, rounded up to full steps")
     epochs: float | None = Field(None, gt=0, description="passes over epoch_samples samples")
-    epoch_samples: int | None = Field(None, ge=1, description="samples that make an epoch (--train-num-samples)")
+    epoch_samples: int | None = Field(None, ge=1, description="samples per epoch (--train-num-samples)")
     precision: Literal["auto", "fp32", "bf16", "fp16", "pure_bf16", "fp64"] = Field(
         "auto",
-        description="bf16 and fp16 are autocast over float32 weights, fp16 with a scaled loss; pure_bf16 has weights "
-        "and moments in bfloat16 as well; fp64 is for checks; auto is bf16 where the device computes it, else fp16 on "
-        "a GPU and fp32 on a CPU",
+        description="bf16, fp16: autocast with float32 weights (fp16 with a gradient scaler); pure_bf16: weights and "
+        "moments in bfloat16; fp64: for checks; auto: bf16 if the device supports it, else fp16 on a GPU and fp32 on a "
+        "CPU",
     )
     tf32: bool = Field(
         False,
-        description="compute products of float32 matrices in TF32 on a GPU that has it: faster, with 10 bits of "
-        "mantissa; it concerns fp32, and the parts of bf16 and fp16 that stay float32",
+        description="allow TF32 in float32 matrix products on GPUs: faster, with a mantissa of 10 bits; applies to "
+        "fp32, "
+        "and to the float32 parts of bf16 and fp16",
     )
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = Field(
-        None, description="samples per forward pass on a rank, auto for as many as fit; all unless set"
+        None, description="samples per forward pass on a rank; auto: as many as fit; default: all"
     )
     kept_micro_batches: int = Field(
         1,
         ge=0,
-        description="micro-batches of a step, but one, that keep their activations from the first pass, which saves "
-        "their second forward pass and takes their memory",
+        description="number of micro-batches that keep their activations from the first pass: no second forward pass, "
+        "more memory",
     )
     parallel: Literal["ddp", "fsdp"] = Field(
-        "ddp", description="on several ranks: each holds the whole model (ddp), or a shard of it (fsdp, FSDP2)"
+        "ddp", description="ddp: each rank holds the model; fsdp: the model is sharded over ranks (FSDP2)"
     )
     ddp_bucket_mib: int | None = Field(
-        None, ge=1, description="with ddp: MiB of gradients that ranks sum in one exchange; torch's 25 unless set"
+        None, ge=1, description="with ddp: bucket size of the gradient all-reduce in MiB; default: torch's 25"
     )
     ddp_hook: Literal["off", "bf16"] = Field(
         "off",
-        description="with ddp: bf16 sums gradients in bfloat16, which halves the traffic and rounds them to 8 bits",
+        description="with ddp: bf16: all-reduce gradients in bfloat16, with half the traffic and 8 significant bits",
     )
     reshard_after_forward: bool = Field(
-        True, description="with fsdp: free a block's gathered weights until its backward pass; false takes more memory"
+        True,
+        description="with fsdp: free the gathered weights of a block between its forward and backward pass; "
+        "false: more memory",
     )
     compile: Compiled = Field(
         "off",
-        description="torch.compile each repeated block of the towers (blocks), in one compilation for equal blocks, "
-        "each tower as a whole (towers), the whole forward pass of a step (step), or nothing (off)",
+        description="apply torch.compile to each repeated block of the towers (blocks), each tower (towers), or the "
+        "forward pass of a step (step)",
     )
     compile_backend: str = Field("inductor", description="backend of torch.compile")
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
-        None, description="mode of torch.compile's inductor; default unless set"
+        None, description="mode of torch.compile, with inductor"
     )
     ema: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="decay of averaged weights, e.g. 0.9999, saved beside the trained ones; none unless set",
+        description="decay of the exponential moving average of the weights, e.g. 0.9999; default: no average",
     )
-    ema_warmup: bool = Field(False, description="let that decay rise with the steps: min(ema, 1 - t^(-2/3))")
+    ema_warmup: bool = Field(False, description="warm up the decay of train.ema: min(ema, 1 - t^(-2/3))")
     early_stop: EarlyStopSettings = Field(default_factory=EarlyStopSettings)
     max_nonfinite: int = Field(
         5,
         ge=1,
-        description="steps in a row without a finite loss, after which the last good checkpoint is restored",
+        description="consecutive steps with a non-finite loss or gradient before the last good checkpoint is restored",
     )
     max_rollbacks: int = Field(
         2,
         ge=0,
-        description="rollbacks without a newer good checkpoint in between, after which the run ends with code 4",
+        description="consecutive rollbacks, without a newer good checkpoint, before the run ends with exit code 4",
     )
 
     pairs = (
         *(
-            Conflict({one: GIVEN, other: GIVEN}, f"{other} and {one} are all given: keep the one that is meant")
+            Conflict({one: GIVEN, other: GIVEN}, f"{other} and {one} are mutually exclusive: set one of them")
             for other, one in (("steps", "samples"), ("steps", "epochs"), ("samples", "epochs"))
         ),
         FP16_SHARDS,
@@ -256,11 +261,10 @@ class TrainSettings(Section):
         NOTHING_COMPILED,
         AUTO_ON_CPU,
         Conflict({"parallel": "fsdp", "micro_batch_size": "auto"},
-                 "not supported with fsdp, as its ranks wait for each other: name it"),
+                 "auto is not supported with fsdp: set a number"),
         Conflict(
             {"kept_micro_batches": Is("0, or more than 1", lambda n: n != 1), "micro_batch_size": None},
-            "has no effect, as there are no micro-batches, and all activations are kept: leave it out, or give "
-            "--train.micro-batch-size as well",
+            "has no effect without micro-batches: remove it, or set --train.micro-batch-size",
             notice=True,
         ),
         Conflict(
@@ -268,34 +272,31 @@ class TrainSettings(Section):
                 "kept_micro_batches": Is("more than 1", lambda n: n > 1),
                 "micro_batch_size": "auto",
             },
-            "auto finds the largest micro-batch whose activations fit, which leaves no memory for those of more: leave "
-            "one of the two out",
+            "not supported with micro_batch_size auto, which leaves no memory for more than one: set one of the two",
         ),
         *(
-            Conflict({key: changed, "parallel": "fsdp"}, "has no effect with fsdp: leave it out", notice=True)
+            Conflict({key: changed, "parallel": "fsdp"}, "has no effect with fsdp: remove it", notice=True)
             for key, changed in (("ddp_bucket_mib", SET), ("ddp_hook", "bf16"))
         ),
         Conflict({"compile": ("towers", "step"), "parallel": "fsdp"},
-                 "fsdp gathers parameters block by block, outside of compiled code: give blocks"),
+                 "not supported with fsdp: use blocks"),
         Conflict({"compile_mode": SET, "compile_backend": other_than("inductor")},
-                 "modes are those of the backend inductor: leave one of the two out"),
+                 "requires train.compile_backend inductor: remove one of them"),
         Conflict({"compile_mode": CUDA_GRAPHS, "compile": "blocks"},
-                 "{0} records CUDA graphs, and a block may overwrite the output of the block before it (pytorch "
-                 "#152887): give --train.compile towers or step, or a mode without CUDA graphs, default or "
-                 "max-autotune-no-cudagraphs"),
+                 "{0} uses CUDA graphs, which are not supported with train.compile blocks (pytorch #152887): use "
+                 "--train.compile towers or step, or the mode default or max-autotune-no-cudagraphs"),
         Conflict({"compile_mode": CUDA_GRAPHS, "micro_batch_size": GIVEN},
-                 "{0} records CUDA graphs, which overwrite the gradients of the micro-batches before (pytorch "
-                 "#169545): leave micro_batch_size out, or give a mode without CUDA graphs, default or "
-                 "max-autotune-no-cudagraphs"),
+                 "{0} uses CUDA graphs, which are not supported with micro-batches (pytorch #169545): remove "
+                 "micro_batch_size, or use the mode default or max-autotune-no-cudagraphs"),
         *(
             Conflict(
                 {key: changed, "compile": "off"},
-                "has no effect, as nothing is compiled: give --torchcompile as well, or leave it out",
+                "has no effect without --torchcompile: remove it, or set --torchcompile",
                 notice=True,
             )
             for key, changed in (("compile_backend", other_than("inductor")), ("compile_mode", SET))
         ),
-        Conflict({"ema_warmup": SET, "ema": None}, "train.ema_warmup requires train.ema, as 0.9999"),
+        Conflict({"ema_warmup": SET, "ema": None}, "train.ema_warmup requires train.ema, e.g. 0.9999"),
     )  # fmt: skip
 
     @property
@@ -315,7 +316,7 @@ class TrainSettings(Section):
             return steps_for(self.samples)
         if self.epochs is None or self.epoch_samples is None:
             raise SettingsError(
-                "how long to train is not set: give --steps, --train.samples, or --epochs with --train-num-samples"
+                "the length of the run is not set: set --steps, --train.samples, or --epochs with --train-num-samples"
             )
         return steps_for(math.ceil(self.epochs * self.epoch_samples))
 
@@ -323,33 +324,33 @@ class TrainSettings(Section):
 class CheckpointSettings(Section):
     """When to save checkpoints, and which one to resume from."""
 
-    every: int = Field(1000, ge=0, description="steps between checkpoints; 0 saves at the end only")
-    every_epochs: float | None = Field(None, gt=0, description="epochs between checkpoints, in place of every")
+    every: int = Field(1000, ge=0, description="steps between checkpoints; 0: only at the end")
+    every_epochs: float | None = Field(None, gt=0, description="epochs between checkpoints, instead of every")
     keep_last: int = Field(3, ge=1, description="number of newest checkpoints to keep")
-    keep_every: int | None = Field(None, ge=1, description="steps between checkpoints that are kept forever")
+    keep_every: int | None = Field(None, ge=1, description="steps between checkpoints that are kept permanently")
     keep_best: str | None = Field(
         None,
-        description="EVALUATOR/METRIC: each checkpoint that is the best so far by it is saved, and kept until the "
-        "next; that of train.early_stop unless set",
+        description="EVALUATOR/METRIC by which the best checkpoint is saved and kept; default: the metric of "
+        "train.early_stop",
     )
     keep_best_by: By = Field("auto", description=METRIC_BY)
     remote_sync: PathText | None = Field(
         None,
         min_length=1,
-        description="s3://…, gs://…, or any other folder that fsspec knows: NAME/ in it gets a copy of the checkpoints",
+        description="URL of any fsspec file system (s3://…, gs://…): checkpoints are copied to URL/NAME",
     )
     resume: PathText | None = Field(
-        None, description="a checkpoint's path or address, latest (must exist) or auto (if there is one)"
+        None, description="path or URL of a checkpoint, latest (must exist) or auto (if one exists)"
     )
     resume_approximate: bool = Field(
-        False, description="go on although settings of the data's order changed, with the data beginning anew"
+        False, description="resume with changed settings of the data order; the data start anew"
     )
 
     _both = field_validator("keep_best")(checked_metric)
 
     pairs = (
         Conflict({"every": other_than(1000), "every_epochs": SET},
-                 "every and every_epochs exclude each other"),
+                 "every and every_epochs are mutually exclusive"),
     )  # fmt: skip
 
     @property

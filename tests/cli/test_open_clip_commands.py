@@ -423,7 +423,7 @@ def test_an_epoch_of_open_clip_is_evaluated_and_trained_on(
 ) -> None:
     small |= {"pretrained": f"{place}/epoch_2.pt", "val_data": f"{place}/validation_data.csv"}
     argv = arguments(LOCAL_CHECKPOINT, **{key: text for key, text in small.items() if key != "warmup"})
-    with pytest.raises(SettingsError, match=r"^data.sources: there is nothing to train on.*clipstream evaluate[^\n]*$"):
+    with pytest.raises(SettingsError, match=r"^data.sources: no training data.*clipstream evaluate[^\n]*$"):
         validate_run(load(argv), World())
     assert evaluate.main(argv) == 0
     assert "image_to_text_R@1" in capsys.readouterr().out

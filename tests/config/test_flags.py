@@ -100,7 +100,7 @@ def test_epochs_need_a_length() -> None:
         (["--save-frequency=1"], "--save-frequency: checkpoint.every_epochs: requires the length of an epoch"),
         (
             ["--checkpoint.every=5", "--save-frequency=1", "--train-num-samples=9"],
-            "--checkpoint.every: every and every_epochs exclude each other",
+            "--checkpoint.every: every and every_epochs are mutually exclusive",
         ),
         (["--val-data=v.tar", "--val-frequency=1"], "--val-frequency: evals.val.every_epochs: requires the length"),
     ):

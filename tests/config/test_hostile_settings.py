@@ -154,7 +154,7 @@ def test_sizes_of_all_models_of_open_clip_fit() -> None:
         ("--name=a\x1b[31m", "remove line ends"),
         ("--name=\udcff", "remove line ends"),
         (f"--logs={'n' * 300}", "--logs: run.logs: nnn"),
-        (f"--logs={'a/' * 3000}", "cannot be a folder: File name too long"),
+        (f"--logs={'a/' * 3000}", ": File name too long"),
         (f"--logs={__file__}", "test_hostile_settings.py is no folder"),
         (f"--logs={__file__}/runs", "test_hostile_settings.py is no folder"),
         ("--train-data={0..999999999999}.tar", "name more than 1,000,000 shards"),
@@ -179,7 +179,7 @@ def test_infinity_where_it_means_no_limit() -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_of_runs_that_is_read_only(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
-    assert "cannot be written by this user" in refused(f"--logs={tmp_path}/runs")
+    assert "no write permission for the folder" in refused(f"--logs={tmp_path}/runs")
 
 
 LONG = "n" * 300

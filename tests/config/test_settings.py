@@ -248,10 +248,13 @@ def test_yaml_merge_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--steps", "3"], "data.sources: there is no data"),
+        (["--steps", "3"], "data.sources: no training data"),
         (["--train-data=a"], "train: the length of the run is not set"),
-        (["--train-data=a", "--epochs=3"], "--epochs: train.epochs: the data do not determine the length of an epoch"),
-        (["--train-data=a", "--steps=3", "--epochs=3"], "--epochs: train.epochs: steps and epochs are all given"),
+        (["--train-data=a", "--epochs=3"], "--epochs: train.epochs: the length of an epoch is unknown"),
+        (
+            ["--train-data=a", "--steps=3", "--epochs=3"],
+            "--epochs: train.epochs: steps and epochs are mutually exclusive",
+        ),
         ([*BASE, "--evals.e.every=3"], "evals.e: the evaluator has no data"),
         ([*BASE[:4], "--resume=latest"], "--resume: checkpoint.resume: latest requires --name"),
         ([*BASE[:4], "--name=a/b"], "--name: run.name: invalid folder name 'a/b'"),

@@ -66,7 +66,9 @@ def test_the_number_of_lanes_follows_the_batch_alone() -> None:
 
 def test_more_ranks_than_lanes_name_the_setting() -> None:
     argv = ["--train-data=a.tar", "--name=x", "--steps=1", "--data.global-batch-size=512"]
-    with pytest.raises(SettingsError, match=r"data.lanes: .*512, which 193 ranks cannot share: give 193 or a multiple"):
+    with pytest.raises(
+        SettingsError, match=r"data.lanes: .*512 cannot be divided among 193 ranks: set 193 or a multiple"
+    ):
         validate_run(load(argv, ranks=193), World(size=193))
 
 

@@ -200,10 +200,10 @@ def flags(place: Path, row: Row, name: str, *more: str, live: bool = False) -> l
 
 # Values that do not go together, and words of the sentence that refuses them.
 REFUSALS: list[tuple[dict[str, str], str]] = [
-    ({"texts": "packed", "compile": "blocks|towers|step"}, "packed texts are not compiled"),
+    ({"texts": "packed", "compile": "blocks|towers|step"}, "packed texts are not supported with train.compile"),
     ({"world": "2 fsdp", "precision": "fp16"}, "fsdp has no scaler"),
-    ({"world": "2 fsdp", "compile": "towers|step"}, "give blocks"),
-    ({"world": "2 fsdp", "cache": "on"}, "not supported with fsdp, whose ranks"),
+    ({"world": "2 fsdp", "compile": "towers|step"}, "use blocks"),
+    ({"world": "2 fsdp", "cache": "on"}, "not supported with fsdp: use ddp"),
     ({"world": "2 fsdp", "model": "resnet"}, "without batch norm"),
     ({"model": "resnet", "micro": "5|2", "lock image": "off|last|until"}, "batch norm"),
     ({"model": "resnet", "patch dropout": "0.5"}, "no patches"),
@@ -219,7 +219,7 @@ REFUSALS: list[tuple[dict[str, str], str]] = [
     ({"lock image": "until", "stored": "image|both"}, "can be trained"),
     ({"lock text": "until", "stored": "text|both"}, "can be trained"),
     ({"optimizer": "layer decay", "stored": "image|both"}, "no image tower"),
-    ({"world": "2 fsdp", "optimizer": "lamb|muon"}, "needs whole weights"),
+    ({"world": "2 fsdp", "optimizer": "lamb|muon"}, "requires unsharded weights"),
     ({"batches": "growing", "mode": "pad|wrap"}, "constant batch size"),
 ]
 
@@ -235,7 +235,7 @@ def refusal(row: Row) -> str | None:
         if not may_own(row, towers[0]):
             return "the (image|text) tower"
         if row["cache"] == "on" and towers[0] == "image" and row["augmentation"] != "off":
-            return "images are augmented"
+            return "features of augmented images"
     return None
 
 

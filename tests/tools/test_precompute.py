@@ -383,5 +383,5 @@ def test_wrong_flags(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["--towers", "image"]) == SettingsError.exit_code
     assert "name the store first" in capsys.readouterr().err
     assert main(["s", "--towers", "image"]) == SettingsError.exit_code
-    assert "there is no data" in capsys.readouterr().err
+    assert "no training data" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()

@@ -169,13 +169,13 @@ def test_what_cannot_be_meant_is_told(place: Path, capsys: pytest.CaptureFixture
     metric = "--train.early-stop.metric"
     assert "there is no evaluator 'vall' (there is val)" in problems(*evals, metric, "vall/top1")
     assert "there is no evaluator 'val_averaged'" in problems(*evals, metric, "val_averaged/top1")
-    assert "val is evaluated at the end only: give --evals.val.every" in problems(*evals[:2], metric, "val/top1")
+    assert "val is evaluated only at the end: set --evals.val.every" in problems(*evals[:2], metric, "val/top1")
     assert "--train.early-stop.patience: requires --train.early-stop.metric" in problems(
         *evals, "--train.early-stop.patience", "2"
     )
     both = [*evals, "--evals.val.weights", "both", metric, "val_averaged/n"]
     validate_run(load(["--train-data", "a.tar", "--steps", "10", *both]), World())
-    with pytest.raises(SettingsError, match="write EVALUATOR/METRIC"):
+    with pytest.raises(SettingsError, match="expected EVALUATOR/METRIC"):
         load([metric, "val"])
     argv = flags(place, "misnamed", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "2", metric, "val/R@1")
     assert main(argv) == 2

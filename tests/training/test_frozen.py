@@ -99,7 +99,7 @@ def test_cached_features_are_computed_once_and_change_no_loss(tower: str, ranks:
 def test_settings_that_cannot_work_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache = ("--model.image.cache-gib", "1")
     for more, message in (
-        (("--lock-image", *cache), "images are augmented, so that their features differ"),
+        (("--lock-image", *cache), "features of augmented images differ"),
         (cache, "training the image tower changes its features"),
         (
             ("--train.micro-batch-size", "auto", "--model.grad-checkpointing", "2GiB"),
@@ -109,5 +109,5 @@ def test_settings_that_cannot_work_are_refused(place: Path, capsys: pytest.Captu
         assert main(flags(place, "refused", *more)) == 2
         assert message in capsys.readouterr().err
     argv = flags(place, "refused", "--lock-image", "--data.augment.enabled", "false", *cache, *FSDP)
-    with pytest.raises(SettingsError, match="not supported with fsdp, whose ranks take part in each pass"):
+    with pytest.raises(SettingsError, match="not supported with fsdp: use ddp"):
         validate_run(load(argv, ranks=2), World(rank=0, size=2))

@@ -119,12 +119,12 @@ def test_names_without_weight_decay() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"lr": 0.0, "image_lr": 1e-3}, "the schedule scales optim.lr, which is 0"),
+        ({"lr": 0.0, "image_lr": 1e-3}, "requires optim.lr above 0"),
         ({"image_layer_decay": 1.5}, "less than or equal to 1"),
         ({"kwargs": {"weight_decay": 1}}, "weight_decay is set by --wd"),
         ({"type": "timm"}, "name"),
         ({"type": "timm", "name": "adahessian"}, "second derivatives"),
-        ({"type": "timm", "name": "lamb", "fallback": ["*"]}, "only timm's Muon optimizers"),
+        ({"type": "timm", "name": "lamb", "fallback": ["*"]}, "requires one of timm's Muon optimizers"),
     ],
 )
 def test_settings_that_do_not_go_together(values: dict[str, Any], said: str) -> None:

@@ -101,7 +101,7 @@ def test_synthetic_pictures_need_no_disk() -> None:
 def test_the_length_of_an_epoch_is_taken_from_the_data(tmp_path: Path) -> None:
     make_shards(tmp_path, [3, 4])
     run = ["--train-data", f"{tmp_path}/{{00000..00001}}.tar", "--epochs=3", "--save-frequency=1", "--batch-size=2"]
-    with pytest.raises(SettingsError, match="do not determine the length of an epoch"):
+    with pytest.raises(SettingsError, match="the length of an epoch is unknown"):
         validate_run(with_known_epoch(load(run)), World())
     (tmp_path / "__len__").write_text("7\n")
     known = with_known_epoch(load(run))
