@@ -60,7 +60,7 @@ class Stopped(ClipstreamError):
     @classmethod
     def before_training(cls, signal: str | None) -> Stopped:
         """The error of a run that a signal stopped before its first step."""
-        return cls(f"stopped by {signal} before the first step: start the same command again", signal=signal)
+        return cls(f"stopped by {signal} before the first step: rerun the same command", signal=signal)
 
 
 class Interrupted(BaseException):

@@ -111,8 +111,8 @@ class BatchLoader:
         """Batches of an epoch. Raises TypeError: the number of samples is not known."""
         if self._batches is None:
             raise TypeError(
-                "the samples of these shards were not counted, so that an epoch has no length: give "
-                "train_num_samples=, or run `clipstream index` on the shards"
+                "the number of samples is unknown, so an epoch has no length: set train_num_samples=, or run "
+                "`clipstream index` on the shards"
             )
         return self._batches
 
@@ -165,13 +165,13 @@ class BatchLoader:
             SettingsError: at the next batch: the state belongs to other shards, another seed or another global batch.
         """
         if not isinstance(state, Mapping) or "format" not in state:
-            raise ValueError("this is no state_dict of a BatchLoader: it has no 'format'")
+            raise ValueError("not a state_dict of a BatchLoader: 'format' is missing")
         if state["format"] != FORMAT:
-            raise ValueError(f"a state_dict of format {state['format']!r}, but this version reads {FORMAT}")
+            raise ValueError(f"state_dict has format {state['format']!r}, but this version reads {FORMAT}")
         try:
             start = TypeAdapter(DataState).validate_python(state["data"])
         except (ValidationError, KeyError) as error:
-            raise ValueError(f"this is no state_dict of a BatchLoader: {error}") from error
+            raise ValueError(f"not a state_dict of a BatchLoader: {error}") from error
         self.close()
         self._start = start if start.lanes or start.step else None
 
@@ -288,7 +288,7 @@ def _source(data: Config, overrides: Overrides, flags: dict[str, Any]) -> tuple[
         section = name == "tokenizer" and isinstance(flags.get(name), Mapping)
         if name in flags and not section:
             raise SettingsError(
-                f"{name} has no keyword: build_loader(data, preprocess, tokenizer, overrides, batch_size=…)"
+                f"{name} is a positional argument: build_loader(data, preprocess, tokenizer, overrides, batch_size=…)"
             )
     if data is None or isinstance(data, Settings | Mapping):
         return data, overrides, flags
@@ -332,7 +332,7 @@ def _inputs(preprocess: Any, tokenizer: Any, settings: Settings, world: World) -
             f"not {type(preprocess).__name__}"
         )
     if tokenizer is None and ids is None:
-        raise SettingsError("tokenizer: give the model's own, such as open_clip.get_tokenizer(NAME)")
+        raise SettingsError("tokenizer: required, such as open_clip.get_tokenizer(NAME)")
     return found, ids if tokenizer is None or tokenizer is ids else _tokenizer(tokenizer)  # type: ignore[return-value]
 
 
@@ -355,9 +355,9 @@ class _FunctionTokenizer:
         try:
             shape = self.encode(["a photo of a cat", "a"]).shape
         except Exception as error:
-            raise SettingsError(f"tokenizer: it cannot encode a list of texts: {error!r}") from error
+            raise SettingsError(f"tokenizer: cannot encode a list of texts: {error!r}") from error
         if len(shape) != 2 or shape[0] != 2:
-            raise SettingsError(f"tokenizer: it gives ids of shape {shape} for 2 texts, not [2, T]")
+            raise SettingsError(f"tokenizer: expected ids of shape [2, T] for 2 texts, not {shape}")
         self.context_length = int(shape[1])
 
     def encode(self, texts: Sequence[str]) -> Ids:
@@ -385,9 +385,10 @@ def _batches_in_epoch(settings: Settings) -> int | None:
             except SettingsError:
                 return None
     if not samples:
-        raise SettingsError("no sample was found: clipstream.check(SHARDS) lists what is wrong with the shards")
+        raise SettingsError("no usable sample: see clipstream.check(SHARDS)")
     if samples < data.global_batch_size:
         raise SettingsError(
-            f"an epoch of {samples:,} samples has no batch of {data.global_batch_size:,}: give a smaller batch_size"
+            f"an epoch of {samples:,} samples is smaller than a batch of {data.global_batch_size:,}: use a smaller "
+            f"batch_size"
         )
     return samples // data.global_batch_size

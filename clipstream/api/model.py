@@ -139,7 +139,7 @@ def usable_device(device: str | torch.device) -> str:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise SettingsError(f"device is {device!r}, but torch sees no GPU here: use 'cpu', or look at nvidia-smi")
+        raise SettingsError(f"device {device!r}: no GPU is available to torch: use 'cpu', or check nvidia-smi")
     try:
         device = str(torch.device(device))
     except RuntimeError as error:
@@ -221,7 +221,7 @@ class Model:
         rows = rows[None] if rows.ndim == 3 else rows
         if rows.ndim != 4 or tuple(rows.shape[1:]) != (3, *self.preprocess.size):
             size = ", ".join(map(str, self.preprocess.size))
-            raise ValueError(f"an image's tensor is [3, {size}] or [n, 3, {size}], not {list(rows.shape)}")
+            raise ValueError(f"expected an image tensor [3, {size}] or [n, 3, {size}], not {list(rows.shape)}")
         return rows
 
     def _encode_tensor(self, images: torch.Tensor) -> torch.Tensor:
@@ -245,7 +245,7 @@ class Model:
         if not isinstance(texts, torch.Tensor):
             texts = self.tokenizer(each("texts", "a text, several or their ids", texts, str))  # type: ignore[arg-type]
         elif texts.ndim != 2 or texts.is_floating_point() or texts.is_complex():
-            raise ValueError(f"ids of texts are integers [n, T], not {texts.dtype} {list(texts.shape)}")
+            raise ValueError(f"expected token ids as integers [n, T], not {texts.dtype} {list(texts.shape)}")
         ids = torch.split(texts, _positive(batch_size))
         parts = [self.context.encode_text(part) for part in ids if len(part)]
         return torch.cat(parts) if parts else torch.empty(0, self.embed_dim, device=self.device)
@@ -266,7 +266,7 @@ class Model:
             if not (isinstance(values, torch.Tensor) and values.ndim == 2 and values.is_floating_point()):
                 found.append(encode(values))  # type: ignore[arg-type]
             elif values.shape[1] != self.embed_dim:
-                raise ValueError(f"features are [n, {self.embed_dim}], not {list(values.shape)}")
+                raise ValueError(f"expected features [n, {self.embed_dim}], not {list(values.shape)}")
             else:
                 found.append(normalize(values.to(self.device).float(), dim=-1))
         return found[0] @ found[1].T
@@ -350,7 +350,7 @@ def _settings_of(
         model = ModelSettings(name=os.fspath(path) if path.is_file() else str(source), pretrained=pretrained, **cache)
         return Settings(model=model), model
     if pretrained is not None:
-        raise SettingsError(f"{path} has weights of its own: leave pretrained={pretrained!r} out")
+        raise SettingsError(f"{path} has weights: remove pretrained={pretrained!r}")
     subject = locate(str(path))
     assert subject.checkpoint is not None
     settings = Settings() if subject.run is None else load(["--config", str(subject.run / "config.yaml")])

@@ -60,7 +60,7 @@ class Run:
         for place in (path, path.absolute().parent.parent):
             if (place / METRICS_FILE).is_file():
                 return cls(place)
-        raise SettingsError(f"{path} holds no run: there is no {METRICS_FILE} in it")
+        raise SettingsError(f"{path} is not a run folder: {METRICS_FILE} is missing")
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
@@ -75,9 +75,7 @@ class Run:
         """The resolved settings, from config.yaml. Raises SettingsError: there are none yet."""
         file = self.folder / "config.yaml"
         if not file.is_file():
-            raise SettingsError(
-                f"{self.folder} has no config.yaml, which a run writes before its first step: start it again"
-            )
+            raise SettingsError(f"{self.folder} has no config.yaml: start the run again")
         return load(["--config", str(file)])
 
     @property

@@ -122,5 +122,5 @@ def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
         if not atomic_write.is_full(error):
             raise
         # During training a full disk is a warning; before the first step, nothing can be written later.
-        text = f"{error.filename or settings.run_folder} cannot be written, as its disk is full: free some space"
+        text = f"cannot write {error.filename or settings.run_folder}: the disk is full"
         raise ClipstreamError(text) from error

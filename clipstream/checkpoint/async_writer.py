@@ -122,7 +122,7 @@ class AsyncWriter:
                 continue
             step, value = int(record["step"]), metric.value(record)
             if value is None:
-                self._warn(f"checkpoint.keep_best: {metric.evaluator} gave no {metric.name!r} at step {step}")
+                self._warn(f"checkpoint.keep_best: {metric.evaluator} has no metric {metric.name!r} at step {step}")
                 continue
             self._evaluated = step, value
             if metric.is_better(value, self._best):
@@ -164,7 +164,7 @@ class AsyncWriter:
         if self._error is not None:
             error, self._error = self._error, None
             if isinstance(error, OSError):
-                raise ClipstreamError(f"the checkpoint could not be written: {error}") from error
+                raise ClipstreamError(f"cannot write the checkpoint: {error}") from error
             raise error
 
     def whole(self, steps: Iterable[int], instead: Path | None = None) -> Path | None:
@@ -262,7 +262,7 @@ class AsyncWriter:
             left = "there is no checkpoint yet: free some space"
             if found := store.whole(self.folder):
                 left = f"the newest checkpoint is {found[0].name}: free some space, or lower checkpoint.keep_last"
-            self._warn(f"the disk of {self.folder} is full: step {step} is not saved; {left}")
+            self._warn(f"the disk of {self.folder} is full: step {step} was not saved; {left}")
 
     def update_best(self, step: int, value: float) -> None:
         """Point `best` to a step's checkpoint, if that exists and is better than the present one."""

@@ -95,18 +95,18 @@ class OpenClipCheckpoint:
         try:
             found = read_object(path)
         except (OSError, ValueError) as error:
-            text = f"--resume {path}: no checkpoint of clipstream, nor of open_clip's trainer: {_short(error)}"
+            text = f"--resume {path}: not a checkpoint of clipstream or of open_clip's trainer: {_short(error)}"
             raise SettingsError(text) from error
         if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict) or "epoch" not in found:
             raise SettingsError(
-                f"--resume {path}: it has no epoch and optimizer, as a checkpoint of open_clip's trainer has; start a "
-                f"new run from its weights with --pretrained {path}"
+                f"--resume {path}: no epoch and optimizer state in it; start a new run from its weights with "
+                f"--pretrained {path}"
             )
         try:
             content = checked(_Content, {key: found.get(key) for key in _Content.__annotations__})
             weights = without_prefix(dict(named_tensors(found["state_dict"])), of_clip, path)
         except ValueError as error:
-            text = f"--resume {path}: it is not what open_clip's trainer wrote: {_short(error)}"
+            text = f"--resume {path}: not a checkpoint of open_clip's trainer: {_short(error)}"
             raise SettingsError(text) from error
         return cls(path, content.epoch, weights, content.optimizer, content.scaler or {}, content.global_step)
 
@@ -120,9 +120,9 @@ class OpenClipCheckpoint:
             saved = towers.not_stored(finite(self.weights.items(), self.path))
             towers.clip.load_state_dict({name: shard_like(tensor, present.get(name)) for name, tensor in saved})
         except RuntimeError as error:
-            raise SettingsError(f"--resume {self.path}: its weights do not fit this model: {_short(error)}") from error
+            raise SettingsError(f"--resume {self.path}: weights do not match the model: {_short(error)}") from error
         if self.optimizer is None:
-            raise SettingsError(f"--resume {self.path}: it has no optimizer: give --pretrained {self.path} instead")
+            raise SettingsError(f"--resume {self.path}: no optimizer state in it: use --pretrained {self.path}")
         names = {id(parameter): name.removeprefix("clip.") for name, parameter in towers.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         by_name = self._states([name for name in names.values() if name in self.weights], towers)
@@ -133,13 +133,13 @@ class OpenClipCheckpoint:
                 state[number] = {key: _fitted(value, parameter) for key, value in values.items()}
         if by_name:
             raise SettingsError(
-                f"--resume {self.path}: it has moments of {len(by_name)} parameters that this run does not train, such "
-                f"as {next(iter(by_name))}: lock the same towers as there"
+                f"--resume {self.path}: optimizer state of {len(by_name)} parameters that this run does not train, "
+                f"such as {next(iter(by_name))}: lock the same towers"
             )
         try:
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         except (RuntimeError, ValueError, KeyError) as error:
-            raise SettingsError(f"--resume {self.path}: its optimizer is another one: {_short(error)}") from error
+            raise SettingsError(f"--resume {self.path}: the optimizer differs: {_short(error)}") from error
 
     def _states(self, names: Sequence[str], towers: Towers) -> dict[str, dict[str, Any]]:
         """The state of each trained parameter by its name.
@@ -168,9 +168,9 @@ class OpenClipCheckpoint:
                 return {numbered[number]: values for number, values in state.items()}
         counted = sum(len(group["params"]) for group in groups)
         raise SettingsError(
-            f"--resume {self.path}: its optimizer has {counted} parameters in {len(groups)} groups, and this run "
-            f"trains {len(own)}; they cannot be matched: lock the same towers as there (learning rates per "
-            f"layer are not matched), or start a new run from its weights by --pretrained {self.path}"
+            f"--resume {self.path}: the optimizer has {counted} parameters in {len(groups)} groups, but this run "
+            f"trains {len(own)}: lock the same towers (layer-wise learning rates are not supported), or start a new "
+            f"run from the weights with --pretrained {self.path}"
         )
 
     def _layouts(self, names: Sequence[str], towers: Towers) -> Iterator[list[list[str]]]:

@@ -182,12 +182,10 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
     except SettingsError:
         raise
     except Exception as error:  # backends raise errors of their own types
-        raise SettingsError(
-            f"{remote.setting}: {remote.shown} cannot be copied to {folder}: {message_of(error)}"
-        ) from error
+        raise SettingsError(f"{remote.setting}: cannot copy {remote.shown} to {folder}: {message_of(error)}") from error
     if found:
         names = ", ".join(candidate.name for candidate, _ in found)
-        raise SettingsError(f"{remote.setting}: none of the checkpoints in {remote.shown} is whole ({names})")
+        raise SettingsError(f"{remote.setting}: all checkpoints in {remote.shown} are incomplete ({names})")
     return None
 
 

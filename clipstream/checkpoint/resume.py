@@ -62,11 +62,11 @@ class Resumed:
         step = theirs.step
         if step is None:
             if train.epoch_samples is None:
-                raise SettingsError(f"--resume {self.checkpoint}: its epochs require --train-num-samples")
+                raise SettingsError(f"--resume {self.checkpoint}: requires --train-num-samples")
             step = data.steps_for(theirs.epoch * train.epoch_samples)
         if world.is_main:
             name = f"{self.checkpoint} of open_clip: epoch {theirs.epoch}, step {step}"
-            announce(f"resume   {name}; the data order begins anew")
+            announce(f"resume   {name}; the data start anew")
         scaler = StepState(scaler=theirs.scaler if train.precision == "fp16" else {})
         samples = data.samples_before(step)
         start = TrainState(step=step, samples=samples, data=DataState(step=step), train_step=scaler)
@@ -113,18 +113,17 @@ def find(settings: CheckpointSettings, run_folder: Path, world: World) -> Resume
             try:
                 whole = with_retries((remote / CHECKPOINTS).whole)
             except Exception as error:  # every backend has errors of its own
-                text = f"--remote-sync: {remote.shown} cannot be read: {message_of(error)}"
+                text = f"--remote-sync: cannot read {remote.shown}: {message_of(error)}"
                 raise SettingsError(text) from error
             if whole and resume is None:
                 raise SettingsError(
-                    f"--remote-sync: {remote.shown} holds a run: continue it with --resume auto, or start another run "
-                    "with another --name"
+                    f"--remote-sync: {remote.shown} has a run: continue it with --resume auto, or choose another --name"
                 )
             remote_sync.last_serial = max((marker.serial for marker in whole.values()), default=0)
         if resume is not None and ShardURL(resume).scheme is not None:
             found = download(RemoteDir(resume, "--resume"), folder)
             if found is None:
-                raise SettingsError(f"--resume: there is no whole checkpoint in {RemoteDir(resume, '').shown}")
+                raise SettingsError(f"--resume: no complete checkpoint in {RemoteDir(resume, '').shown}")
             return found
         if remote_sync is not None and resume in ("latest", "auto"):
             download_newer(remote_sync, run_folder)
@@ -152,10 +151,10 @@ def download_newer(remote_sync: RemoteSync, run_folder: Path) -> None:
                 if (content := with_retries((remote / name).read)) is not None:
                     atomic_write.replace(run_folder / name, content)
             except Exception as error:  # every backend has errors of its own
-                text = f"--remote-sync: {remote.shown} cannot be copied: {message_of(error)}"
+                text = f"--remote-sync: cannot copy {remote.shown}: {message_of(error)}"
                 raise SettingsError(text) from error
         download(remote, folder)
     except SettingsError as error:
         if found is None:
             raise
-        logger.warning(f"{error}; the newest one here is used")
+        logger.warning(f"{error}; the newest local checkpoint is used")

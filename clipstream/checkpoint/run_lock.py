@@ -58,8 +58,8 @@ def occupied(folder: Path) -> Iterator[None]:
 
     Raises SettingsError: it cannot be made, or another process trains in it.
     """
-    advice = "wait for its end, or end it, or take another --name"
-    with held(folder, "--logs: the folder", lambda holder: f"{folder} is being trained by {holder}: {advice}"):
+    advice = "wait for it, stop it, or use another --name"
+    with held(folder, "--logs: the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
         yield
 
 
@@ -77,7 +77,7 @@ def held(folder: Path, called: str, busy: Callable[[str], str]) -> Iterator[None
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise SettingsError(f"{called} {folder} cannot be made: {error.strerror}") from error
+        raise SettingsError(f"{called} cannot create {folder}: {error.strerror}") from error
     try:
         limit = time.monotonic() + WORKERS_END
         while True:

@@ -86,11 +86,12 @@ class CheckpointMeta:
             version = values.pop("version", 0)
             found = checked(cls, values) if version == VERSION else None
         except ValueError as error:
-            raise SettingsError(f"{path / STATE} is not what clipstream wrote: {error}") from error
+            raise SettingsError(f"{path / STATE} is invalid: {error}") from error
         if found is None:
             raise SettingsError(
-                f"{path} has checkpoint format {version}, and this clipstream reads format {VERSION}: resume it with "
-                f"the clipstream that wrote it, or start a new run from its weights with --pretrained local-dir:{path}"
+                f"{path} has checkpoint format {version}, but this version reads {VERSION}: resume it with the "
+                f"version that wrote it, or start a new run from its weights with"
+                f" --pretrained local-dir:{path}"
             )
         return found
 
@@ -219,7 +220,7 @@ def read_meta(checkpoint: Path) -> CheckpointMeta:
     try:
         text = (checkpoint / STATE).read_bytes()
     except OSError as error:
-        raise SettingsError(f"{checkpoint} cannot be read: {error}") from error
+        raise SettingsError(f"cannot read {checkpoint}: {error}") from error
     return CheckpointMeta.from_json(text, checkpoint)
 
 
@@ -257,10 +258,10 @@ def load(
         optimizer.load_state_dict(saved_moments)
         _keep_dtypes(optimizer, saved_moments["state"])
     except OSError as error:
-        raise SettingsError(f"{checkpoint} cannot be read: {error}") from error
+        raise SettingsError(f"cannot read {checkpoint}: {error}") from error
     except (RuntimeError, ValueError, LookupError, TypeError, SafetensorError) as error:
         message = shortened(str(error), MISMATCH_SHOWN)
-        raise SettingsError(f"{checkpoint} does not fit this run's model and optimiser: {message}") from error
+        raise SettingsError(f"{checkpoint} does not match the model and optimizer of this run: {message}") from error
     set_random_state_of(checkpoint / RANDOM, world)
     return state
 
@@ -273,7 +274,7 @@ def set_random_state_of(path: Path, world: World) -> None:
         if world.rank < len(states):
             set_random_state(states[world.rank], world.device)
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: bytes that are no state of torch
-        text = f"{RANDOM} in {path.parent} does not hold the random states of a run: take another checkpoint"
+        text = f"{RANDOM} in {path.parent} is invalid: use another checkpoint"
         raise SettingsError(f"{text} ({shortened(str(error), MISMATCH_SHOWN)})") from error
 
 

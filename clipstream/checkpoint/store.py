@@ -38,7 +38,7 @@ DRAFT, ASIDE = ".tmp", ".old"
 def _inside(name: str) -> str:
     """A file's name below a folder. Raises ValueError: it leads out of the folder."""
     if "\0" in name or name.startswith("/") or ".." in name.split("/"):
-        raise ValueError("it is no file of the checkpoint")
+        raise ValueError("not a file of the checkpoint")
     return name
 
 
@@ -119,14 +119,14 @@ def fault(checkpoint: Path, files: Collection[str] | None = None, marker: Marker
         marker: of a folder that has none, and the marker's files in the right sizes; read from the folder unless given.
     """
     if (marker := marker or marker_of(checkpoint)) is None:
-        return "it is not whole"
+        return "it is incomplete"
     for name, checksum in marker.checksums.items():
         if files is None or name in files:
             try:
                 if atomic_write.checksum(checkpoint / name) != checksum:
-                    return f"{name} is not what was written"
+                    return f"{name} does not match its checksum"
             except OSError as error:
-                return f"{name} cannot be read: {error.strerror}"
+                return f"cannot read {name}: {error.strerror}"
     return None
 
 
@@ -163,7 +163,7 @@ def newest(folder: Path, files: Collection[str] | None = None) -> Path | None:
     """The newest checkpoint without a `fault`; warns of newer ones that are damaged."""
     found = whole(folder)
     last = pointed(folder / LATEST)
-    faults = [(last, "it is not whole")] if last is not None and last not in found else []
+    faults = [(last, "it is incomplete")] if last is not None and last not in found else []
     taken = None
     for path in found:
         if (damage := fault(path, files)) is None:
@@ -172,7 +172,7 @@ def newest(folder: Path, files: Collection[str] | None = None) -> Path | None:
         faults.append((path, damage))
     for path, damage in faults:
         instead = taken.name if taken else "none"
-        logger.warning(f"checkpoint {path} is damaged ({damage}); the one before is used: {instead}")
+        logger.warning(f"checkpoint {path} is damaged ({damage}); using the previous one: {instead}")
     return taken
 
 
@@ -192,10 +192,10 @@ def find(folder: Path, resume: str | None, files: Collection[str] | None = None)
     if resume in ("latest", "auto"):
         taken = newest(folder, files)
         if taken is None and resume == "latest":
-            raise SettingsError(f"--resume latest: no whole checkpoint in {folder}; --resume auto starts without one")
+            raise SettingsError(f"--resume latest: no complete checkpoint in {folder}; --resume auto starts a new run")
         if taken is None and (damaged := candidates(folder)):
             raise SettingsError(
-                f"--resume auto: none of the checkpoints in {folder} is whole ({', '.join(p.name for p in damaged)}); "
+                f"--resume auto: all checkpoints in {folder} are incomplete ({', '.join(p.name for p in damaged)}); "
                 "move them away to start a new run"
             )
         return taken
@@ -214,7 +214,7 @@ def find(folder: Path, resume: str | None, files: Collection[str] | None = None)
         inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         if (taken := newest(inner, files)) is not None:
             return taken
-    raise SettingsError(f"--resume {resume}: no whole checkpoint there (a whole one has a file {MARKER})")
+    raise SettingsError(f"--resume {resume}: no complete checkpoint (with a file {MARKER}) found")
 
 
 def agree(find: Callable[[], Path | None], world: World) -> Path | None:
@@ -351,12 +351,14 @@ def locate(path: str) -> Subject:
             raise SettingsError(f"--checkpoint: {folder} is a file: use --model NAME --pretrained FILE")
         folder = pointed(folder) or folder
     if not folder.is_dir():
-        raise SettingsError(f"--checkpoint: there is no folder {folder}")
+        raise SettingsError(f"--checkpoint: {folder} does not exist")
     if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
         # Checked on every rank; the optimizer's moments, which are twice as large, are not needed here.
         folder = find(folder, str(folder), files=(*WEIGHT_FILES, AVERAGED_FILE)) or folder
     elif not (folder / CONFIG_FILE).is_file():
-        raise SettingsError(f"--checkpoint: {folder} is neither a run (checkpoints/) nor a checkpoint ({CONFIG_FILE})")
+        raise SettingsError(
+            f"--checkpoint: {folder} is neither a run folder (checkpoints/) nor a checkpoint ({CONFIG_FILE})"
+        )
     run = folder.resolve().parent.parent
     number = folder.name.removeprefix("step_")
     return Subject(
@@ -376,7 +378,7 @@ def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, *, av
     """
     weights = checkpoint / AVERAGED_FILE
     if averaged and not weights.is_file():
-        raise SettingsError(f"--weights averaged: {checkpoint} has no averaged weights; train with --train.ema")
+        raise SettingsError(f"--weights averaged: {checkpoint} has no averaged weights (--train.ema)")
     own = {str(tower): TowerSettings(precision=kept) for tower, kept in model.own_precisions.items()}
     return model.not_trained().model_copy(
         update={

@@ -15,17 +15,17 @@ from clipstream.errors import SettingsError, did_you_mean
 VERBS = {
     "train": "train a model, evaluate it, save it",
     "evaluate": "evaluate a checkpoint",
-    "check": "look into a data set: what would be used and dropped",
-    "index": "note what each shard holds, for exact epochs",
-    "bench": "measure how fast shards are read here; with `bench train`, how fast a model trains under which settings",
-    "audit": "find casts, float32 operations and 16-bit numbers that a training step should not have",
+    "check": "inspect a data set: which samples are used and dropped",
+    "index": "write an index of each shard, for exact epochs",
+    "bench": "measure how fast shards are read, or with `bench train` how fast a model trains",
+    "audit": "audit the dtypes of a training step",
     "stage": "copy shards to this machine ahead of a run",
-    "precompute": "compute features of frozen towers and teachers once, and store them",
+    "precompute": "compute and store features of frozen towers and teachers",
     "search": "search in precomputed features: neighbours, near-duplicates, clusters, scores",
     "export": "write precomputed features as Parquet or NumPy",
-    "compare": "show runs side by side in one HTML file",
+    "compare": "compare runs in one HTML file",
     "env": "print versions and hardware, for a bug report",
-    "completion": "print a script that completes verbs and flags in a shell",
+    "completion": "print a shell completion script",
 }
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "help"):
         rows = [line for verb, meaning in VERBS.items() for line in row(verb, meaning, 14, terminal_width())]
-        print("usage: clipstream VERB …", "", *rows, "", "clipstream VERB --help says more.", sep="\n")
+        print("usage: clipstream VERB …", "", *rows, "", "clipstream VERB --help shows the flags of a verb.", sep="\n")
         return 0 if argv else SettingsError.exit_code
     verb, *rest = argv
     if verb == "--version":
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if verb not in VERBS:
         near = did_you_mean(verb, VERBS) or f"; the verbs are {', '.join(VERBS)}"
-        print(f"error: there is no verb {verb!r}{near}", file=sys.stderr)
+        print(f"error: unknown verb {verb!r}{near}", file=sys.stderr)
         return SettingsError.exit_code
     if own:
         handle_signals(verb)

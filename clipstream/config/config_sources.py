@@ -165,7 +165,7 @@ class _Reader:
         self.copies += id(node) in self.seen
         self.seen.add(id(node))
         if self.copies > MOST_COPIES:
-            text = f"aliases (*NAME) repeat more than {MOST_COPIES:,} keys and values: write fewer of them"
+            text = f"aliases (*NAME) expand to more than {MOST_COPIES:,} keys and values"
             raise _Refused(problem=text, problem_mark=node.start_mark)
         place = place or self.place(node)
         made = Node(None, place, place)
@@ -177,7 +177,7 @@ class _Reader:
                 made.value = node.value
             return made
         if node.tag not in _PLAIN_TAGS:
-            raise _Refused(problem=f"the tag {node.tag} has no meaning here", problem_mark=node.start_mark)
+            raise _Refused(problem=f"unknown tag {node.tag}", problem_mark=node.start_mark)
         if isinstance(node, yaml.SequenceNode):
             made.value = [self.node(item) for item in node.value]
             return made
@@ -185,7 +185,9 @@ class _Reader:
         inherited: dict[str, Node] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise _Refused(problem="a key is a word, not a list or a mapping", problem_mark=key_node.start_mark)
+                raise _Refused(
+                    problem="a key must be a scalar, not a list or a mapping", problem_mark=key_node.start_mark
+                )
             key, key_place = key_node.value, self.place(key_node)
             if key_node.tag == "tag:yaml.org,2002:merge":
                 parents = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
@@ -194,7 +196,7 @@ class _Reader:
                         raise _Refused(problem="<< takes only mappings", problem_mark=parent.start_mark)
                     inherited.update(self.node(parent).value)
             elif key in own:
-                self.problems.append(f"{key_place}: the key '{key}' is given twice (first at {own[key].place})")
+                self.problems.append(f"{key_place}: duplicate key '{key}' (first at {own[key].place})")
             else:
                 own[key] = self.node(value_node, key_place)
         made.value = {**inherited, **own}
@@ -216,11 +218,11 @@ def read_yaml(file: str, problems: list[str]) -> Node:
             reader = _Reader(lambda node: f"{file}:{node.start_mark.line + 1}", problems)
             return Node(reader.node(node).value)
         if node is not None:
-            problems.append(f"{file}:1: settings are a mapping of sections, not {type(node).__name__[:-4].lower()}")
+            problems.append(f"{file}:1: expected a mapping of sections, not {type(node).__name__[:-4].lower()}")
     except FileNotFoundError:
-        problems.append(f"--config: there is no file {named}")
+        problems.append(f"--config: {named} does not exist")
     except UnicodeDecodeError as error:
-        problems.append(f"--config: {named} is no text in UTF-8 (byte {error.start:,})")
+        problems.append(f"--config: {named} is not UTF-8 (byte {error.start:,})")
     except RecursionError:
         problems.append(f"{file}: lists and mappings are nested too deeply, or an alias contains itself")
     except yaml.reader.ReaderError as error:
@@ -282,7 +284,7 @@ def plain(annotation: Any, node: Node, problems: list[str]) -> Any:
     """
     value, section, entries, items = node.value, section_of(annotation), entries_of(annotation), items_of(annotation)
     if node.bare and annotation is not None and bool not in kinds(annotation):
-        problems.append(f"{node.place}: needs a value")
+        problems.append(f"{node.place}: requires a value")
     wanted: dict[type[Any], bool] = {
         dict: section is not None or entries is not None,
         list: items is not None,

@@ -80,8 +80,8 @@ def write_config(settings: Settings) -> None:
     if keys:
         synced = "" if copied is None else f", and --remote-sync copies it to {redact(copied)}"
         logger.warning(
-            f"{', '.join(keys)} holds a password or key, which config.yaml repeats: the file has mode 0600"
-            f"{synced}; write ${{NAME}} instead, which is taken from the environment"
+            f"{', '.join(keys)} has a password or key, which is written to config.yaml (mode 0600{synced}): use an "
+            f"environment variable, ${{NAME}}, instead"
         )
     atomic_write.replace(settings.run_folder / "config.yaml", dump(settings).encode(), private=bool(keys))
 
@@ -203,7 +203,7 @@ def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:
         return None, rest
     value = rest.pop(places[0]).partition("=")[2]
     if len(places) > 1 or value not in ("", ALL):
-        raise SettingsError(f"{FLAG}: give it once, alone or as {FLAG} {ALL}")
+        raise SettingsError(f"{FLAG}: expected once, alone or as {FLAG} {ALL}")
     if rest[places[0] : places[0] + 1] == [ALL]:
         value = rest.pop(places[0])
     return value == ALL, rest
@@ -220,8 +220,8 @@ def print_config(settings: Settings, verb: str, every: bool) -> int:
         return 0
     if keys := secrets(settings):
         logger.warning(
-            f"{', '.join(keys)} holds a password or key, which this output repeats: write ${{NAME}} instead, "
-            "which is taken from the environment"
+            f"{', '.join(keys)} has a password or key, which is in this output: use an environment variable, "
+            f"${{NAME}}, instead"
         )
     what = "all settings" if every else f"settings that differ from the defaults ({FLAG} {ALL} prints all)"
     print(f"# clipstream {verb}: {what}")
@@ -298,7 +298,7 @@ def print_summary(
         count += "" if until is None else f", the {tower} tower from step {until}"
     announce(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
     for tower, folder in data.stored_towers.items():
-        announce(f"features {redact(folder)}, in place of the {tower} tower")
+        announce(f"features {redact(folder)}, instead of the {tower} tower")
     teachers = [redact(folder) for folder in data.teacher_features]
     if distill.model is not None:
         teachers.append(f"{distill.model}{f', {distill.pretrained}' if distill.pretrained else ''}")
@@ -317,9 +317,9 @@ def print_summary(
     for name, section in settings.evals.items():
         when = f"every {section.every} steps" if section.every else "at the end"
         announce(f"evals    {name}: {section.type}, {when}, {' and '.join(section.kinds)} weights")
-    announce(f"steps    {settings.total_steps}" + ("" if checkpoint is None else f", going on from {checkpoint}"))
+    announce(f"steps    {settings.total_steps}" + ("" if checkpoint is None else f", continuing from {checkpoint}"))
     if checkpoint is not None and done >= settings.total_steps:
-        announce(f"         which is at step {done}: nothing is left to train, only to evaluate (more: --steps)")
+        announce(f"         which is at step {done}: nothing left to train (raise --steps), only to evaluate")
     for number, change in enumerate(changes(settings, before or {})):
         announce(f"{'changed' if number == 0 else '':8} {change}")
     if stop.metric is not None:

@@ -107,7 +107,7 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        said = f"error: no file or folder can have the name {printable(error.filename, 60)}: {error.strerror}"
+        said = f"error: invalid file name {printable(error.filename, 60)}: {error.strerror}"
         code = SettingsError.exit_code
     if _own_process:
         _keep_exit_code(code, alone=rank is None)

@@ -111,10 +111,10 @@ def _sentence(root: type[Section], tree: Tree, path: Path, findings: Sequence[An
     if "missing" in by_type:
         if path == ("data", "sources", "train", "shards"):
             return path, (
-                "missing: the short flags for data set the source named 'train'; give --train-data SHARDS, "
-                "or name the source that you mean: --data.sources.NAME.KEY"
+                "missing: short flags of the data set the source 'train': set --train-data SHARDS, or use "
+                "--data.sources.NAME.KEY"
             )
-        return path, "missing: this key has no default"
+        return path, "missing: required"
     if "value_error" in by_type:
         text, section = str(by_type["value_error"]["ctx"]["error"]), section_of(annotation)
         if section is not None and issubclass(section, PluginSection) and isinstance(value, Mapping):
@@ -149,15 +149,15 @@ def _unknown_key(root: type[Section], tree: Tree, path: Path) -> str:
     section = section_of(annotation)
     known = list(chosen(section, value).model_fields) if section is not None else []
     if near := did_you_mean(name, known):
-        return f"there is no such key{near}"
+        return f"unknown key{near}"
     if section is not None and issubclass(section, PluginSection):
         types = [kind for kind, cls in section.builtin.items() if name in cls.model_fields]
         if types:
-            return f"a key of type {' or '.join(types)} only: set the type as well"
+            return f"a key of type {' or '.join(types)} only: set the type"
     if elsewhere := " or ".join(f"'{key}'" for key, _ in leaves(root) if key.rpartition(".")[2] == name):
-        return f"there is no such key; did you mean {elsewhere}?"
+        return f"unknown key; did you mean {elsewhere}?"
     kind = f" of type {value['type']}" if isinstance(value, Mapping) and isinstance(value.get("type"), str) else ""
-    return f"there is no such key; here are{kind}: {', '.join(known)}"
+    return f"unknown key; known keys{kind}: {', '.join(known)}"
 
 
 def enumerate_words(problems: Iterable[str]) -> str:

@@ -37,8 +37,7 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Giv
         token = rest.pop(0)
         if not token.startswith("--") or token == "--":
             problems.append(
-                f"unexpected argument {token!r}: quote a pattern so that the shell leaves it alone, "
-                "and write several values as one list, '[a, b]'"
+                f"unexpected argument {token!r}: quote patterns, and write several values as one list, '[a, b]'"
             )
             continue
         flag, equals, text = token.partition("=")
@@ -83,7 +82,7 @@ def flag_tree(
     for flag, text in given:
         alias = BY_FLAG.get(flag) or BY_FLAG.get(flag.replace("_", "-"))
         if alias is not None and text is None and not alias.switch:
-            problems.append(f"{alias.flag}: needs a value, {alias.value}")
+            problems.append(f"{alias.flag}: requires a value, {alias.value}")
         elif alias is not None:
             aliased[alias.flag] = "true" if text is None else text
             if (told := value_notice(alias.flag, aliased[alias.flag])) is not None:
@@ -111,7 +110,7 @@ def flag_tree(
         node = Node.of_text(str(value), flag) if isinstance(value, Typed) else Node.of(value, flag)
         before = tree.at(path)
         if before is not None and path not in (CAPTION, ("tokenizer",)) and before.place != flag:
-            problems.append(f"{flag} and {before.place} both set {dotted(path)}: give one of them")
+            problems.append(f"{flag} and {before.place} both set {dotted(path)}: use one of them")
         tree.put_keys(path, node)
     if "--val-data" in aliased:  # it is read as the training source, unless its own settings say otherwise
         train = merged(root, [*files, tree])
@@ -122,7 +121,7 @@ def flag_tree(
     used = [flag for flag in READING if flag in aliased]
     if used and not trains:  # flags of the training source describe --val-data
         if "--val-data" not in aliased:
-            problems.append(f"{used[0]}: says how --val-data is read, which is not given")
+            problems.append(f"{used[0]}: requires --val-data")
         sources = tree.at(SOURCE[:-1])
         if sources is not None and tree.at(SOURCE) is not None and tree.at((*SOURCE, "shards")) is None:
             del sources.value[SOURCE[-1]]
@@ -134,7 +133,7 @@ def _with_defaults(aliased: dict[str, str], tree: Node, files: Sequence[Node], p
     if aliased.pop(flag := "--open-clip-defaults", "false").lower() == "false":
         return aliased
     if files:
-        problems.append(f"{flag}: the defaults of flags would win over --config: leave one of the two out")
+        problems.append(f"{flag}: cannot be combined with --config")
     length = any(tree.at(("train", key)) is not None for key in ("steps", "samples", "epochs"))
     full = with_defaults(aliased, length_is_set=length)
     return {
@@ -156,7 +155,7 @@ def advice(root: type[Section], flag: str) -> str:
     names |= {known.removeprefix("--"): known for known in (*BY_FLAG, "--config", "--help", "--print-config")}
     if near := nearest(name, names):
         return f"unknown flag; did you mean {names[near[0]]!r}?"
-    return "unknown flag; --help all lists all of them"
+    return "unknown flag; see --help all"
 
 
 def output_file(own: Mapping[str, str], flag: str) -> FilePath | None:
@@ -170,7 +169,7 @@ def output_file(own: Mapping[str, str], flag: str) -> FilePath | None:
         if World.from_env().is_main:
             atomic_write.probe(FilePath(own[flag]))
     except OSError as error:
-        raise SettingsError(f"{flag}: {own[flag]} cannot be written ({error.strerror})") from error
+        raise SettingsError(f"{flag}: cannot write {own[flag]}: {error.strerror}") from error
     return FilePath(own[flag])
 
 
@@ -197,7 +196,7 @@ def own_flags(
         if not equals:
             value = tokens.pop(0) if tokens and not tokens[0].startswith("--") else ""
         if not value:
-            raise SettingsError(f"{flag}: needs a value: {meanings[flag]}")
+            raise SettingsError(f"{flag}: requires a value: {meanings[flag]}")
         value = with_home(value)
         own[flag] = f"{own[flag]}\n{value}" if flag in many and flag in own else value
     return own, rest

@@ -38,10 +38,7 @@ _SHORT_INTRO = """\
 Settings come from the defaults, then each --config file, then flags; later ones win. Every setting is a flag,
 --section.key VALUE; these are the everyday ones."""
 
-_PRINT_CONFIG = (
-    "print the settings that differ from the defaults, or all, as YAML for --config, and do nothing else; plug-ins are "
-    "imported, as their keys are checked"
-)
+_PRINT_CONFIG = "print the settings that differ from the defaults (or all) as YAML for --config, and exit"
 
 THEMES = {
     "Training data": ("--train-data", "--data.sampling.mode", "--workers"),
@@ -75,37 +72,37 @@ class Verb:
 
 _READING = ("Training data", "Captions and images")
 VERBS = {
-    "train": Verb("Train a model, evaluate it, save it.", tuple(THEMES)),
+    "train": Verb("Train, evaluate and save a model.", tuple(THEMES)),
     "evaluate": Verb(
         "Evaluate a checkpoint, the checkpoints of a run as they appear, or a pretrained model.",
         ("Evaluation", "Captions and images", "Model", "Device and precision"),
     ),
     "bench": Verb(
-        "Measure how fast the shards are read here, by stage and number of workers. `bench train` measures how fast a "
-        "model trains.",
+        "Measure how fast shards are read, by stage and number of workers. `bench train` measures how fast a model "
+        "trains.",
         (*_READING, "Model", "Batch"),
     ),
     "bench train": Verb(
-        "Measure how fast the model trains here under one setting after another: from float32 with padded texts and "
-        "nothing compiled or fused to the settings to use, which are printed as YAML. Settings take turns. Each has "
-        "its samples/s, memory, share of the device's peak, and loss beside the baseline's. "
-        "Batches are the first ones of --train-data, or generated. Several ranks (torchrun) are measured together.",
+        "Measure how fast the model trains as settings are added one by one, starting from float32 with padded texts, "
+        "without compilation or fusion, and print the suggested settings as YAML. Reports samples/s, memory, MFU and "
+        "the difference from the baseline's loss. Uses the first batches of --train-data, or generated ones. Under "
+        "torchrun, all ranks are measured together.",
         (*_READING, "Model", "Batch", "Loss and optimizer", "Device and precision"),
     ),
     "audit": Verb(
-        "Find out what one training step computes in which dtype: casts, operations left in float32, gradients that "
-        "fp16 would lose, and what has to be float32 and is not (exit code 1).",
+        "Audit the dtypes of one training step: casts, float32 operations, fp16 underflow of gradients, and 16-bit "
+        "computations where float32 is required (exit code 1).",
         (*_READING, "Model", "Batch", "Loss and optimizer", "Device and precision", "Speed and memory"),
         "precision ",
     ),
     "precompute": Verb(
-        "Compute the features of frozen towers and teachers once, and store them in STORE. The same command goes on "
-        "where it was ended, and adds parts that the store lacks.",
+        "Compute the features of frozen towers and teachers, and store them in STORE. Rerun the same command to "
+        "continue after an interruption, or to add parts.",
         (*_READING, "Model", "Batch", "Device and precision"),
         "STORE ",
     ),
     "stage": Verb(
-        "Copy the shards of a run's sources and evaluators into FOLDER, and say how the run reads them there.",
+        "Copy the shards of a run's sources and evaluators to FOLDER, and print the command that trains on the copies.",
         (*_READING, "Evaluation"),
         "FOLDER ",
     ),
@@ -183,7 +180,7 @@ class _Page:
     def everyday(self, verb: str) -> Iterator[str]:
         """The flags of the verb's themes, and how to see more."""
         yield from textwrap.wrap(_SHORT_INTRO, self.width)
-        yield from self.row("--config FILE", "settings in YAML; may be given several times")
+        yield from self.row("--config FILE", "settings in YAML; can be repeated")
         for theme in VERBS[verb].themes:
             yield from ("", theme)
             for flag in THEMES[theme]:
@@ -193,7 +190,7 @@ class _Page:
                     yield from self.place(flag.removeprefix("--").replace("-", "_"))
         sections = ", ".join(self.root.model_fields)
         yield from ("", "More")
-        text = f"the settings of a section ({sections}) or of a part of it, as data.sources or evals.zero_shot"
+        text = f"the settings of a section ({sections}) or a part of it, such as data.sources or evals.zero_shot"
         yield from self.row("--help SECTION", text)
         yield from self.row("--help all", "every setting")
         yield from self.row("--print-config [all]", _PRINT_CONFIG)
@@ -201,7 +198,7 @@ class _Page:
     def everything(self) -> Iterator[str]:
         """Short flags, then every key by section."""
         yield from textwrap.wrap(_INTRO, self.width)
-        yield from ("", "Short flags", *self.row("--config FILE", "settings in YAML; may be given several times"))
+        yield from ("", "Short flags", *self.row("--config FILE", "settings in YAML; can be repeated"))
         yield from self.row("--print-config [all]", _PRINT_CONFIG)
         for short in ALIASES:
             yield from self.short(short)
@@ -243,7 +240,7 @@ class _Page:
         place, prefix, named = "", "--", False
         for part in path.split("."):
             if section is None:
-                raise SettingsError(f"--help {path}: {place} is a setting, and has no parts")
+                raise SettingsError(f"--help {path}: {place} is a setting without parts")
             types, fields = types_of(section), all_fields(section)
             if part in types:
                 section, named = types[part], False
@@ -256,8 +253,8 @@ class _Page:
             else:
                 known = [*(() if named else fields), *types]
                 near = did_you_mean(part, known)
-                there = f"{place} has no {part!r}" if place else f"there is no section {part!r}"
-                raise SettingsError(f"--help {path}: {there}{near}; here are: {', '.join(known)}")
+                there = f"{place} has no {part!r}" if place else f"unknown section {part!r}"
+                raise SettingsError(f"--help {path}: {there}{near}; choose from: {', '.join(known)}")
         return place, section, prefix
 
     def place(self, path: str) -> Iterator[str]:

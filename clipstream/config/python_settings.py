@@ -60,7 +60,7 @@ def settings_from(
         expected = "a YAML file, several, a mapping of sections, or Settings"
         files = [os.fspath(file) for file in each("config", expected, config, (str, os.PathLike))]
     if "overrides" in flags:
-        raise SettingsError("overrides has no keyword: give it second, as in train(None, {'optim.lr': 1e-3})")
+        raise SettingsError("overrides is a positional argument, as in train(None, {'optim.lr': 1e-3})")
     own = dict(overrides or {})
     argv = [f"--config={file}" for file in files]
     for name, value in flags.items():
@@ -76,7 +76,7 @@ def _tree(values: Mapping[str, Any]) -> Node:
     tree = Node()
     for key, value in values.items():
         if not isinstance(key, str):
-            raise SettingsError(f"a key of the settings is text such as 'optim.lr', not {key!r}")
+            raise SettingsError(f"expected a key such as 'optim.lr', not {key!r}")
         tree.put_keys(tuple(key.split(".")), Node.of(_plain(value), ""))
     return tree
 
@@ -104,4 +104,4 @@ def _text(name: str, value: Any) -> str:
     try:
         return json.dumps(value)
     except TypeError as error:
-        raise SettingsError(f"{name}: a value of type {type(value).__name__} is no setting: {error}") from error
+        raise SettingsError(f"{name}: invalid value of type {type(value).__name__}: {error}") from error

@@ -126,8 +126,9 @@ def _slots(settings: DataSettings, lanes: int, world: World) -> LaneSlots:
     for step in settings.batch_changes:
         if slots.count(step) == 0:
             raise SettingsError(
-                f"rank {world.rank} of {world.size} gets no sample of a global batch of {settings.batch_size(step)} "
-                f"over {lanes} lanes: use fewer ranks, or a larger --data.global-batch-size, "
+                f"rank {world.rank} of {world.size} has no sample of a global batch of {settings.batch_size(step)} "
+                f"with {lanes} lanes: use fewer ranks, or a larger"
+                f" --data.global-batch-size, "
                 "--data.batch-schedule or --data.lanes"
             )
     return slots
@@ -142,12 +143,12 @@ def _stored(
         rows: see StoredSamples.
     """
     if features.replaces_loader and settings.trace:
-        raise SettingsError("data.trace prints how samples are read, and data.image_features reads none: leave it out")
+        raise SettingsError("data.trace is not supported with data.image_features: remove it")
     if features.ids is not None:
         width = features.ids.manifest.parts[IDS].width
         if width != tokenizer.context_length:
             raise SettingsError(
-                f"the feature store {features.ids.shown} has {width} token ids a caption, and the model takes "
+                f"the feature store {features.ids.shown} has {width} token ids per caption, but the model takes "
                 f"{tokenizer.context_length}: precompute it with the same model and tokenizer"
             )
     found = {}
@@ -232,11 +233,11 @@ def _resumed(start: DataState, fingerprint: Fingerprint, lanes: int, approximate
         return start
     listed = "".join(f"\n  {key}: {values}" for key, values in changed.items())
     restart = bool(changed.keys() - {TOKENIZER})
-    goes_on = "the data begin anew, in another order" if restart else "the data go on where they were"
+    goes_on = "the data start anew, in a different order" if restart else "the data continue at their position"
     if not approximate:
         raise SettingsError(
             f"--resume: the checkpoint's data order is not that of these settings:{listed}\n"
-            f"go back to them, or give --resume-approximate: then the run goes on at step {start.step}, and {goes_on}"
+            f"restore them, or set --resume-approximate: the run then continues at step {start.step}, and {goes_on}"
         )
     if world.is_main:
         logger.warning(f"--resume-approximate: from step {start.step} on, {goes_on}:{listed}")

@@ -64,26 +64,26 @@ def parse_path(path: str) -> Steps:
     while True:
         name = _NAME.match(path, at)
         if name is None:
-            raise _malformed(path, at, "a name, a list position or * is expected")
+            raise _malformed(path, at, "expected a name, a list position or *")
         steps.append(Each() if name[0] == "*" else _ESCAPE.sub(r"\1", name[0]))
         at = name.end()
         while path.startswith("[", at):
             match = _FILTER.match(path, at)
             if match is None:
-                raise _malformed(path, at, "a filter is [FIELD=VALUE]; for a name with a bracket write \\[")
+                raise _malformed(path, at, "expected [FIELD=VALUE]; write \\[ for a name with a bracket")
             try:
                 field = parse_path(match[1])
             except ValueError:
                 field = ()
             names = tuple(step for step in field if isinstance(step, str))
             if not names or len(names) < len(field):
-                raise _malformed(path, match.start(1), "a filter's field is names joined by single dots")
+                raise _malformed(path, match.start(1), "the field of a filter must be names joined by dots")
             value = match[2]
             if value.startswith('"'):
                 try:
                     value = json.loads(value, strict=False)
                 except ValueError:
-                    raise _malformed(path, match.start(2), "a value in quotes is a string of JSON") from None
+                    raise _malformed(path, match.start(2), "a quoted value must be a JSON string") from None
             steps.append(Each(names, value))
             at = match.end()
         if at == len(path):

@@ -53,5 +53,5 @@ def _given() -> dict[str, str]:
     text = os.environ.get(VARIABLE, "")
     parts = {part.strip() for part in text.split(",")}
     if {"bf16", "no-bf16"} <= parts or not all(re.fullmatch("|(no-)?bf16|cores=[1-9][0-9]*", part) for part in parts):
-        raise SettingsError(f"{VARIABLE} is {text!r}: give bf16 or no-bf16, and cores=N, separated by commas")
+        raise SettingsError(f"{VARIABLE} is {text!r}: expected bf16 or no-bf16, and cores=N, separated by commas")
     return {name: value for name, _, value in (part.partition("=") for part in parts)}

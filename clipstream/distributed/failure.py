@@ -67,8 +67,9 @@ class Cause:
             return cls(rank, INTERRUPTED, "interrupted")
         if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):  # torch has no type for it
             message = (
-                "waited longer than --run.timeout for another rank, which is stuck or busy: its stack is printed "
-                f"above or in its own output ({_first_line(str(error))})"
+                "waited longer than --run.timeout for another rank, which is stuck or busy: see its stack above or in "
+                "its output"
+                f" ({_first_line(str(error))})"
             )
             return cls(rank, 1, message, stuck=True)
         return cls(rank, 1, f"{type(error).__name__}: {error}")
@@ -263,7 +264,7 @@ class FailureWatch:
         where = [f"{f'step {step}, ' if step else ''}collective {count}" for count, step in (min(by_rank), called)]
         message = (
             f"waited longer than {EARLIER:.0%} of --run.timeout for {', '.join(f'rank {rank}' for rank in late)}, stuck"
-            f" or busy after {where[0]} (this rank: {where[1]}): stacks are printed above or in the ranks' own output"
+            f" or busy after {where[0]} (this rank: {where[1]}): see the stacks above or in the ranks' output"
         )
         return Cause(self.world.rank, 1, message, stuck=True)
 

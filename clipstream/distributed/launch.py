@@ -50,7 +50,7 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device.startswith("cuda") and not torch.cuda.is_available():
         raise SettingsError(
-            f"run.device is {device!r}, but torch sees no GPU here: use --device cpu, or look at nvidia-smi"
+            f"run.device is {device!r}, but no GPU is available to torch: use --device cpu, or check nvidia-smi"
         )
     world = World.from_env(device)
     # torchrun sets OMP_NUM_THREADS=1, which leaves the other cores idle; and the number decides the bits of sums.

@@ -118,7 +118,7 @@ class StopSignals:
         broadcast: Callable[[str], object] = lambda name: None,
         on_exit: Callable[[], object] | None = lambda: None,
         announce: bool = False,
-        ending: str = "ending before the first step",
+        ending: str = "stopping before the first step",
     ) -> None:
         self.received: str | None = None
         self.deferring = deferring

@@ -69,8 +69,7 @@ class World:
                 world = cls(rank, size, int(given.get("LOCAL_RANK", rank)), int(given.get("LOCAL_WORLD_SIZE", size)))
             except (KeyError, ValueError) as error:
                 raise SettingsError(
-                    f"the environment has {given}, which is not what a launcher sets: start the run with torchrun, "
-                    "or unset RANK and WORLD_SIZE"
+                    f"invalid {given} in the environment: start the run with torchrun, or unset RANK and WORLD_SIZE"
                 ) from error
         return replace(world, device=world.gpu(env) if device == "cuda" else device)
 
@@ -129,13 +128,15 @@ class World:
         except (RuntimeError, ValueError, TimeoutError) as error:  # ValueError: no MASTER_ADDR
             if isinstance(error, dist.DistBackendError) and gpu is not None:
                 raise SettingsError(
-                    f"NCCL cannot connect {self.device} of rank {self.rank} with the other GPUs: has each rank a GPU "
-                    f"of its own? NCCL_DEBUG=WARN shows more ({str(error).splitlines()[-1]})"
+                    f"NCCL cannot connect {self.device} of rank {self.rank} with the other GPUs: check that each rank "
+                    f"has its own GPU; NCCL_DEBUG=WARN shows details"
+                    f" ({str(error).splitlines()[-1]})"
                 ) from error
             raise SettingsError(
                 f"the {self.size} ranks did not connect at {self.rendezvous} (--run.timeout is "
-                f"{timeout.total_seconds():g} s): are all of them started? MASTER_ADDR and MASTER_PORT name another "
-                f"address ({str(error).splitlines()[0]})"
+                f"{timeout.total_seconds():g} s): check that all are started; MASTER_ADDR and MASTER_PORT set another "
+                f"address"
+                f" ({str(error).splitlines()[0]})"
             ) from error
 
     @property
@@ -289,7 +290,7 @@ def slurm_world(env: Mapping[str, str]) -> World | None:
     local_size = counts[node] if sum(counts) == size and node < len(counts) else -(-size // node_count)
     host = env.get("MASTER_ADDR") or (first_node(nodes) if local_size < size else "127.0.0.1")
     if not host:
-        raise SettingsError("Slurm's variables name no nodes (SLURM_JOB_NODELIST): set MASTER_ADDR to the first one")
+        raise SettingsError("SLURM_JOB_NODELIST is not set: set MASTER_ADDR to the first node")
     job = _slurm_number(env, "SLURM_JOB_ID", "SLURM_JOBID", default=0)
     step = _slurm_number(env, "SLURM_STEP_ID", default=0)
     # Differs between steps and jobs, which may share a node.
@@ -309,7 +310,7 @@ def _slurm_number(env: Mapping[str, str], *names: str, default: int | None = Non
             try:
                 return int(env[name])
             except ValueError:
-                raise SettingsError(f"{name} is {env[name]!r}, which Slurm never sets: unset it") from None
+                raise SettingsError(f"invalid {name} {env[name]!r}: unset it") from None
     if default is None:
         raise SettingsError(f"Slurm's {names[0]} is missing: start the run with srun, or unset SLURM_PROCID")
     return default

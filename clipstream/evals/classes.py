@@ -75,7 +75,7 @@ def class_names(spec: str | Sequence[str]) -> list[str]:
     text = isinstance(spec, str)
     names = _lines(str(spec), "classes") if text else list(each("classes", "names, a file or imagenet", spec, str))
     if len(names) < 2:
-        raise SettingsError(f"classes: {len(names)} given, classification takes at least 2")
+        raise SettingsError(f"classes: expected at least 2, not {len(names)}")
     return names
 
 
@@ -89,7 +89,7 @@ def repeated(settings: LabelledSettings) -> str | None:
     if not twice:
         return None
     shown = ", ".join(printable(name, 80) for name in twice[:5]) + (f" and {len(twice) - 5} more" * (len(twice) > 5))
-    return f"given more than once: {shown}; each class requires its own name"
+    return f"duplicate class names: {shown}"
 
 
 def unreadable(settings: LabelledSettings) -> dict[str, str]:
@@ -98,7 +98,7 @@ def unreadable(settings: LabelledSettings) -> dict[str, str]:
     try:
         names = class_spec(settings)
         if names is None and isinstance(settings, ZeroShotSettings):
-            raise SettingsError("missing: the class names: a list, a file with one a line, or imagenet")
+            raise SettingsError("missing class names: a list, a file with one per line, or imagenet")
         if names is not None and names not in OF_OPEN_CLIP:
             class_names(names)
     except SettingsError as error:
@@ -147,9 +147,7 @@ def _lines(path: str, what: str) -> list[str]:
         text.encode()  # raises for what is not UTF-8
         return text_list(text, Path(path).suffix.lower())
     except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"{what}: cannot read the file {path!r} ({error}); texts themselves are given as a list"
-        ) from error
+        raise SettingsError(f"{what}: cannot read the file {path!r} ({error}); write texts as a list") from error
 
 
 def text_list(text: str, suffix: str = "") -> list[str]:
@@ -167,7 +165,7 @@ def text_list(text: str, suffix: str = "") -> list[str]:
     text = text.strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if suffix in (".yaml", ".yml"):
-        raise ValueError("YAML is not read: write one text a line, or JSON")
+        raise ValueError("YAML is not supported: write one text per line, or JSON")
     if suffix == ".json" or text.startswith("[") or (text.startswith("{") and not all(map(has_place, lines))):
         found = structure(text)
         if isinstance(found, dict):
@@ -176,7 +174,7 @@ def text_list(text: str, suffix: str = "") -> list[str]:
                 keys, values = [str(value) for value in values], keys
             found = _in_order(keys, values)
         if found is None or not all(isinstance(one, str) for one in found):
-            raise ValueError("it is neither a JSON list of texts nor a map from numbers to texts")
+            raise ValueError("expected a JSON list of texts or a map from numbers to texts")
         return [one.strip() for one in found]
     rows = list(csv.reader(lines, delimiter="\t" if "\t" in (lines or [""])[0] else ","))
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
@@ -184,7 +182,7 @@ def text_list(text: str, suffix: str = "") -> list[str]:
     number = next((n for n, cell in enumerate(header) if cell in NUMBER_COLUMNS and n != name), None)
     if name is not None and (suffix in (".csv", ".tsv") or number is not None):
         if any(len(row) != len(header) for row in rows):
-            raise ValueError(f"its header has {len(header)} columns, and a row has another number of them")
+            raise ValueError(f"expected {len(header)} columns in each row, as in the header")
         texts = [row[name].strip() for row in rows[1:]]
         return texts if number is None else _in_order([row[number] for row in rows[1:]], texts)
     for form in (r"(\d+)\s*[\s:,.)]\s*(.+)", r"(n\d{8})\s+(.+)"):
@@ -196,7 +194,7 @@ def text_list(text: str, suffix: str = "") -> list[str]:
             if [int(n) - int(numbered[0][0]) for n, _ in numbered] == list(range(len(lines))):
                 return [name for _, name in numbered]
     if suffix in (".csv", ".tsv") and len(header) > 1:
-        raise ValueError(f"none of its columns ({', '.join(header)}) is called {', '.join(NAME_COLUMNS[:3])}")
+        raise ValueError(f"none of its columns ({', '.join(header)}) is named {', '.join(NAME_COLUMNS[:3])}")
     return [", ".join(row).strip() for row in rows] if suffix in (".csv", ".tsv") else lines
 
 
@@ -237,7 +235,7 @@ class Labelling:
     def named(self) -> list[str]:
         """The class names of an evaluator that needs them. Raises SettingsError: there are none."""
         if self.classes is None:
-            raise SettingsError("classes: missing: the class names: a list, a file with one a line, or imagenet")
+            raise SettingsError("classes: missing class names: a list, a file with one per line, or imagenet")
         return self.classes
 
     def warn_of_unseen(self, counts: Sequence[float]) -> None:
@@ -245,8 +243,9 @@ class Labelling:
         unseen = [name for name, count in zip(self.classes or (), counts, strict=False) if not count]
         if unseen:
             _warn_once(
-                f"{len(counts):,} class names, and {len(counts) - len(unseen):,} of them are labels of the data: none "
-                f"has {', '.join(repr(printable(name, 60)) for name in unseen[:3])}{', …' if len(unseen) > 3 else ''}. "
+                f"only {len(counts) - len(unseen):,} of {len(counts):,} class names are labels of the data: no "
+                f"samples of"
+                f" {', '.join(repr(printable(name, 60)) for name in unseen[:3])}{', …' if len(unseen) > 3 else ''}. "
                 "Set the evaluator's classes to the names of the labels, in the order of their numbers"
             )
 

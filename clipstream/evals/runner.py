@@ -64,7 +64,7 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
         for other in section.of if isinstance(section, MeanSettings) else ():
             if other not in settings:
                 hint = did_you_mean(other, settings)
-                raise SettingsError(f"evals.{name}.of: there is no evaluator {other!r}{hint}")
+                raise SettingsError(f"evals.{name}.of: unknown evaluator {other!r}{hint}")
         try:
             make = BUILTIN.get(section.type) or partial(make_plugin, section.type)
             evaluators[name] = make(section)
@@ -229,10 +229,10 @@ class EvalRunner:
                 with _named(name), evaluating(context.towers), same_randomness(context.world.device):
                     for metric, value in self.evaluators[name](context):
                         if metric in RECORD:
-                            text = f"it yields a metric called {metric!r}, as each evaluation has one of its own"
+                            text = f"yields the reserved metric {metric!r}"
                             raise TypeError(f"{text}: rename it")
                         if isinstance(value, str) or not hasattr(value, "__float__"):
-                            raise TypeError(f"it yields {metric!r} with {value!r}, which is not a number")
+                            raise TypeError(f"yields {metric!r} with {value!r}, which is not a number")
                         metrics[metric] = int(value) if isinstance(value, Integral) else float(value)
             except (Failed, Torn):
                 raise
@@ -257,7 +257,7 @@ class EvalRunner:
             self.failures.append(failure)
             if self.world.is_main:
                 who = f" on rank {failure.rank}" if self.world.size > 1 else ""
-                text = f"evaluation {name!r} failed{who} and gives no figures"
+                text = f"evaluation {name!r} failed{who}"
                 if not self.ends:
                     text = f"{failure.message}\n{text}; --evals.{name}.on-error raise ends the run instead"
                 logger.warning(text)

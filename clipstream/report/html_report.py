@@ -54,7 +54,7 @@ TITLES = {  # of curves, in the order of the page; others follow
     "grad_norm": "norm of the gradients",
     "logit_scale": "logit scale",
     "overflow_rate": "steps whose gradients overflowed",
-    "skipped": "steps left out, as loss or gradients were not finite",
+    "skipped": "skipped steps (loss or gradients not finite)",
 }
 RARE = ("skipped",)  # not shown if all values are 0
 SHARES = ("mfu", "data_wait", "gpu/utilization", "overflow_rate")
@@ -132,7 +132,7 @@ def read_run(folder: Path) -> RunContents:
     """
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
-        raise SettingsError(f"{folder} holds no run: there is no {METRICS_FILE} in it")
+        raise SettingsError(f"{folder} is not a run folder: {METRICS_FILE} is missing")
     pages = [*ImageFiles(folder).pages(), *ImageFiles(folder / WATCH_FOLDER).pages()]
     newest = {page.name: page for page in sorted(pages, key=lambda page: page.step)}
     run = RunContents(

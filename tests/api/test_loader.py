@@ -87,7 +87,7 @@ def test_a_loop_goes_on_where_it_was_left_and_where_a_state_was_taken(shards: st
     wrong.load_state_dict(state)
     with pytest.raises(SettingsError, match="seed"):
         next(iter(wrong))
-    for broken, text in (({}, "no state_dict of a BatchLoader"), ({**state, "format": 0}, "format 0, .* reads")):
+    for broken, text in (({}, "not a state_dict of a BatchLoader"), ({**state, "format": 0}, "format 0, .* reads")):
         with pytest.raises(ValueError, match=text):
             wrong.load_state_dict(broken)
 
@@ -164,7 +164,7 @@ def test_it_feeds_a_plain_loop_of_open_clips_model(shards: str, own_model: Any) 
         assert loader.preprocess.mean == (0.5, 0.5, 0.5) and loader.preprocess.image.resize_mode == "squash"
         found = losses(own_model, torch.optim.AdamW(own_model.parameters(), 1e-3), loader, lambda loss: loss.backward())
     assert sum(found[-4:]) < sum(found[:4])
-    with pytest.raises(SettingsError, match=r"tokenizer: give the model's own"):
+    with pytest.raises(SettingsError, match=r"tokenizer: required, such as"):
         clipstream.build_loader(shards, own_model)
 
 
@@ -238,16 +238,20 @@ def test_mistakes_are_named(shards: str, tmp_path: Path) -> None:
         (r"dtype: 'int8' is not one of float32", (shards, 16), {"dtype": "int8"}),
         (r"none\*\.tar", (f"{tmp_path}/none*.tar", 16), {}),
         (r"preprocess: expected .*, not str", (shards, "ViT-B-32"), {}),
-        (r"tokenizer: it gives ids of shape \(2,\)", (shards, 16, lambda texts: [1] * len(texts)), {}),
-        (r"an epoch of 24 samples has no batch of 25: give a smaller", (shards, 16), {"batch_size": 25}),
-        (r"no sample was found: clipstream\.check", (str(tmp_path / "junk.tar"), 16), {}),
-        (r"preprocess has no keyword: build_loader\(data, preprocess", (shards,), {"preprocess": 16}),
-        (r"tokenizer has no keyword", (shards, 16), {"tokenizer": len}),
-        (r"overrides has no keyword", (shards, 16), {"overrides": {"data.workers": 0}}),
+        (
+            r"tokenizer: expected ids of shape \[2, T\] for 2 texts, not \(2,\)",
+            (shards, 16, lambda texts: [1] * len(texts)),
+            {},
+        ),
+        (r"an epoch of 24 samples is smaller than a batch of 25: use a smaller", (shards, 16), {"batch_size": 25}),
+        (r"no usable sample: see clipstream\.check", (str(tmp_path / "junk.tar"), 16), {}),
+        (r"preprocess is a positional argument: build_loader\(data, preprocess", (shards,), {"preprocess": 16}),
+        (r"tokenizer is a positional argument", (shards, 16), {"tokenizer": len}),
+        (r"overrides is a positional argument", (shards, 16), {"overrides": {"data.workers": 0}}),
     ]
     (tmp_path / "junk.tar").write_bytes(b"no tar" * 100)
     if not torch.cuda.is_available():
-        cases.append((r"device is 'cuda', but torch sees no GPU", (shards, 16), {"device": "cuda"}))
+        cases.append((r"device 'cuda': no GPU is available to torch", (shards, 16), {"device": "cuda"}))
     for text, arguments, options in cases:
         with pytest.raises(SettingsError, match=text):
             clipstream.build_loader(*arguments, **{**SMALL, **options})

@@ -80,9 +80,9 @@ def test_models(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SettingsError, match="batch_size: expected a positive integer, not "):
             model.encode_text("a", batch_size=size)  # type: ignore[arg-type]
     for ids in (torch.zeros(2, 8), torch.zeros(8, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"ids of texts are integers \[n, T\], not torch\."):
+        with pytest.raises(ValueError, match=r"expected token ids as integers \[n, T\], not torch\."):
             model.encode_text(ids)
-    with pytest.raises(ValueError, match=r"features are \[n, 16\], not \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"expected features \[n, 16\], not \[2, 3\]"):
         model.similarity("a", torch.zeros(2, 3))
 
 
@@ -106,7 +106,7 @@ def test_loaders(place: Path) -> None:
         with pytest.raises(SettingsError, match="preprocess: expected a size in pixels"):
             clipstream.build_loader(shards, size, **small)  # type: ignore[arg-type]
     for state in (3, None, "format", [1]):
-        with pytest.raises(ValueError, match="this is no state_dict of a BatchLoader"):
+        with pytest.raises(ValueError, match="not a state_dict of a BatchLoader"):
             loader.load_state_dict(state)  # type: ignore[arg-type]
 
 

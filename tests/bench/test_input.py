@@ -31,7 +31,7 @@ def test_a_users_shards_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
     if Path("/dev/full").exists():
         assert main([*flags, "--counts", "0", "--seconds", "0.01", "--output", "/dev/full"]) == 1
         told = capsys.readouterr()
-        assert "Workers" in told.out and "error: --output: /dev/full could not be written (No space" in told.err
+        assert "Workers" in told.out and "error: --output: cannot write /dev/full: No space" in told.err
 
 
 @pytest.mark.parametrize(

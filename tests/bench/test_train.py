@@ -111,10 +111,10 @@ def test_rungs_that_cannot_run_and_a_file_that_cannot_be_written_say_why(
     (tmp_path / "model.json").write_text(json.dumps(siglip))
     assert main([*argv, "--csv", str(tmp_path / "full.csv")]) == 1
     said, told = capsys.readouterr()
-    assert f"{tmp_path / 'full.csv'} could not be written (No space left on device)" in told
+    assert f"cannot write {tmp_path / 'full.csv'}: No space left on device" in told
     assert yaml.read_text() in said
     words = " ".join(said.split())
-    assert "locked tower alone" in words
+    assert "separate precision for locked towers" in words
     assert "no causal mask (SigLIP)" in words
 
 
@@ -200,11 +200,11 @@ def test_every_rung_has_settings_that_go_together(more: list[str], monkeypatch: 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["train", "--rungs", "fused,bucket"], "--rungs: there is no 'bucket'; did you mean 'buckets'?"),
+        (["train", "--rungs", "fused,bucket"], "--rungs: unknown setting 'bucket'; did you mean 'buckets'?"),
         (["train", "--rounds", "0"], "--rounds: expected a whole number, at least 1, not '0'"),
         (["train", "--against", "timm"], "--against: expected open_clip, not 'timm'"),
         (["train", "--csv", "absent/a.csv"], "--csv: absent/a.csv cannot be written (No such"),
-        (["trian", "--rounds", "1"], "there is no bench trian; did you mean 'train'?"),
+        (["trian", "--rounds", "1"], "unknown topic bench trian; did you mean 'train'?"),
     ],
 )
 def test_wrong_flags_are_told(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

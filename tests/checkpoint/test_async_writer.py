@@ -104,10 +104,10 @@ def test_a_failure_in_the_background_ends_the_run_at_its_next_step(tmp_path: Pat
     (tmp_path / "checkpoints").write_text("a file")
     saver = saver_of(tmp_path / "checkpoints")
     saver.save(TrainState(1))
-    with pytest.raises(ClipstreamError, match=r"the checkpoint could not be written: .*checkpoints"):
+    with pytest.raises(ClipstreamError, match=r"cannot write the checkpoint: .*checkpoints"):
         wait_until(lambda: not checked(saver))
     saver.save(TrainState(2))
-    with pytest.raises(ClipstreamError, match="could not be written"):
+    with pytest.raises(ClipstreamError, match="cannot write"):
         saver.finish()
 
 

@@ -145,7 +145,7 @@ def test_the_newest_whole_one_is_fetched(tmp_path: Path, capsys: pytest.CaptureF
         == tmp_path / "other/step_00000001"
     )
     said = capsys.readouterr().err
-    assert "step_00000002 is damaged (optimizer.safetensors is not what was written)" in said
+    assert "step_00000002 is damaged (optimizer.safetensors does not match its checksum)" in said
     assert names(tmp_path / "other") == ["latest", "step_00000001"]
 
 
@@ -163,7 +163,7 @@ def test_where_there_is_nothing(tmp_path: Path) -> None:
         assert download(RemoteDir(url, "--resume"), tmp_path / "here") is None
     far = far_run(tmp_path, (1,))
     damage(far / "checkpoints" / "step_00000001" / "rng.pt")
-    with pytest.raises(SettingsError, match=r"none of the checkpoints in file://.* is whole \(step_00000001\)"):
+    with pytest.raises(SettingsError, match=r"all checkpoints in file://.* are incomplete \(step_00000001\)"):
         download(RemoteDir(f"file://{far}", "--resume"), tmp_path / "here")
 
 
@@ -172,7 +172,7 @@ def test_a_place_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: py
         raise PermissionError("key=abc denied")
 
     monkeypatch.setattr(Weak, "ls", refuse)
-    with pytest.raises(SettingsError, match=r"--resume: weak://far cannot be copied to .*: key=\*\*\* denied"):
+    with pytest.raises(SettingsError, match=r"--resume: cannot copy weak://far to .*: key=\*\*\* denied"):
         download(RemoteDir("weak://far", "--resume"), tmp_path / "here")
     with pytest.raises(SettingsError, match=r"nosuch://x.*not known"):
         RemoteDir("nosuch://x", "--remote-sync")
@@ -196,7 +196,7 @@ def test_a_machine_that_is_behind_catches_up(tmp_path: Path, capsys: pytest.Capt
     shutil.rmtree(far / "checkpoints" / "step_00000001")
     shutil.rmtree(far / "checkpoints" / "step_00000002")
     assert found() == "step_00000002"
-    assert "is whole (step_00000003); the newest one here is used" in capsys.readouterr().err
+    assert "are incomplete (step_00000003); the newest local checkpoint is used" in capsys.readouterr().err
     far_run(tmp_path, (4,))
     assert found() == "step_00000004"
     assert (run / "metrics.jsonl").read_text() == '{"step": 3}\n'

@@ -114,7 +114,7 @@ def test_any_random_state_is_set_or_refused(tmp_path: Path, data: st.DataObject)
         try:
             set_random_state_of(tmp_path / RANDOM, World())
         except SettingsError as error:
-            assert "does not hold the random states of a run: take another checkpoint" in str(error)
+            assert "is invalid: use another checkpoint" in str(error)
         else:
             torch.rand(1), np.random.rand(), random.random()
 
@@ -130,7 +130,7 @@ def test_shards_of_the_shuffle_that_no_run_wrote_are_not_taken_over(shards: obje
 def test_files_of_a_checkpoint_are_below_it() -> None:
     for name in ("../x", "/x", "a/../../x", "a\0"):
         assert Marker.from_json(json.dumps({**FILES["marker"], "files": {name: 1}}).encode()) is None
-    with pytest.raises(SettingsError, match=rf"{STATE} is not what clipstream wrote: train.step: .*not -5"):
+    with pytest.raises(SettingsError, match=rf"{STATE} is invalid: train.step: .*not -5"):
         CheckpointMeta.from_json(json.dumps({**FILES["state"], "train": {"step": -5}}).encode(), Path())
 
 

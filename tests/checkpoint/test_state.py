@@ -130,7 +130,7 @@ def test_contents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for content in (pickle.dumps(Path("x"), 2), b"no pickle"):
         (path / RANDOM).write_bytes(content)
         model, optimizer = parts()
-        with pytest.raises(SettingsError, match=r"rng.pt in .* take another checkpoint"):
+        with pytest.raises(SettingsError, match=r"rng.pt in .* use another checkpoint"):
             load(path, towers=model, optimizer=optimizer, world=World())
     model, optimizer = parts()
     with torch.no_grad():
@@ -191,13 +191,13 @@ def test_what_is_not_whole_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "step_00000002" / MARKER).unlink()
     shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_00000009.tmp")
     assert find(tmp_path, "latest") == tmp_path / "step_00000001"
-    with pytest.raises(SettingsError, match="no whole checkpoint"):
+    with pytest.raises(SettingsError, match="no complete checkpoint"):
         find(tmp_path, str(tmp_path / "step_00000002"))
     write(tmp_path, 4, keep_last=9)
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000004"]
     for step in (1, 4):
         (tmp_path / f"step_{step:08d}" / OPTIMIZER).unlink()
-    with pytest.raises(SettingsError, match=r"none of the checkpoints .* is whole \(.*step_00000004"):
+    with pytest.raises(SettingsError, match=r"all checkpoints .* are incomplete \(.*step_00000004"):
         find(tmp_path, "auto")
 
 
@@ -211,9 +211,9 @@ def test_a_changed_byte_is_found_and_the_one_before_taken(
     for resume in ("latest", "auto", str(tmp_path)):
         assert find(tmp_path, resume) == tmp_path / "step_00000001"
         told = capsys.readouterr().err
-        assert f"step_00000002 is damaged ({file} is not what was written)" in told
-        assert "the one before is used: step_00000001" in told
-    with pytest.raises(SettingsError, match=f"step_00000002 is damaged: {file} is not what was written"):
+        assert f"step_00000002 is damaged ({file} does not match its checksum)" in told
+        assert "using the previous one: step_00000001" in told
+    with pytest.raises(SettingsError, match=f"step_00000002 is damaged: {file} does not match its checksum"):
         find(tmp_path, str(tmp_path / "step_00000002"))
     write(tmp_path, 3)
     assert find(tmp_path, "latest") == tmp_path / "step_00000003"
@@ -247,7 +247,7 @@ def test_which_one_to_resume_from(tmp_path: Path) -> None:
     other = tmp_path / "other"
     for resume in (str(path), str(folder), str(tmp_path), str(folder / "latest")):
         assert find(other, resume) == path
-    with pytest.raises(SettingsError, match="nor of open_clip's trainer"):
+    with pytest.raises(SettingsError, match="not a checkpoint of clipstream or of open_clip's trainer"):
         OpenClipCheckpoint.read(find(other, str(folder / "step_00000003" / STATE)) or Path())
 
 

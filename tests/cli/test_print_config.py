@@ -101,14 +101,14 @@ def test_only_what_differs_is_printed() -> None:
 def test_it_is_one_flag_with_one_value(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["--print-config=some"], ["--print-config", "--print-config"]):
         assert main.main(["train", *argv]) == 2
-        assert "error: --print-config: give it once, alone or as --print-config all" in capsys.readouterr().err
+        assert "error: --print-config: expected once, alone or as --print-config all" in capsys.readouterr().err
 
 
 def test_a_password_is_printed_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["train", "--train-data=http://u:secret@h/a.tar", "--print-config"]) == 0
     told = capsys.readouterr()
     assert "shards: http://u:secret@h/a.tar" in told.out
-    assert told.err.startswith("warning: data.sources.train.shards holds a password or key")
+    assert told.err.startswith("warning: data.sources.train.shards has a password or key")
     assert "secret" not in told.err
 
 

@@ -91,7 +91,7 @@ def test_a_signal_while_training_is_set_up(place: Path, tmp_path: Path, number: 
     said = end(process)
     assert process.returncode == 75, said
     assert "Traceback" not in said
-    assert said.endswith(f"stopped by {number.name} before the first step: start the same command again\n")
+    assert said.endswith(f"stopped by {number.name} before the first step: rerun the same command\n")
 
 
 def listens(port: int) -> bool:
@@ -123,7 +123,7 @@ def test_a_signal_while_ranks_connect(place: Path, rank: int, number: signal.Sig
         process.send_signal(number)
         said = end(process)
     assert process.returncode == 75, said
-    line = f"stopped by {number.name} before the first step: start the same command again\n"
+    line = f"stopped by {number.name} before the first step: rerun the same command\n"
     assert "Traceback" not in said and (said.endswith(line) if rank == 0 else line not in said), said
 
 

@@ -127,7 +127,7 @@ def test_a_secret_stays_in_one_file_for_its_owner(
     finally:
         os.umask(before)
     said = capsys.readouterr()
-    assert said.err.count("warning: data.sources.train.shards holds a password or key") == 1
+    assert said.err.count("warning: data.sources.train.shards has a password or key") == 1
     assert "${NAME}" in said.err and "--remote-sync copies it" in said.err and "hunter2" not in said.out + said.err
     folder = place / "runs" / name
     holding = [path for path in folder.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]

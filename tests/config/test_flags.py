@@ -266,8 +266,8 @@ def test_wrong_values_of_those_are_told() -> None:
         ("--warmup-steps", "did you mean '--warmup'?"),
         ("--global-batchsize", "did you mean '--data.global-batch-size'?"),
         ("--every", "'--checkpoint.every' or '--log.every'"),
-        ("--learning-rate", "--help all lists all"),
-        ("--foo", "--help all lists all"),
+        ("--learning-rate", "see --help all"),
+        ("--foo", "see --help all"),
     ],
 )
 def test_a_flag_that_is_not_known_is_guessed_only_where_one_is_near(flag: str, told: str) -> None:

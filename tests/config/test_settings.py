@@ -142,25 +142,25 @@ def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
     found = problems(["--config", file, "--precision", "fp46", "--bathsize", "3", "--lr", "--data.shufle.window", "3"])
     wanted = [
         f"{file}:3: data.sampling.mode: 'epochs' is not one of resampled, epoch, indexed; did you mean 'epoch'?",
-        f"{file}:4: data.workerz: there is no such key; did you mean 'workers'?",
+        f"{file}:4: data.workerz: unknown key; did you mean 'workers'?",
         f"{file}:5: data.lanes: expected 'auto' or at least 1, not 0",
-        f"{file}:7: data.sources.a.shards: missing: this key has no default",
+        f"{file}:7: data.sources.a.shards: missing: required",
         f"{file}:8: data.sources.a.weight: expected a number above 0, not 0",
         f"{file}:9: data.sources.a.caption.type: type 'jsn' is not one of json, text, nor a 'package.module:Name'; "
         "did you mean 'json'?",
         f"{file}:11: optim.lr: expected a number, not 'fast'",
         f"{file}:12: optim.betas: expected 2 values, not 1",
-        f"{file}:13: trian: there is no such key; did you mean 'train'?",
+        f"{file}:13: trian: unknown key; did you mean 'train'?",
         f"{file}:14: model.image_size: expected a whole number, not 2.5",
         f"{file}:15: loss.type: type 'siglp' is not one of auto, clip, siglip, nor a 'package.module:Name'; "
         "did you mean 'siglip'?",
         f"{file}:17: evals.z.every: expected at least 0, not -1",
-        f"{file}:18: train.epoch_sample: there is no such key; did you mean 'epoch_samples'?",
+        f"{file}:18: train.epoch_sample: unknown key; did you mean 'epoch_samples'?",
         "--precision: train.precision: 'fp46' is not one of auto, fp32, bf16, fp16, pure_bf16, fp64; "
         "did you mean 'fp16'?",
         "--bathsize: unknown flag; did you mean '--batch-size'?",
-        "--lr: needs a value, NUMBER",
-        "--data.shufle.window: data.shufle: there is no such key; did you mean 'shuffle'?",
+        "--lr: requires a value, NUMBER",
+        "--data.shufle.window: data.shufle: unknown key; did you mean 'shuffle'?",
     ]
     assert sorted(found) == sorted(wanted)
 
@@ -169,13 +169,13 @@ def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a: [1\nb: 2", r":2: not YAML: "),
-        ("run:\n  seed: 1\n  name: x\n  seed: 2", r":4: the key 'seed' is given twice \(first at .*:2\)"),
-        ("- a\n- b", r":1: settings are a mapping of sections, not a? ?sequence"),
+        ("run:\n  seed: 1\n  name: x\n  seed: 2", r":4: duplicate key 'seed' \(first at .*:2\)"),
+        ("- a\n- b", r":1: expected a mapping of sections, not a? ?sequence"),
         ("run: 3", r":1: run: expected a mapping of keys, not 3"),
         ("run: {seed: {a: 1}}", r":1: run.seed: expected a whole number, not \{'a': 1\}"),
         ("run: !!python/object:os.system {}", r":1: "),
         ("data: {sources: [a]}", r":1: data.sources: expected a mapping of names"),
-        ("global_batch_size: 3", r":1: global_batch_size: there is no such key; did you mean 'data.global_batch_size'"),
+        ("global_batch_size: 3", r":1: global_batch_size: unknown key; did you mean 'data.global_batch_size'"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
@@ -185,13 +185,13 @@ def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config", "no/such.yaml"], "--config: there is no file no/such.yaml"),
+        (["--config", "no/such.yaml"], "--config: no/such.yaml does not exist"),
         (["--config"], "--config: needs a file"),
-        (["--run.seed"], "--run.seed: needs a value"),
-        (["--train-data", "a.tar", "b.tar"], "unexpected argument 'b.tar': quote a pattern"),
+        (["--run.seed"], "--run.seed: requires a value"),
+        (["--train-data", "a.tar", "b.tar"], "unexpected argument 'b.tar': quote patterns"),
         (["--global-batch-size", "3"], "did you mean '--data.global-batch-size'?"),
         (["--steps", "3", "--train.steps", "4"], "--steps and --train.steps both set train.steps"),
-        (["--caption-key", "cap"], "data.sources.train.shards: missing: the short flags"),
+        (["--caption-key", "cap"], "data.sources.train.shards: missing: short flags"),
         (["--train.steps.x", "3"], "--train.steps.x: train.steps: expected a whole number"),
     ],
 )

@@ -186,7 +186,7 @@ def test_labels_are_found_by_the_same_paths() -> None:
     marks = {"marks": [{"by": "a", "cls": 3}, {"by": "b", "cls": 5}]}
     assert LabelField("json:marks[by=b].cls")(raw(marks), None) == "5"
     assert LabelsField("json:marks.*.cls")(raw(marks), None) == '["3", "5"]'
-    with pytest.raises(Dropped, match="no_label: it is a list"):
+    with pytest.raises(Dropped, match="no_label: a list"):
         LabelField("json:marks.*.cls")(raw(marks), None)
 
 

@@ -65,7 +65,7 @@ def test_a_changed_setting_is_told_with_both_values(shards: list[str]) -> None:
         with pytest.raises(SettingsError) as caught:
             loader(data(shards, **changes), start)
         said = str(caught.value)
-        assert f"\n  {told}\n" in said and "--resume-approximate: then the run goes on at step 3" in said
+        assert f"\n  {told}\n" in said and "--resume-approximate: the run then continues at step 3" in said
 
 
 def test_changed_shards_seeds_and_tokenizers_are_told(shards: list[str]) -> None:
@@ -89,7 +89,7 @@ def test_going_on_approximately_shows_other_samples_at_the_same_step(
         after = stream.state()
         following = [digest([next(stream)]) for _ in range(4)]
     said = capsys.readouterr().err
-    assert "warning: --resume-approximate: from step 3 on, the data begin anew, in another order" in said
+    assert "warning: --resume-approximate: from step 3 on, the data start anew, in a different order" in said
     assert "data.global_batch_size: 12 -> 16" in said
     fresh = keys_of(changed, 8)
     assert keys_of(changed, 8, start, approximate=True) != fresh
@@ -108,7 +108,7 @@ def test_without_a_change_the_flag_changes_nothing(shards: list[str], capsys: py
 
 def test_another_tokenizer_alone_leaves_the_data_where_they_were(shards: list[str]) -> None:
     start = state_after(data(shards), 3)
-    with pytest.raises(SettingsError, match="the data go on where they were"):
+    with pytest.raises(SettingsError, match="the data continue at their position"):
         loader(data(shards), start, tokenizer=Lower())
     found = keys_of(data(shards), 5, start, approximate=True, tokenizer=Lower())
     assert found == keys_of(data(shards), 8)[36:]

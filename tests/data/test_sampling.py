@@ -191,8 +191,8 @@ def test_a_shard_with_other_samples_than_its_index_tells_is_named(tmp_path: Path
     batches = [[kept(next(stream))] for _ in range(2)]
     stream.close()
     faults = stream.health.sources["train"].faults
-    assert faults[paths[0]].startswith("stale_index: it holds 20 samples, its index tells of 23")
-    assert faults[paths[1]].startswith("stale_index: it holds 16 samples, its index tells of 11")
+    assert faults[paths[0]].startswith("stale_index: 20 samples, but 23 in its index")
+    assert faults[paths[1]].startswith("stale_index: 16 samples, but 11 in its index")
     assert len(used(batches)) == 34 - 3 == len(set(used(batches)))
 
 
@@ -263,7 +263,7 @@ def test_a_shard_that_cannot_be_indexed_is_named_as_one_to_leave_out(shards: lis
         make_indexes([*paths, str(broken)], workers=1)
     with pytest.raises(SettingsError) as caught:
         loader(indexed([*paths, str(broken)]))
-    told = f"or leave it out of --data.sources.train.shards. Without an index: {broken}"
+    told = f"or remove it from --data.sources.train.shards. Without an index: {broken}"
     assert str(caught.value).endswith(told), caught.value
     with loader(indexed(paths)) as stream:
         next(stream)

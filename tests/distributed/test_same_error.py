@@ -20,7 +20,7 @@ from tests.support.forks import ROOT, TIMEOUT
 from tests.support.ranks import end_ranks
 from tests.support.slurm import slurm_environment
 
-WRONG = "error: --run.sed: there is no such key; did you mean 'seed'?"
+WRONG = "error: --run.sed: unknown key; did you mean 'seed'?"
 
 
 def end_with(world: World, texts: list[str], wait: float) -> int:

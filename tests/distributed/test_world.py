@@ -98,12 +98,12 @@ def test_the_tasks_of_a_node(groups: list[tuple[int, int]], data: st.DataObject)
     ("env", "told"),
     [
         ({"RANK": "1"}, "start the run with torchrun, or unset RANK and WORLD_SIZE"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "which is not what a launcher sets"),
-        ({**STEP, "SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', which Slurm never sets"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "in the environment: start the run with torchrun"),
+        ({**STEP, "SLURM_PROCID": "x"}, "invalid SLURM_PROCID 'x': unset it"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_LOCALID is missing: start the run with srun"),
         (
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"},
-            "name no nodes (SLURM_JOB_NODELIST): set MASTER_ADDR",
+            "SLURM_JOB_NODELIST is not set: set MASTER_ADDR",
         ),
     ],
 )

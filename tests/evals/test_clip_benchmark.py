@@ -137,7 +137,7 @@ def test_what_is_no_benchmark_is_told(tmp_path: Path) -> None:
     (tmp_path / "odd" / "test" / "nshards.txt").write_text("two")
     with pytest.raises(SettingsError, match="holds 'two', not the number of tars"):
         expand(f"benchmark:{tmp_path}/odd")
-    with pytest.raises(SettingsError, match="names no data set: write benchmark:ROOT"):
+    with pytest.raises(SettingsError, match="expected benchmark:ROOT"):
         expand("benchmark:")
     assert of_source("sets/a", "benchmark") == of_source("benchmark:sets/a")
     assert of_source("a.tar") is None and of_source(["benchmark:a", "b.tar"]) is None

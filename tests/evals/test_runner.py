@@ -72,7 +72,7 @@ def test_what_is_no_number_is_a_failure_and_a_scalar_a_number() -> None:
     whole, *others = runner(5, last=True)
     assert list(map(json.loads, told)) == [whole, *others]
     assert [whole[name] for name in "abcd"] == [0.5, 0.5, 3, 2] and type(whole["c"]) is int
-    said = ["'text' with '0.5', which is not a number", "'none' with None", "Error: ", "a metric called 'error'"]
+    said = ["'text' with '0.5', which is not a number", "'none' with None", "Error: ", "the reserved metric 'error'"]
     for record, words in zip(others, said, strict=True):
         assert words in record["error"], record
 

@@ -133,14 +133,14 @@ def test_folders_without_a_run_are_left_out(tmp_path: Path, capsys: pytest.Captu
     (begun / ".lock").touch()
     assert compare([str(begun), *map(str, runs), str(missing), "--out", str(out)]) == 0
     told = capsys.readouterr()
-    assert [line.split(" holds no run")[0] for line in told.err.splitlines()] == [
+    assert [line.split(" is not a run folder")[0] for line in told.err.splitlines()] == [
         f"warning: {begun}",
         f"warning: {missing}",
     ]
     assert told.out == f"{out}\n" and "<h1>2 runs</h1>" in out.read_text()
     out.unlink()
     assert compare([str(begun), str(missing), "--out", str(out)]) == 2 and not out.exists()
-    assert f"error: {begun} holds no run" in capsys.readouterr().err
+    assert f"error: {begun} is not a run folder" in capsys.readouterr().err
 
 
 REACH = """<script>

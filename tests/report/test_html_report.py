@@ -105,7 +105,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
     assert page.count("Examples of animals") == 2 and "base (2): Examples of animals" in page
     assert page.count('class="s1" data-name="base (2)"') >= 6, "the second run has its line in each chart"
     assert compare([str(tmp_path / "a"), "--out", str(out)]) == 2
-    assert "holds no run: there is no metrics.jsonl" in capsys.readouterr().err
+    assert "is not a run folder: metrics.jsonl is missing" in capsys.readouterr().err
     assert compare([str(runs[0]), "--out", str(tmp_path / "gone" / "x.html")]) == 2
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     assert "<h1>mine</h1>" in render([run])
     (folder / "metrics.jsonl").write_text("")
     assert "0 steps" in render([read_run(folder)])
-    with pytest.raises(SettingsError, match="holds no run"):
+    with pytest.raises(SettingsError, match="is not a run folder"):
         read_run(tmp_path)
 
 

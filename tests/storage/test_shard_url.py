@@ -65,7 +65,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert expand("${SHARD_ROOT}/${KIND}/0.tar") == ["https://u:p@h/train/0.tar"]
     with pytest.raises(SettingsError, match="NOT_THERE"):
         expand("${NOT_THERE}/0.tar")
-    with pytest.raises(SettingsError, match="names no shard"):
+    with pytest.raises(SettingsError, match="matches no shard"):
         expand([])
 
 

@@ -70,7 +70,7 @@ def test_the_flag_that_reads_it(sample: dict[str, bytes | str], caption: Caption
 
 
 def test_advice_says_what_was_seen() -> None:
-    assert profile_of().advice("jpg;png", TextCaption()) == "the members of no sample could be read"
+    assert profile_of().advice("jpg;png", TextCaption()) == "no sample could be read"
     advice = profile_of(*[{"png": PNG, "json": json.dumps(EMOJI)}] * 3).advice("jpg;png", TextCaption())
     for part in ("3 samples", "png (3)", "json (3)", '"panda face"', "member txt", "use --caption-json caption.en"):
         assert part in advice
@@ -173,4 +173,4 @@ def test_pictures_of_one_colour_are_told(tmp_path: Path, capsys: pytest.CaptureF
     samples = [{"__key__": f"{n}", "png": save(one), "txt": f"text {n}"} for n, one in enumerate(pictures)]
     shard = write_tar(tmp_path / "0.tar", samples)
     assert main([str(shard)]) == 0
-    assert "26 of the first 30 images have (nearly) one colour, such as that of 0.tar/1" in capsys.readouterr().out
+    assert "26 of the first 30 images have (nearly) a single color, such as 0.tar/1" in capsys.readouterr().out

@@ -193,7 +193,7 @@ def test_files_that_cannot_be_written_are_told_before_and_cost_no_other_figures(
     for flag, path in (("--output", tmp_path), ("--report", tmp_path), ("--output", tmp_path / "file" / "x.csv")):
         assert main([*checkpoint, "--output", str(tmp_path / "out.jsonl"), flag, str(path)]) == 2
         shown = capsys.readouterr()
-        assert "cannot be written" in shown.err and f"set another file by {flag}" in shown.err
+        assert "cannot write" in shown.err and f"set another file with {flag}" in shown.err
         assert "on val" not in shown.out and not (tmp_path / "out.jsonl").exists()
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -207,7 +207,7 @@ def test_files_that_cannot_be_written_are_told_before_and_cost_no_other_figures(
             if (code := main([*checkpoint, "--output", str(output)])) != 0:
                 break
         shown = capsys.readouterr()
-        assert code == 1 and shown.err.count(f"warning: {output} could not be written: No space left") == 1
+        assert code == 1 and shown.err.count(f"warning: cannot write {output}: No space left") == 1
         assert "image_to_text_R@10" in shown.out and f"error: {output} is incomplete" in shown.err
         assert output.read_bytes().startswith(before)
         ballast.unlink()
@@ -251,11 +251,11 @@ def test_damaged_weights_are_no_model_and_damaged_moments_do_not_matter(run: Pat
 
 def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2 and "--val-data" in capsys.readouterr().err
-    assert main(["--checkpoint"]) == 2 and "--checkpoint: needs a value" in capsys.readouterr().err
+    assert main(["--checkpoint"]) == 2 and "--checkpoint: requires a value" in capsys.readouterr().err
     assert main(["--checkpoint", str(tmp_path / "no")]) == 2 and "no folder" in capsys.readouterr().err
     assert main(["--checkpoint", str(tmp_path)]) == 2 and "open_clip_config.json" in capsys.readouterr().err
     prompts = ["--checkpoint", str(run), "--evals.val.prompts", "[a cat]"]
-    assert main(prompts) == 2 and "set --report FILE.html" in capsys.readouterr().err
+    assert main(prompts) == 2 and "requires --report FILE.html" in capsys.readouterr().err
     assert main([*prompts, "--report", f"{tmp_path}/x.html", "--log.pictures", "0"]) == 2
     assert "evals.val.prompts: requires log.pictures above 0" in capsys.readouterr().err
     assert main(["--checkpoint", str(run), "--model", "ViT-B-32"]) == 2
@@ -278,7 +278,7 @@ def test_wrong_evaluators_are_told_before_any_model_is_looked_for(
     assert main(["--model", "no-such-model", *evals]) == 2
     told = capsys.readouterr().err
     for said in ("cannot read the file 'none.txt'", "'no place' has no {c}", "the evaluator has no data",
-                 f"evals.gone.classes: there is no folder {tmp_path}/none"):  # fmt: skip
+                 f"evals.gone.classes: {tmp_path}/none does not exist"):  # fmt: skip
         assert said in told, said
     assert "no-such-model" not in told
 

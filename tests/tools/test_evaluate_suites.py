@@ -104,7 +104,7 @@ def test_prompts_of_a_suite_want_a_page(sets: Path, capsys: pytest.CaptureFixtur
     suite = sets.parent / "mine.yaml"
     suite.write_text(f"evals:\n  a:\n    data: {{shards: 'benchmark:{sets}/wds_flickr30k'}}\n    prompts: [a cat]\n")
     assert evaluate(sets.parent, "--suite", str(suite)) == 2
-    assert f"{suite}:4: evals.a.prompts show images in a page: set --report" in capsys.readouterr().err
+    assert f"{suite}:4: evals.a.prompts requires --report" in capsys.readouterr().err
     assert evaluate(sets.parent, "--suite", str(suite), "--report", str(sets.parent / "page.html")) == 0
     assert "“a cat”" in (sets.parent / "page.html").read_text()
 
@@ -117,7 +117,7 @@ def test_what_is_missing_is_told_at_once_with_the_way_to_get_it(sets: Path, caps
     assert main(["--model", "no-such-model", *asked]) == 2  # looked for before any model
     told = capsys.readouterr().err
     assert "3 of 6 data sets are missing" in told and told.count("hf download") == 3
-    assert f"objectnet: there is no folder {sets}/wds_objectnet\n    hf download clip-benchmark/wds_objectnet " in told
+    assert f"objectnet: {sets}/wds_objectnet does not exist\n    hf download clip-benchmark/wds_objectnet " in told
     assert f"--local-dir '{sets}/wds_objectnet'" in told
     assert f"1 of 2 shards are not there: {sets}/wds_imagenet-r/test/1.tar" in told and "nshards.txt is not" in told
     assert evaluate(sets.parent, *asked, "--missing", "skip") == 0
@@ -134,7 +134,7 @@ def test_what_is_asked_wrong_is_told(sets: Path, capsys: pytest.CaptureFixture[s
         (["--suite", ROBUSTNESS, "--missing", "ignore"], "expected error or skip"),
         (["--evals-root", str(sets)], "--evals-root requires --suite FILE"),
         (["--suite", str(sets / "no.yaml")], "there is no file"),
-        (["--suite", ROBUSTNESS, "--evals-root", f"{sets}/no", "--missing", "skip"], "nothing to evaluate on"),
+        (["--suite", ROBUSTNESS, "--evals-root", f"{sets}/no", "--missing", "skip"], "no evaluation data"),
     ):
         assert evaluate(sets.parent, *words) == 2 and text in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_a_run_takes_a_suite_as_settings(sets: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(VARIABLE, str(sets))
     flags = ["--config", RETRIEVAL, "--train-data", f"benchmark:{sets}/wds_flickr30k", "--steps", "1", "--model", "x"]
     validate_run(load(flags), World())
-    with pytest.raises(SettingsError, match=r"objectnet.*there is no folder.*fetch it: hf download clip-ben"):
+    with pytest.raises(SettingsError, match=r"objectnet.*does not exist.*fetch it: hf download clip-ben"):
         shutil.rmtree(sets / "wds_objectnet")
         validate_run(load([*flags, "--config", ROBUSTNESS]), World())
 
@@ -199,12 +199,12 @@ def test_a_mean_comes_last_and_stands_for_all_of_its_sets(capsys: pytest.Capture
     assert runner.dry_run() == {}  # users' own are not tried
     assert [record["eval"] for record in runner(4, last=True)] == ["a", "b", "all"]
     assert runner(4, last=True)[-1]["mean"] == (0.25 + 0.75) / 2
-    assert "a has no figures at this step" in runner(2)[0]["error"]  # neither is due
+    assert "a has no metrics at this step" in runner(2)[0]["error"]  # neither is due
     failing = runner_of({**given(a=0.25, b=-1), "all": {"type": "mean", "of": of}})(4, last=True)
-    assert failing[0]["score"] == 0.25 and "broken" in failing[1]["error"] and "b has no figures" in failing[2]["error"]
+    assert failing[0]["score"] == 0.25 and "broken" in failing[1]["error"] and "b has no metrics" in failing[2]["error"]
     (_, wrong) = runner_of({**given(a=1), "all": {"type": "mean", "of": {"a": "scores"}}})(4, last=True)
     assert wrong["error"] == "evals.all: of: a gives no 'scores' but score, other; did you mean 'score'?"
-    with pytest.raises(SettingsError, match=r"evals\.all\.of: there is no evaluator 'aa'"):
+    with pytest.raises(SettingsError, match=r"evals\.all\.of: unknown evaluator 'aa'"):
         runner_of({**given(a=1), "all": {"type": "mean", "of": {"aa": "score"}}})
     with pytest.raises(ValueError, match="set at least one evaluator and its metric"):
         runner_of({"all": {"type": "mean", "of": {}}})

@@ -209,7 +209,7 @@ def test_teachers_have_their_own_pictures_and_tokenizer(
     assert info.logit_scale == pytest.approx(float(towers.scalars()[0].detach()))
 
     assert main(argv(place, store, "--teacher", f"big={tmp_path}/hf.json")) == SettingsError.exit_code
-    assert "--teacher big: " in (said := capsys.readouterr().err) and "has no weights: give big=" in said
+    assert "--teacher big: " in (said := capsys.readouterr().err) and "has no weights: use big=" in said
     for wrong, said in (("big", "NAME=MODEL"), ("image=ViT-B-32", "another part"), ("big=ViT-B-31", "--teacher big: ")):
         assert main(argv(place, store, "--teacher", wrong)) == SettingsError.exit_code
         assert said in capsys.readouterr().err
@@ -250,7 +250,7 @@ def test_a_damaged_model_is_written_again_and_another_one_is_refused(
     assert main(argv(place, store, "--towers", "image")) == 0
     assert files(store) == before
     assert main(argv(place, store, "--towers", "text", "--seed", "1")) == SettingsError.exit_code
-    assert f"the image features in {store} are of a model with other weights" in capsys.readouterr().err
+    assert f"the image features in {store} were computed with other weights" in capsys.readouterr().err
 
 
 def test_a_shard_that_changed_before_a_part_was_added(
@@ -373,15 +373,15 @@ def test_wrong_flags(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         (("--towers", "image", "--chunk-rows", "5000"), "multiple of 4096"),
         (("--towers", "image", "--views", "-1"), "--views: expected"),
         (("--teacher", "t"), "--teacher: expected NAME=MODEL"),
-        (("--teacher", "Image=RN50"), "Image is the name of another part"),
-        (("--teacher", "a=RN50", "--teacher", "A=RN50"), "A is the name of another part"),
+        (("--teacher", "Image=RN50"), "the name Image is already used"),
+        (("--teacher", "a=RN50", "--teacher", "A=RN50"), "the name A is already used"),
     ):
         assert main(argv(place, tmp_path / "s", *more)) == SettingsError.exit_code
         assert said in capsys.readouterr().err
     assert main(["http://host/s", *argv(place, tmp_path)[1:]]) == SettingsError.exit_code
     assert "http://host/s is a URL" in capsys.readouterr().err
     assert main(["--towers", "image"]) == SettingsError.exit_code
-    assert "name the store first" in capsys.readouterr().err
+    assert "missing STORE" in capsys.readouterr().err
     assert main(["s", "--towers", "image"]) == SettingsError.exit_code
     assert "no training data" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()

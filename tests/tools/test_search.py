@@ -164,7 +164,7 @@ def test_wrong_flags(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     (folder / "setup").write_text("no image")
     os.mkfifo(folder / "fifo")  # nobody writes to it
     for command, said in (
-        ("neighbours", "give --query-image FILE"),
+        ("neighbours", "set --query-image FILE"),
         ("neighbours --query-key nobody", "has no such sample"),
         ("neighbours --query-image nowhere.png", "--query-image nowhere.png: No such file"),
         ("neighbours --query-image setup", "undecodable_image"),
@@ -174,9 +174,9 @@ def test_wrong_flags(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ("neighbours --query-key k1 --device nonsense", "--device nonsense"),
         ("neighbours --query-key k1 -k 0", "expected a whole number, at least 1, not '0'"),
         ("duplicates --threshold 2", "expected a cosine, from -1 to 1, not '2'"),
-        ("duplicates --part text", "near-duplicates are images"),
+        ("duplicates --part text", "duplicates requires a part of images"),
         ("clusters --k 100", "100 clusters of 11 rows"),
-        ("scores --top-fraction 0", "expected a share above 0"),
+        ("scores --top-fraction 0", "expected a fraction above 0"),
         ("scores --min-score nan", "expected a cosine, from -1 to 1, not 'nan'"),
         ("neighbours --query-key k1 --index faisss", "expected exact, faiss or faiss:FACTORY"),
         ("neighbours --query-key k1 --out s3://a/b.csv", "s3://a/b.csv is a URL"),

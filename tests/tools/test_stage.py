@@ -296,8 +296,8 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        ([], "name the folder first"),
-        (["--train-data", "0.tar"], "name the folder first"),
+        ([], "missing FOLDER"),
+        (["--train-data", "0.tar"], "missing FOLDER"),
         (["{tmp}", "--size", "0"], "--size"),
         (["{tmp}", "--train-data", "0.tar", "--format", "gif"], "--format: expected keep, jpg, webp, png"),
         (["{tmp}", "--train-data", "0.tar", "--quality", "9"], "--quality"),

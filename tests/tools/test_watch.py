@@ -171,10 +171,10 @@ def test_a_run_that_lies_still(run: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--checkpoint", "x"], "--checkpoint is for one checkpoint, and --watch"),
-        (["--out=x.csv"], "--output is for one checkpoint"),
+        (["--checkpoint", "x"], "--checkpoint and --watch are mutually exclusive"),
+        (["--out=x.csv"], "--output and --watch are mutually"),
         (["--idle", "soon"], "--idle: expected seconds, not 'soon'"),
-        (["--evals.val", "null", "--evals.kinds", "null"], "nothing to evaluate on"),
+        (["--evals.val", "null", "--evals.kinds", "null"], "no evaluation data"),
         (["--modl", "x"], "did you mean"),
         (["--evals.val.prompts", "[a cat]", "--log.pictures", "0"], "evals.val.prompts: requires log.pictures above 0"),
         (["--evals.kinds.classes", "[a]"], "evals.kinds.classes: 1 given"),
@@ -212,7 +212,7 @@ def test_what_is_held_outlives_its_checkpoint(run: Path) -> None:
     assert watched.hold(second) is None, "its weights are others by now"
     damage(third.path / "open_clip_model.safetensors")
     held = watched.hold(third)
-    assert held is not None and fault(held) == "open_clip_model.safetensors is not what was written"
+    assert held is not None and fault(held) == "open_clip_model.safetensors does not match its checksum"
     watched.release()
     assert watched.hold(first) is None and [one.step for one in watched.found()] == [6, 4]
 
@@ -235,9 +235,9 @@ def test_a_checkpoint_that_goes_away_is_told(
     assert main(["--watch", str(run), "--log.tensorboard", "false"]) == 0
     assert made(run) == [(8, "val"), (8, "kinds")]
     said = capsys.readouterr().err
-    assert "warning: step_00000002 is left out: the run removed it while it was read" in said
-    assert "warning: step_00000004 is left out: the run removed it before its turn" in said
-    assert "warning: step_00000006 is left out: it is damaged" in said
+    assert "warning: step_00000002 skipped: deleted by the run while it was read" in said
+    assert "warning: step_00000004 skipped: deleted by the run before it was evaluated" in said
+    assert "warning: step_00000006 skipped: it is damaged" in said
 
 
 def watch_on(world: World, argv: list[str]) -> int:

@@ -167,8 +167,8 @@ def problems(*argv: str) -> str:
 def test_what_cannot_be_meant_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evals = ["--val-data", "b.tar", "--evals.val.every", "5", "--train.ema", "0.9"]
     metric = "--train.early-stop.metric"
-    assert "there is no evaluator 'vall' (there is val)" in problems(*evals, metric, "vall/top1")
-    assert "there is no evaluator 'val_averaged'" in problems(*evals, metric, "val_averaged/top1")
+    assert "unknown evaluator 'vall': use NAME/METRIC with one of: val" in problems(*evals, metric, "vall/top1")
+    assert "unknown evaluator 'val_averaged'" in problems(*evals, metric, "val_averaged/top1")
     assert "val is evaluated only at the end: set --evals.val.every" in problems(*evals[:2], metric, "val/top1")
     assert "--train.early-stop.patience: requires --train.early-stop.metric" in problems(
         *evals, "--train.early-stop.patience", "2"

@@ -212,7 +212,7 @@ def test_what_a_run_leaves_of_it(place: Path, whole: str) -> None:
     assert not same_weights(weights(place, whole, 10), weights(place, whole, 4))
     assert read_run(folder).rollbacks == [{"step": 8, "to": 4, "skipped": 3}]
     page = (folder / "report.html").read_text()
-    assert "at step 8 back to the weights of step 4" in page and "steps left out" in page
+    assert "at step 8 back to the weights of step 4" in page and "skipped steps" in page
 
 
 @pytest.mark.parametrize("step", [4, 8])

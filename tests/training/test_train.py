@@ -81,7 +81,7 @@ def test_the_written_config_repeats_the_run(place: Path, whole: str) -> None:
 def test_one_process_at_a_time_trains_in_a_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with occupied(place / "runs/busy"):
         assert main(flags(place, "busy", steps=1)) == 2
-        assert f"is being trained by process {os.getpid()} on " in capsys.readouterr().err
+        assert f"is in use by process {os.getpid()} on " in capsys.readouterr().err
     assert main(flags(place, "busy", steps=1)) == 0
     assert holds_a_run(place / "runs/busy")
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 TOPIC = "precision"
 OWN_FLAGS = {
-    "--run": "a run's folder: its settings and the weights of its newest checkpoint",
-    "--batch": "shards (the default where the settings name some) or synthetic, for random images and texts",
-    "--json": "file for all results",
+    "--run": "run folder with the settings and weights (newest checkpoint) to audit",
+    "--batch": "shards (default, if set) or synthetic (random images and texts)",
+    "--json": "write all results to this file",
 }
 LENGTHS = (3, 21)  # words of a synthetic text: at least, and one more than at most
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     if "--run" in own:
         config = Path(own["--run"]) / "config.yaml"
         if not config.is_file():
-            raise SettingsError(f"--run: {own['--run']} holds no run: there is no config.yaml in it")
+            raise SettingsError(f"--run: {own['--run']} is not a run folder: config.yaml is missing")
         flags = ["--config", str(config), *flags]
     output_file(own, "--json")
     settings = load(flags)
@@ -118,9 +118,9 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
             try:
                 result.write(Path(own["--json"]))
             except OSError as error:
-                raise ClipstreamError(f"--json: {own['--json']} could not be written ({error.strerror})") from error
+                raise ClipstreamError(f"--json: cannot write {own['--json']}: {error.strerror}") from error
     if result.of("error"):
-        raise ClipstreamError(f"the step computes in 16 bits where float32 is needed: {result.verdict}")
+        raise ClipstreamError(f"16-bit computations where float32 is required: {result.verdict}")
 
 
 def synthetic_batch(

@@ -59,19 +59,25 @@ def build_parser() -> argparse.ArgumentParser:
         description="Inspect a data set: its shards, members and JSON fields, the samples that these settings use and "
         "drop, and the flags to train on it. Exit code 3 if no sample is usable.",
     )
-    shards = "tar files: braces, '::', globs, pipe:, http(s):; or a manifest"
+    shards = "tar files: braces, '::', globs, pipe:, http(s):; or a table"
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
     options = (
-        ("--caption-key", "SUFFIX", "text member with the caption (txt; for a CSV: title, or txt)"),
+        ("--caption-key", "SUFFIX", "text member with the caption (default: txt; for a CSV: title, else txt)"),
         ("--caption-json", "PATHS", "path into the JSON member; several, separated by ';', are tried in order"),
-        ("--image-key", "SUFFIXES", f"suffixes of the image member, by ';' ({DEFAULT_IMAGE_KEY.replace(';', '; ')})"),
-        ("--folder", None, "base folder of a manifest's relative paths (the manifest's own folder)"),
-        ("--separator", "CHARACTER", "separator of a CSV (detected from its header)"),
+        (
+            "--image-key",
+            "SUFFIXES",
+            f"suffixes of the image member, separated by ';' (default: {DEFAULT_IMAGE_KEY.replace(';', '; ')})",
+        ),
+        ("--folder", None, "base folder of a table's relative paths (default: the table's folder)"),
+        ("--separator", "CHARACTER", "separator of a CSV (default: detected from its header)"),
     )
     for flag, metavar, meaning in options:
         parser.add_argument(flag, metavar=metavar, help=meaning)
     parser.add_argument("--print-config", action="store_true", help="print these flags as YAML for --config, and exit")
-    parser.add_argument("--samples", type=int, default=500, metavar="N", help="samples to read; 0 for all (500)")
+    parser.add_argument(
+        "--samples", type=int, default=500, metavar="N", help="number of samples to read; 0: all (default: 500)"
+    )
     return parser
 
 
@@ -335,7 +341,7 @@ def print_checked(source: SourceSettings, command: str, samples: int) -> None:
     if note := profile.layout():
         console.print(f"note: {note}", soft_wrap=True)
     if not view.tried:
-        raise DataError(f"no sample could be read from {view.shards}: the table above shows the faults")
+        raise DataError(f"no sample of {view.shards} could be read: see the faults in the table above")
     if view.used:
         if warning := view.first_captions.warning():
             others = profile.captions(source.caption)

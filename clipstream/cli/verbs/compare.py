@@ -18,12 +18,16 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream compare",
-        description="Write one HTML file, without network, that shows runs side by side: curves, evaluations, settings "
-        "that differ, images, data health. Unfinished runs are shown up to their last step.",
+        description="Write one self-contained HTML file that shows runs side by side: curves, evaluations, different "
+        "settings, images, data health.",
     )
     parser.add_argument("runs", nargs="+", type=with_home, metavar="RUN", help="folder of a run (LOGS/NAME)")
     parser.add_argument(
-        "--out", type=own_path, default="compare.html", metavar="FILE", help="the HTML file (compare.html)"
+        "--out",
+        type=own_path,
+        default="compare.html",
+        metavar="FILE",
+        help="HTML file to write (default: compare.html)",
     )
     return parser
 
@@ -41,11 +45,11 @@ def main(argv: list[str]) -> int:
     if not runs:
         raise SettingsError(enumerate_words(wrong))
     for text in wrong:
-        print(f"warning: {text}; it is left out", file=sys.stderr, flush=True)
+        print(f"warning: {text}; skipped", file=sys.stderr, flush=True)
     try:
         others = write_comparison(runs, Path(options.out))
     except OSError as error:
-        raise SettingsError(f"--out: {options.out} cannot be written: {error.strerror}") from error
+        raise SettingsError(f"--out: cannot write {options.out}: {error.strerror}") from error
     for text in others:
         logger.warning(f"not comparable: {text}")
     print(options.out)

@@ -26,8 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream env",
-        description="Print versions, hardware and the environment variables that matter, to paste into a bug report. "
-        "Nothing of it identifies you: no host name, no user, no path.",
+        description="Print versions, hardware and relevant environment variables for a bug report, without host "
+        "names, user names and paths.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

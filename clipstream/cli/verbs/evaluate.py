@@ -47,19 +47,19 @@ if TYPE_CHECKING:
 ROOT = "CLIPSTREAM_EVALS"
 SUITE, FOLDER, MISSING = "--suite", "--evals-root", "--missing"
 OF_ONE = {
-    "--checkpoint": "a run's folder (its latest checkpoint), a checkpoint's, or RUN/checkpoints/best; without it, the "
-    "model of the settings",
-    "--weights": "trained (the default), or averaged: a checkpoint's averaged weights, of a run with train.ema",
-    "--output": "file that the figures are appended to: NAME.csv one line per figure, other names one JSON line "
-    f"per evaluation; {FIGURES_FILE} and {TABLE_FILE} in the run's folder unless given",
-    "--report": "FILE.html that shows the figures, and the images of each evaluation",
+    "--checkpoint": "run folder (its latest checkpoint), checkpoint folder, or RUN/checkpoints/best (default: the "
+    "model of the settings)",
+    "--weights": "trained (default) or averaged (train.ema) weights of the checkpoint",
+    "--output": "append results to this file: .csv, one line per metric, or other suffixes, one JSON line per "
+    f"evaluation (default: {FIGURES_FILE} and {TABLE_FILE} in the run folder)",
+    "--report": "write an HTML page with the results and images to this file",
 }
 OWN_FLAGS = {
     **OF_ONE,
-    SUITE: "a file of evaluators, such as configs/evals/robustness.yaml; may be given several times; evaluators that "
-    "are only in the run's own settings are left out",
-    FOLDER: f"folder or URL of the suites' data sets, such as hf://datasets/clip-benchmark; ${ROOT} unless given",
-    MISSING: "error (the default) or skip, for data sets that do not exist",
+    SUITE: "file with evaluators, such as configs/evals/robustness.yaml; can be repeated; replaces the evaluators of "
+    "the run",
+    FOLDER: f"folder or URL of the suites' data sets, such as hf://datasets/clip-benchmark (default: ${ROOT})",
+    MISSING: "what to do if data sets are missing: error (default) or skip",
     **WATCH_FLAGS,
 }
 NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     if not own.keys() & WATCH_FLAGS.keys():
         return _evaluate_one(own, flags, suites, every)
     if other := own.keys() & OF_ONE.keys():
-        raise SettingsError(f"{min(other)} is for one checkpoint, and --watch evaluates all: use one of them")
+        raise SettingsError(f"{min(other)} and --watch are mutually exclusive")
     return follow(own, lambda config: suites.load([config], flags), every)
 
 
@@ -191,7 +191,7 @@ class Suites:
             raise SettingsError(
                 f"{len(gone)} of {count} data sets are missing:\n{shown}download them, or use {MISSING} skip"
             )
-        warnings = [f"{name} is left out: {text}" for name, text in gone.items()]
+        warnings = [f"{name} skipped: {text}" for name, text in gone.items()]
         for name, section in [*evals.items()]:
             if isinstance(section, MeanSettings) and section.of.keys() & gone.keys():
                 of = {part: metric for part, metric in section.of.items() if part not in gone}
@@ -215,7 +215,7 @@ def _missing(source: SourceSettings) -> str | None:
     local = [path for shard in shards if (path := ShardURL(shard).path) is not None]
     lost = [path for path in local if not os.path.exists(path)]
     more = " …" * (len(lost) > 1)
-    return f"{len(lost)} of {len(shards)} shards are not there: {lost[0]}{more}" if lost else None
+    return f"{len(lost)} of {len(shards)} shards do not exist: {lost[0]}{more}" if lost else None
 
 
 def _evaluate_one(own: Mapping[str, str], flags: Sequence[str], suites: Suites, every: bool | None) -> int:
@@ -229,7 +229,7 @@ def _evaluate_one(own: Mapping[str, str], flags: Sequence[str], suites: Suites, 
     subject = Subject("")
     if (checkpoint := own.get("--checkpoint")) is not None:
         if named := [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]:
-            raise SettingsError(f"{named[0]} and --checkpoint both name a model: use one of them")
+            raise SettingsError(f"{named[0]} and --checkpoint are mutually exclusive")
         subject = locate(checkpoint)
     trained = [] if subject.run is None else [str(subject.run / "config.yaml")]
     settings = suites.load(trained, flags)
@@ -290,13 +290,13 @@ def _check_settings(settings: Settings, subject: Subject, trained: Sequence[str]
         raise SettingsError(f"--model: {named} is the folder of a run: use --checkpoint {named}")
     if not settings.evals:
         raise SettingsError(
-            "there is nothing to evaluate on: set --checkpoint RUN, --val-data SHARDS, --suite FILE, or --config with "
+            "no evaluation data: set --checkpoint RUN, --val-data SHARDS, --suite FILE, or --config with "
             "a section evals"
         )
     for name, section in settings.evals.items() if report is None else ():
         place = settings.places.place_of(("evals", name, "prompts"))  # those in a run's own settings are for its report
         if isinstance(section, PromptedSettings) and section.prompts and place.rpartition(":")[0] not in trained:
-            raise SettingsError(f"{place}: evals.{name}.prompts show images in a page: set --report FILE.html")
+            raise SettingsError(f"{place}: evals.{name}.prompts requires --report FILE.html")
     validate_evals(settings, shown=report is not None)
 
 
@@ -320,7 +320,7 @@ class _Results:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 atomic_write.probe(path)
             except OSError as error:
-                text = f"{path} cannot be written ({error.strerror}): set another file by {flag}"
+                text = f"cannot write {path} ({error.strerror}): set another file with {flag}"
                 raise SettingsError(text) from error
 
     def add(self, evaluation: Record) -> None:
@@ -351,8 +351,8 @@ class _Results:
         if there:
             announce(f"written to {' and '.join(there)}")
         for path, why in self._lost.items():
-            raise ClipstreamError(f"{path} is incomplete, as it could not be written: {why}")
+            raise ClipstreamError(f"{path} is incomplete: cannot write: {why}")
 
     def _lose(self, path: Path, error: OSError) -> None:
         self._lost[path] = why = error.strerror or str(error)
-        logger.warning(f"{path} could not be written: {why}")
+        logger.warning(f"cannot write {path}: {why}")

@@ -48,8 +48,8 @@ POLL = 2.0  # s between checks of the run's folder
 UNREAD = ("optimizer.safetensors", "rng.pt")  # files of a checkpoint that evaluation does not need
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl that contain its last line
 OWN_FLAGS = {
-    "--watch": "a run's folder: its checkpoints are evaluated as they appear, each once, until the run has ended",
-    "--idle": "seconds without a change in that folder after which the command ends (3600)",
+    "--watch": "run folder: evaluate each of its checkpoints as it appears, until the run ends",
+    "--idle": "seconds without a change in that folder before the command ends (default: 3600)",
 }
 
 
@@ -85,13 +85,13 @@ def follow(own: Mapping[str, str], settings_of: Callable[[str], Settings], every
             return print_config(settings, "evaluate", every)
         if not settings.evals:
             ways = "--val-data SHARDS, --suite FILE, or --config with a section evals"
-            raise SettingsError(f"there is nothing to evaluate on: set {ways}")
+            raise SettingsError(f"no evaluation data: set {ways}")
         validate_evals(settings, shown=True)
         fits = load(["--config", config]).tokenizer == settings.tokenizer
 
         def body(world: World, watch: FailureWatch) -> None:
             require_equal(settings, world)
-            busy = f"{run.folder} is being followed by {{}}: one follower is enough"
+            busy = f"{run.folder} is already watched by {{}}"
             lock = locked(run.folder / WATCH_FOLDER, "--watch: the folder", busy.format)
             try:
                 with lock if world.is_main else nullcontext(), closing(_Watcher(run, settings, fits, world)) as watcher:
@@ -147,7 +147,7 @@ class _Watcher(SinkGroup):
             else:
                 time.sleep(POLL)
         if self.world.is_main:
-            announce(f"the run has ended, and all of its checkpoints are evaluated: {self.folder}")
+            announce(f"the run has ended and all checkpoints are evaluated: {self.folder}")
         for failure in self.failures:  # at the end, so that it is not lost among figures
             raise failure.kind(failure.message)
 
@@ -157,7 +157,7 @@ class _Watcher(SinkGroup):
         found = self.run.found()
         for one in self._expected:
             if one not in found and one not in self._skipped and self._due(one):
-                self._skip(one, "the run removed it before its turn; --checkpoint.keep-last keeps more")
+                self._skip(one, "deleted by the run before it was evaluated; --checkpoint.keep-last keeps more")
         self._expected = found
         return next((o for o in found if o not in self._skipped and self._due(o)), None), ended, self.run.still()
 
@@ -172,7 +172,7 @@ class _Watcher(SinkGroup):
 
     def _skip(self, found: Found, why: str) -> None:
         self._skipped.add(found)
-        logger.warning(f"{found.path.name} is left out: {why}")
+        logger.warning(f"{found.path.name} skipped: {why}")
 
     def _evaluate(self, found: Found, signals: StopSignals) -> None:
         """Run the due evaluations of a checkpoint. Collective."""
@@ -180,7 +180,7 @@ class _Watcher(SinkGroup):
         def hold() -> Path | None:
             held = self.run.hold(found)
             if held is None:
-                self._skip(found, "the run removed it while it was read; --checkpoint.keep-last keeps more")
+                self._skip(found, "deleted by the run while it was read; --checkpoint.keep-last keeps more")
             elif (reason := fault(held)) is not None:
                 self._skip(found, f"it is damaged: {reason}")
                 held = None
@@ -251,9 +251,9 @@ def _wait_for_a_checkpoint(run: WatchedRun, signals: StopSignals, idle: float) -
     announced = False
     while not run.found() or not (run.folder / "config.yaml").is_file():
         if signals.received is not None:
-            raise Stopped(f"stopped by {signals.received}, before {run.folder} had a checkpoint")
+            raise Stopped(f"stopped by {signals.received} before the first checkpoint of {run.folder}")
         if run.ended():
-            raise SettingsError(f"--watch: {run.folder} has ended, and has no whole checkpoint")
+            raise SettingsError(f"--watch: {run.folder} has ended without a complete checkpoint")
         if run.still() > idle:
             raise Stopped(_still(run, idle))
         if not announced and World.from_env().is_main:

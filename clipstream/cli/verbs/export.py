@@ -17,19 +17,27 @@ def build_parser() -> argparse.ArgumentParser:
     features = topics.add_parser(
         "features",
         help="features of a store as Parquet or NumPy",
-        description="Write the features of a store that `clipstream precompute` wrote: OUT/PART/SOURCE-00000.parquet, "
-        "or OUT/PART.npy with OUT/PART.keys.parquet. A row is an image's view or a caption; samples that were dropped "
-        "have none.",
+        description="Export the features of a store written by `clipstream precompute`: OUT/PART/SOURCE-00000.parquet, "
+        "or OUT/PART.npy with OUT/PART.keys.parquet. A row is a view of an image, or a caption.",
     )
     add = features.add_argument
     add("store", type=with_home, metavar="STORE", help="folder or URL of the store")
     add("out", type=own_path, metavar="OUT", help="folder to write into")
-    add("--format", choices=("parquet", "npy"), default="parquet", help="of the files (parquet)")
-    add("--part", nargs="+", metavar="PART", help="image, text, or a teacher's NAME.image or NAME.text (all of them)")
-    add("--dtype", choices=("float16", "float32"), help="of the features (float16 where stored so, else float32)")
+    add("--format", choices=("parquet", "npy"), default="parquet", help="file format (default: parquet)")
+    add("--part", nargs="+", metavar="PART", help="image, text, or a teacher's NAME.image or NAME.text (default: all)")
+    add(
+        "--dtype",
+        choices=("float16", "float32"),
+        help="dtype of the features (default: float16 if stored as float16, else float32)",
+    )
     add("--captions", action="store_true", help="also write the captions")
-    add("--rows", type=int, metavar="N", help="rows of a Parquet file, about (all of a source)")
-    add("--cache", type=own_path, metavar="FOLDER", help="keeps what is downloaded of a remote store")
+    add(
+        "--rows",
+        type=int,
+        metavar="N",
+        help="approximate number of rows per Parquet file (default: all rows of a source)",
+    )
+    add("--cache", type=own_path, metavar="FOLDER", help="folder for downloads of a remote store")
     return parser
 
 

@@ -33,9 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream index",
-        description="Write a side index for each shard: a small file that lists its samples. The mode indexed "
-        "(--data.sampling.mode) takes the number of samples from it, and local shards are opened without a scan. "
-        "Shards that have an index and have not changed are skipped.",
+        description="Write an index for each shard, which lists its samples. Mode indexed (--data.sampling.mode) "
+        "requires indexes, and local shards with an index open faster. Shards with an up-to-date index are skipped.",
     )
     parser.add_argument(
         "shards", nargs="+", metavar="SHARDS", help="tars: braces, '::', globs, pipe:, http(s):, s3:, …"
@@ -86,11 +85,11 @@ def make_indexes(
     """
     shards = dict(typed_shards(list(specs)))
     if others := [url for url, kind in shards.items() if not kind.tars]:
-        raise SettingsError(f"{redact(others[0])}: only tars have an index")
+        raise SettingsError(f"{redact(others[0])}: only tars can be indexed")
     urls = list(shards)
     remote = [url for url in urls if ShardURL(url).path is None]
     if remote and folder is None:
-        raise SettingsError(f"{redact(remote[0])} is remote: set the folder of the indexes by --into FOLDER")
+        raise SettingsError(f"{redact(remote[0])} is remote: set a folder for the indexes with --into FOLDER")
     done: dict[str, Indexed] = {}
     began = time.monotonic()
 

@@ -135,8 +135,8 @@ def main(argv: list[str]) -> int:
     asked = arguments(argv)
     if every is not None:
         return print_config(asked.settings, "stage", every)
-    folder, advice = asked.folder, "wait until it has ended, or name another folder"
-    with held(folder, "the folder", lambda holder: f"{holder} stages into {folder}: {advice}"):
+    folder, advice = asked.folder, "wait for it, or use another folder"
+    with held(folder, "the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like SIGINT
         try:
             shutil.rmtree(folder / PARTS, ignore_errors=True)  # of a killed call
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
 def arguments(argv: Sequence[str]) -> Asked:
     """Parse the command line. Raises SettingsError: a flag or a setting is wrong."""
     if not argv or not argv[0] or argv[0].startswith("-"):
-        raise SettingsError("name the folder first: clipstream stage FOLDER --train-data SHARDS")
+        raise SettingsError("missing FOLDER: clipstream stage FOLDER --train-data SHARDS")
     folder = Path(os.path.abspath(own_path(argv[0])))
     inside = str(folder / "0.tar")
     with contextlib.suppress(SettingsError):
@@ -220,8 +220,8 @@ def plan(settings: Settings, folder: Path) -> list[StagedSource]:
             if staged:
                 if (local := ShardURL(url).path) and folder in Path(os.path.abspath(local)).parents:
                     raise SettingsError(
-                        f"{key}: {local} lies in {folder}: name the original shards (without the --config that an "
-                        "earlier call wrote)"
+                        f"{key}: {local} is inside {folder}: use the original shards (without the --config written by "
+                        f"an earlier call)"
                     )
                 stems[url] = stable_name(url).removesuffix(".tar")
                 if not PLAIN.fullmatch(stable_name(url)):
@@ -250,14 +250,14 @@ def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
             names = ", ".join(left[:3]) + (" …" if len(left) > 3 else "")
             print(f"{source.name}: not copied, no tar: {names}", flush=True)
     if not staged:
-        raise SettingsError("there is nothing to stage: name tars by --train-data, --val-data or --config")
+        raise SettingsError("nothing to stage: set tars with --train-data, --val-data or --config")
     for source in staged:
         keys = split_keys(source.settings.image_key)
         lost = {asked.recipe.suffix(key) for key in keys}.difference(keys) if asked.recipe else set()
         if lost:
             flag = f"--{source.name}.image-key"
             raise SettingsError(
-                f"--format: the run would not find images with the suffix {min(lost)}: add it by {flag} "
+                f"--format: images with the suffix {min(lost)} would not be found: add it with {flag} "
                 f"'{';'.join([*keys, *sorted(lost)])}'"
             )
     counts = ", ".join(f"{source.name} {len(source.shards):,}" for source in staged)
@@ -297,8 +297,8 @@ def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> dict[str, Copy]:
                     copied += copy.size if copy.made else 0
                     if copy.full:
                         raise DataError(
-                            f"the disk of {asked.folder} is full: {count()} are staged and stay; free some space, "
-                            "and rerun the same command to continue"
+                            f"the disk of {asked.folder} is full: {count()} are staged; free some space and rerun"
+                            " the same command to continue"
                         )
                     if copy.error:
                         bar.say(f"failed: {copy.error}")
@@ -308,7 +308,7 @@ def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> dict[str, Copy]:
                     words.append(f"{duration(seconds * (len(shards) / len(copies) - 1))} left")
                 bar.update(len(copies), len(shards), "  ".join(words))
     except KeyboardInterrupt:
-        told = f"interrupted: {count()} are in {asked.folder} and stay; rerun the same command to continue"
+        told = f"interrupted: {count()} are in {asked.folder}; rerun the same command to continue"
         raise Stopped(told) from None
     return copies
 
@@ -330,7 +330,7 @@ def stage_shard(shard: PlannedShard, folder: Path, recipe: Recipe | None, fetche
             head = indexes.read_head(index)
         if target.exists():
             if head is None or head.origin is None:
-                return Copy(error=f"{shown}: {target} exists and was not staged: remove it, or name another folder")
+                return Copy(error=f"{shown}: {target} exists and was not staged: remove it, or use another folder")
             if version is None or head.origin["version"] is None:
                 origin["version"] = head.origin["version"]
             if head.origin == origin and head.of == indexes.identity_of(target):
@@ -374,7 +374,7 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Mapping[str
     whole = {file: copy for file, copy in copies.items() if not copy.error}
     urls = {shard.file: redact(shard.url) for source in sources for shard in source.shards}
     for shown in [f"{urls[file]}: {copy.fault}" for file, copy in whole.items() if copy.fault][:SHOWN]:
-        print(f"warning: the original is damaged, and copied as it is: {printable(shown, 800)}")
+        print(f"warning: the original is damaged and was copied unchanged: {printable(shown, 800)}")
     if images := sum((copy.images for copy in whole.values()), Counter[str]()):
         print("images: " + ", ".join(f"{count:,} {what}" for what, count in images.most_common()))
     samples, size = sum(copy.samples for copy in whole.values()), sum(copy.size for copy in whole.values())
@@ -395,7 +395,7 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Mapping[str
     if failures := [copy.error for copy in copies.values() if copy.error]:
         told = f"{len(failures):,} of {len(copies):,} shards could not be staged:"
         more = [f"  and {len(failures) - SHOWN:,} more"] if len(failures) > SHOWN else []
-        advice = "rerun the same command to copy them; a run on these copies counts them as missing shards"
+        advice = "rerun the same command to copy them; until then training counts them as missing"
         raise DataError("\n".join([told, *(f"  {error}" for error in failures[:SHOWN]), *more, advice]))
 
 
@@ -422,11 +422,11 @@ def _write_settings(asked: Asked, staged: Sequence[StagedSource]) -> None:
         at[source.path[-1]] = {**section, "shards": source.copied(asked.folder)}
     head = f"# Shards copied by `clipstream stage`. Train on them by\n#     {command}\n"
     atomic_write.replace(asked.folder / SETTINGS_FILE, (head + to_yaml(tree)).encode())
-    print(f"train on them by: {command}")
+    print(f"train on them with: {command}")
     resolved = load(words[3:]).model_dump(mode="json")
     for source in staged:
         found: Any = resolved
         for part in source.path:
             found = found[part]
         if found != {**source.settings.model_dump(mode="json"), "shards": source.copied(asked.folder)}:
-            print(f"note: {flags[source.name]} overrides {SETTINGS_FILE}: write that source into a file, and rerun")
+            print(f"note: {flags[source.name]} overrides {SETTINGS_FILE}: set that source in a file, and rerun")

@@ -204,7 +204,7 @@ class TextField(_Field):
             return [text]
         if isinstance(found, list) and (texts := [one for one in found if isinstance(one, str) and one.strip()]):
             return texts
-        raise Dropped("no_caption", f"{_kind(found)}, not a text: --caption-json selects a text in it")
+        raise Dropped("no_caption", f"{_kind(found)}, not a text: select a text in it with --caption-json")
 
 
 class JsonField(_Field):
@@ -281,7 +281,7 @@ class _OwnExtractor:
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
         caption = called("extractor_error", "the caption extractor", self._extractor, sample, rng)
         if not isinstance(caption, str):
-            raise Dropped("extractor_error", f"it gave {type(caption).__name__}, not str")
+            raise Dropped("extractor_error", f"expected str, not {type(caption).__name__}")
         return usable_text(caption)
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
@@ -290,7 +290,7 @@ class _OwnExtractor:
             return [[self(sample, None)]]
         texts = called("extractor_error", "the caption extractor", own, sample)
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            raise Dropped("extractor_error", "its `candidates` gave no list of str")
+            raise Dropped("extractor_error", "`candidates` must return a list of str")
         return [[usable_text(text) for text in texts]]
 
 
@@ -308,7 +308,7 @@ class _OwnTransform:
         if changed is None:
             raise Dropped("transform_none", "")
         if not isinstance(changed, Mapping):
-            raise Dropped("transform_error", f"it gave {type(changed).__name__}, not a mapping")
+            raise Dropped("transform_error", f"expected a mapping, not {type(changed).__name__}")
         return changed
 
 
@@ -335,7 +335,7 @@ def text_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
     try:
         return bytes(value).decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        raise Dropped("caption_not_utf8", f"{error}: convert it, e.g. by iconv -f latin1 -t utf-8") from error
+        raise Dropped("caption_not_utf8", f"{error}: convert it, e.g. with iconv -f latin1 -t utf-8") from error
 
 
 def object_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> JsonObject | list[Any]:

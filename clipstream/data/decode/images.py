@@ -121,7 +121,7 @@ class OwnImageTransform:
         shape, dtype = getattr(pixels, "shape", None), getattr(pixels, "dtype", None)
         if not isinstance(pixels, np.ndarray) or shape != (*self._size, 3) or dtype != np.uint8:
             got = f"{type(pixels).__name__} {dtype or ''} {shape or ''}".strip()
-            raise Dropped("image_transform_error", f"it gave {got}, not an array uint8 {(*self._size, 3)}")
+            raise Dropped("image_transform_error", f"expected an array uint8 {(*self._size, 3)}, not {got}")
         if out is None:
             return np.ascontiguousarray(pixels)
         out[...] = pixels
@@ -169,7 +169,7 @@ def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise Dropped("image_too_large", str(error)) from error
     except UnidentifiedImageError as error:
-        what = describe(data) or f"no image: {len(data)} bytes that begin {bytes(data[:8])!r}"
+        what = describe(data) or f"not an image: {len(data)} bytes that begin with {bytes(data[:8])!r}"
         raise Dropped("undecodable_image", what) from error
     except Exception as error:  # Pillow's readers raise nearly anything on broken files
         raise Dropped("undecodable_image", repr(error)) from error

@@ -40,9 +40,9 @@ class KeyList:
             names = _of_table(Path(path), source) if path.endswith(TABLES) else _of_text(Path(path))
         except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are ValueErrors and KeyErrors
             text = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise SettingsError(f"{path}: cannot be read as a list of keys: {text}") from error
+            raise SettingsError(f"{path}: cannot read a list of keys: {text}") from error
         if not names:
-            raise SettingsError(f"{path}: holds no key of samples of source {source!r}")
+            raise SettingsError(f"{path}: no keys of source {source!r} in it")
         # Python's own hash, with its secret of this process, which forked workers have too.
         self._hashes = np.unique(np.fromiter((hash(form) for name in names for form in _forms(name)), np.int64))
 
@@ -103,7 +103,7 @@ def _of_table(path: Path, source: str) -> list[str]:
         schema = parquet.read_schema(path).names
         table = parquet.read_table(path, columns=[name for name in ("source", "shard", "key") if name in schema])
     if "key" not in table.column_names:
-        raise ValueError("it has no column 'key'")
+        raise ValueError("no column 'key'")
     keys = [str(key) for key in table["key"].to_pylist()]
     if "shard" in table.column_names:
         keys = [f"{shard}/{key}" for shard, key in zip(table["shard"].to_pylist(), keys, strict=True)]

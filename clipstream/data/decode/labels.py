@@ -56,7 +56,7 @@ class LabelField:
         """The label, see `label_text`. Raises Dropped: `no_label`, `json_invalid` or `json_not_object`."""
         found = self.value(sample)
         if isinstance(found, list) and len(found) != 1:
-            raise Dropped("no_label", "it is a list: several labels of an image require labels: list")
+            raise Dropped("no_label", "a list: several labels per image require labels: list")
         label = label_text(found[0] if isinstance(found, list) else found)
         if not label or number_of(label) in (-1, -100):  # marks of data sets, and of PyTorch's losses
             raise Dropped("no_label", "the label is missing (or -1, -100), or neither a whole number nor text")
@@ -102,7 +102,7 @@ class LabelsField:
         if isinstance(found, (str, int, float)):
             found = [found]
         if not isinstance(found, list):
-            raise Dropped("no_label", "there is no list of labels")
+            raise Dropped("no_label", "no list of labels")
         labels = [int(x) if isinstance(x, (bool, float)) and float(x).is_integer() else label_text(x) for x in found]
         if "" in labels:
             raise Dropped("no_label", "a label is empty, or neither a whole number nor text")
@@ -163,8 +163,9 @@ class LabelEncoder:
             )
         what = f"the name of {len(numbers)} classes" if numbers else "no class"
         raise DataError(
-            f"label {label!r} is {what}: the {len(self._classes)} classes have numbers from 0, and names. Set the "
-            "evaluator's classes to those of the data, or its label to another member (cls) or field (json:PATH)"
+            f"label {label!r} is {what}: expected a name or a number from 0 of one of the {len(self._classes)} "
+            f"classes. Set the evaluator's classes to those of the data, or its label to another member (cls) or "
+            f"field (json:PATH)"
         )
 
     def encode(self, texts: Sequence[str]) -> Ids:

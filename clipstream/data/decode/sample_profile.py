@@ -196,7 +196,7 @@ class Profile:
             if others:
                 parts.append(f"other members and fields with text: {', '.join(others[:5])}")
             elif not flags:
-                parts.append("no member and no JSON field holds text that looks like a caption")
+                parts.append("no member or JSON field has text that looks like a caption")
         return "; ".join(parts)
 
     def advice(self, image_key: str, caption: CaptionSettings | None, place: str = SHORT_FLAGS) -> str:
@@ -211,7 +211,7 @@ class Profile:
         if not any(self.suffixes[suffix] for suffix in wanted):
             lines.append(f"no sample has an image member named {' or '.join(wanted)} (--image-key)")
         if caption is None:
-            lines.append(f"the label is named by --{place.removesuffix('.data')}.label: a member, or json:PATH")
+            lines.append(f"set the label with --{place.removesuffix('.data')}.label: a member, or json:PATH")
         elif not self._caption_found(caption):
             key = caption.key if isinstance(caption, (TextCaption, JsonCaption)) else caption.type
             at, flag = (
@@ -223,7 +223,7 @@ class Profile:
     def summary(self) -> list[str]:
         """Two lines: suffixes with counts, and JSON fields with counts, types and examples."""
         if not self.samples:
-            return ["the members of no sample could be read"]
+            return ["no sample could be read"]
         seen = ", ".join(f"{printable(suffix, 60)} ({count:,})" for suffix, count in self.suffixes.most_common(20))
         rest = len(self.suffixes) - 20
         more = f" and {rest:,} more" if rest > 0 else ""

@@ -78,7 +78,7 @@ def build_tokenizer(
     """
     length = settings.context_length or context_length
     if length > context_length:
-        raise SettingsError(f"tokenizer.context_length {length} is more than the model reads ({context_length})")
+        raise SettingsError(f"tokenizer.context_length {length} exceeds the model's {context_length}")
     tokenizer: Tokenizer
     if isinstance(settings, (HubTokenizer, PathTokenizer)):
         tokenizer = wrap(_hugging_face(settings, model_tokenizer, length, cache_dir), length)
@@ -96,10 +96,10 @@ def build_tokenizer(
     except Exception as error:
         raise SettingsError(f"{who}: cannot encode a text: {raised(settings.type, error)}") from error
     if length > context_length:
-        raise SettingsError(f"{who}: context_length {length} is more than the model reads ({context_length})")
+        raise SettingsError(f"{who}: context_length {length} exceeds the model's {context_length}")
     if getattr(ids, "shape", None) != (2, length) or ids.dtype != np.int32:
         got = f"{type(ids).__name__} {getattr(ids, 'dtype', '')} {getattr(ids, 'shape', '')}"
-        raise SettingsError(f"{who}: encode gave {got}, not an array int32 {(2, length)}")
+        raise SettingsError(f"{who}: encode returned {got}, not an array int32 {(2, length)}")
     if ids.min() < 0 or ids.max() >= size:
         raise SettingsError(f"{who}: ids {ids.min()} to {ids.max()} are not within its vocab_size {size}")
     return tokenizer
@@ -250,7 +250,7 @@ def _hugging_face(
             raise SettingsError(f"tokenizer.name: {path} does not exist")
         if not _holds_tokenizer(folder):
             files = ", ".join(TOKENIZER_FILES)
-            raise SettingsError(f"tokenizer.name: {folder} holds no tokenizer: none of {files} is there")
+            raise SettingsError(f"tokenizer.name: no tokenizer in {folder}: none of {files} exists")
     else:
         folder = _hub_folder(settings.name, cache_dir)
     read = getattr(getattr(model_tokenizer, "tokenizer", None), "name_or_path", None)
@@ -270,7 +270,7 @@ def _hub_folder(name: str, cache_dir: str | None) -> Path:
     """The folder of a repository's tokenizer files in the Hub's cache; downloaded only if they are missing."""
     from huggingface_hub import constants, snapshot_download
 
-    cache, why = Path(cache_dir or constants.HF_HUB_CACHE), "the repository holds no tokenizer"
+    cache, why = Path(cache_dir or constants.HF_HUB_CACHE), "no tokenizer in the repository"
     for local in (True,) if constants.HF_HUB_OFFLINE else (True, False):
         patterns = None if local else list(_FETCHED)
         try:

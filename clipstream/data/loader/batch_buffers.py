@@ -173,8 +173,7 @@ class CudaPrefetch(HostBatches):
         self._address: int | None = None  # of page-locked memory
         if error := page_lock(memory, self._device):
             _warn_once(
-                f"the memory of batches cannot be page-locked ({error}): they are copied to the GPU from pageable "
-                "memory, which is slower; `ulimit -l` may be too low"
+                f"batch memory cannot be pinned ({error}): copies to the GPU are slower; `ulimit -l` may be too low"
             )
         else:
             self._address = memory.data_ptr()

@@ -84,8 +84,8 @@ class Captions:
             return ""
         example = printable(next(iter(self.flat.values())), 200)
         return (
-            f"{len(self.flat):,} of the first {len(self.seen):,} images have (nearly) one colour, such as that of "
-            f"{example}: look at them, as values of another range than the file's type may be written in it"
+            f"{len(self.flat):,} of the first {len(self.seen):,} images have (nearly) a single color, such as "
+            f"{example}: check their range of values"
         )
 
     def warning(self) -> str:
@@ -105,10 +105,9 @@ class Captions:
         if not found:
             return ""
         return (
-            f"the captions of {number:,} samples are {', and '.join(found)}. If that is not the "
-            "caption, choose another field by --caption-json, or another member by --caption-key: python -m "
-            "`clipstream check` shows them. If it is a class, --loss.duplicates mask keeps equal captions from being "
-            "negatives of each other"
+            f"the captions of {number:,} samples are {', and '.join(found)}. If these are not the captions, choose "
+            f"another field with --caption-json or another member with --caption-key (`clipstream check` lists them). "
+            f"If they are classes, set --loss.duplicates mask, so that equal captions are not negatives of each other"
         )
 
 
@@ -303,14 +302,14 @@ class Budget:
                 self.max_shard_failures * len(h.shards)
             ):
                 raise DataError(
-                    f"source {name!r}: {len(h.faults)} of the {tried} are broken, more than "
-                    f"--data.max-shard-failures {self.max_shard_failures:g} allows{_faults(h)}"
+                    f"source {name!r}: {len(h.faults)} of the {tried} are broken, more than --data.max-shard-failures "
+                    f"{self.max_shard_failures:g}{_faults(h)}"
                 )
             read = h.read - left_out
             if read >= FIRST_SAMPLES and h.failed > self.max_sample_failures * read:
                 raise DataError(
                     f"source {name!r}: {h.failed} of {read} samples were dropped, more than "
-                    f"--data.max-sample-failures {self.max_sample_failures:g} allows{_drops(h)}"
+                    f"--data.max-sample-failures {self.max_sample_failures:g}{_drops(h)}"
                 )
 
     def list_warning(self, name: str, h: SourceHealth) -> str:
@@ -323,7 +322,7 @@ class Budget:
             said = f"{flag}.drop: none of the {h.read:,} samples read so far is in {drop}"
         else:
             return ""
-        return f"{said}: its lines are KEY or SHARD/KEY, as `clipstream check` shows them"
+        return f"{said}: expected lines KEY or SHARD/KEY, as shown by `clipstream check`"
 
     def nothing_usable(self, name: str, h: SourceHealth) -> str:
         """The message on a source that gave no usable sample, with advice."""
@@ -331,7 +330,7 @@ class Budget:
         if h.dropped[NOT_KEPT] >= FIRST_LEFT_OUT:
             return (
                 f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}\n--{key}.keep and "
-                f"--{key}.drop leave them out: do their keys belong to these shards?"
+                f"--{key}.drop exclude them: check that their keys belong to these shards"
             )
         advice = h.profile.advice(image_key, caption, key)
         if h.dropped["missing_picture"]:

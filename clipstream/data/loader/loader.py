@@ -155,8 +155,8 @@ class Loader:
             if not isinstance(error, OSError):
                 raise
             raise DataError(
-                f"{started} of {hosting.workers} data workers could be started ({error.strerror}): "
-                "use fewer --workers, or raise the system's limit"
+                f"only {started} of {hosting.workers} data workers could be started ({error.strerror}): use fewer "
+                f"--workers, or raise the system's limit"
             ) from error
         if hosting.workers:
             self._refill()
@@ -176,8 +176,8 @@ class Loader:
     def __next__(self) -> Batch:
         if os.getpid() != self._pid:
             raise DataError(
-                f"this loader belongs to process {self._pid}: a process that was forked from it (os.fork, "
-                "multiprocessing) would take its batches; build a loader in each process"
+                f"this loader belongs to process {self._pid} and cannot be used in a forked process: build a loader "
+                f"in each process"
             )
         began = time.perf_counter()
         parts, batch = self._ahead or self._start_copy(self._collect(self._step))
@@ -272,7 +272,7 @@ class Loader:
             # `now` is of before the last messages: the time until they are looked at is not the workers'.
             if any(worker.quiet(began, now) > limit for worker in owing):
                 waited = f"{limit:.0f} s (--data.stall-timeout)"
-                raise DataError(f"no data for {waited}, batch {step} is not whole:\n{self._doing()}")
+                raise DataError(f"no data for {waited}, batch {step} is incomplete:\n{self._doing()}")
             waiting = now - began
             if owing and waiting > warn_after:
                 warn_after *= 2

@@ -524,7 +524,7 @@ class SampleTrace:
             if isinstance(value, bytes | str):
                 size = f"{len(value):,} {'bytes' if isinstance(value, bytes) else 'characters'}"
             parts += [] if name.startswith("__") else [f"{name} {size}"]
-        self._add(stage, ", ".join(parts) or "nothing that the settings read")
+        self._add(stage, ", ".join(parts) or "no members that the settings read")
 
     def image(self, data: bytes, pixels: np.ndarray[Any, Any]) -> None:
         """Add an image file and the uint8 [H, W, 3] made of it."""

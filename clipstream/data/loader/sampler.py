@@ -111,7 +111,7 @@ class AbsentShard:
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """Raises Dropped: `unreadable_shard`."""
-        raise Dropped("unreadable_shard", "an index tells of it, but its shard cannot be read, or does not hold it")
+        raise Dropped("unreadable_shard", "in the index, but its shard cannot be read or does not contain it")
 
     look = load
 
@@ -174,8 +174,8 @@ class OpenShards:
             cause = error if isinstance(error, OSError) else error.__cause__
             if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
                 raise DataError(
-                    f"{shown} cannot be opened, as too many files are open: raise the limit (ulimit -n), "
-                    "or use fewer --data.lanes, --data.shuffle.shards or, where several ranks share a node, --workers"
+                    f"cannot open {shown}: too many open files: raise the limit (ulimit -n), or use fewer"
+                    " --data.lanes, --data.shuffle.shards or, where several ranks share a node, --workers"
                 ) from error
             health.faults[shown] = self._failed[number] = str(error)
             health.unopened.add(number)
@@ -186,14 +186,14 @@ class OpenShards:
         if shard.index.fault is not None:
             health.faults[shown] = str(shard.index.fault)
         if not shard.index.samples:
-            health.faults.setdefault(shown, "empty: no sample in it")
+            health.faults.setdefault(shown, "empty: no samples")
             health.unopened.add(number)
             self._failed[number] = health.faults[shown]
             shard.close()
             self.source.types[name].release(name, keep=False)  # perhaps an error page: download it anew
             return 0
         if (counts := self.source.counts) is not None and counts[number] != len(shard.index.samples):
-            held = f"it holds {len(shard.index.samples):,} samples, its index tells of {counts[number]:,}"
+            held = f"{len(shard.index.samples):,} samples, but {counts[number]:,} in its index"
             health.faults.setdefault(shown, f"stale_index: {held}: run clipstream index again")
         if self.stored is not None:
             self.stored.check_keys(number, [ref.key for ref in shard.index.samples])
@@ -325,8 +325,8 @@ class LaneWalk:
                 titles = ", ".join(map(self._shards.title, self.numbers))
                 faults = "; ".join(dict.fromkeys(self._shards.faults(self.numbers))) or "no sample in it"
                 raise DataError(
-                    f"lane {lane} found no sample in {MOST_EMPTY_GROUPS:,} groups of shards in a row, "
-                    f"the last one {printable(titles, 500)}: {faults}"
+                    f"lane {lane}: no samples in {MOST_EMPTY_GROUPS:,} consecutive groups of shards, the last "
+                    f"{printable(titles, 500)}: {faults}"
                 )
             self.close()
             cursor.group, cursor.window, cursor.position = order.next_group(lane, cursor.group), 0, 0

@@ -76,7 +76,7 @@ class StoredData:
                 if name not in opened[path].manifest.parts:
                     raise SettingsError(
                         f"the feature store {opened[path].shown} has no {name} features, only "
-                        f"{', '.join(opened[path].manifest.parts) or 'no part'}: add them by `clipstream precompute "
+                        f"{', '.join(opened[path].manifest.parts) or 'no part'}: add them with `clipstream precompute "
                         f"{opened[path].shown} --towers {name}`"
                     )
                 features[name] = opened[path], name
@@ -89,8 +89,8 @@ class StoredData:
             for name, part in own.items():
                 if name in features:
                     raise SettingsError(
-                        f"the feature stores {features[name][0].shown} and {opened[path].shown} both have {name}: "
-                        "give their teachers different names (--teacher NAME=MODEL of clipstream precompute)"
+                        f"the feature stores {features[name][0].shown} and {opened[path].shown} both have {name}: use "
+                        f"different teacher names (--teacher NAME=MODEL of clipstream precompute)"
                     )
                 features[name] = opened[path], part
         if image is None:
@@ -99,8 +99,8 @@ class StoredData:
             if IDS in store.manifest.parts:
                 return cls(features, store)
         raise SettingsError(
-            f"the feature store {opened[image].shown} has no token ids, which training from it takes in place of "
-            "captions: run the same `clipstream precompute` command again"
+            f"the feature store {opened[image].shown} has no token ids, which replace captions: rerun the same "
+            f"`clipstream precompute` command"
         )
 
     @property
@@ -138,8 +138,8 @@ class StoredData:
         if len(counts) > 1:
             (k, one), (other_k, other), *_ = counts.items()
             raise SettingsError(
-                f"the feature store {one.shown} has {k} views of an image, and {other.shown} has {other_k}: "
-                "precompute both with the same --views"
+                f"the feature store {one.shown} has {k} views per image, but {other.shown} has {other_k}: precompute "
+                f"both with the same --views"
             )
         return max(counts, default=0)
 
@@ -207,8 +207,8 @@ class StoredSamples:
             if -1 in mine:
                 url = self.shown[mine.index(-1)]
                 raise SettingsError(
-                    f"data.sources.{name}.shards: the feature store {store.shown} does not have {url}: "
-                    "precompute the features of all shards, into another folder"
+                    f"data.sources.{name}.shards: the feature store {store.shown} does not have {url}: precompute the "
+                    f"features of all shards, in another folder"
                 )
             one = _Stored(held, mine, self._offsets(held, mine))
             self._all.append(one)
@@ -293,7 +293,7 @@ class StoredSamples:
                 raise DataError(
                     f"{self.shown[shard]} has changed since its features were computed: its {len(keys):,} samples are "
                     f"not the {one.source.samples_of(one.shards[shard]):,} of the feature store "
-                    f"{one.source.store.shown}: precompute them again, into another folder"
+                    f"{one.source.store.shown}: precompute them again, in another folder"
                 )
 
     def _compare(self, shard: int) -> None:
@@ -383,7 +383,7 @@ class StoredSamples:
         if not self.used(np.array([number]))[0]:
             raise Dropped(*self._why_dropped(shard, position)[1:])
         if row["counts"].tolist() != [len(texts) for texts in by_path]:
-            raise Dropped("not_stored", "the sample has other captions than when its features were computed")
+            raise Dropped("not_stored", "the captions of the sample have changed since its features were computed")
         choice = draw_caption(by_path, self._weights, rng)
         if not self._views:
             return StoredChoice(number, choice, 0), rng
@@ -461,7 +461,7 @@ class StoredSamples:
         for number in numbers.tolist():
             shard, position = self.shard_and_position(number)
             if number < 0:
-                why = f"#{position}", "unreadable_shard", "the feature store does not hold it"
+                why = f"#{position}", "unreadable_shard", "not in the feature store"
             else:
                 why = self._why_dropped(shard, position)
             health.drop(DroppedSample(self.name, self.shard_titles[shard], *why))

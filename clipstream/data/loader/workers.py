@@ -208,9 +208,9 @@ class ProcessWorker(Worker):
         doing, _ = self.stopwatch.doing()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            hint = " (the system kills the largest process when memory runs out)" if name == "SIGKILL" else ""
-            return f"was killed by {name}{hint} while it was at: {doing}"
-        return f"ended with code {code} while it was at: {doing}"
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            return f"was killed by {name}{hint} during: {doing}"
+        return f"ended with code {code} during: {doing}"
 
 
 def _run(make: MakeFiller, connection: Connection, parents_end: Connection, stopwatch: Stopwatch, parent: int) -> None:

@@ -48,12 +48,11 @@ class EpochPlan:
     def __post_init__(self) -> None:
         for name, samples in zip(self.names, self.samples, strict=True):
             if not samples:
-                raise SettingsError(f"data.sources.{name}.shards: there is no sample in them")
+                raise SettingsError(f"data.sources.{name}.shards: no samples")
         if not self.steps:
             raise SettingsError(
-                f"data.sampling.remainder: an epoch has {self.references:,} samples, less than one batch of "
-                f"{self.batch}, and drop leaves all of them out: use --data.sampling.remainder pad or wrap, or a "
-                "smaller batch"
+                f"data.sampling.remainder: an epoch of {self.references:,} samples is smaller than a batch of "
+                f"{self.batch}: use --data.sampling.remainder pad or wrap, or a smaller batch"
             )
 
     @cached_property

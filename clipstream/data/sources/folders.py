@@ -108,14 +108,14 @@ def _numbers(scheme: str, root: Path, image_keys: tuple[str, ...]) -> dict[str, 
     """Folder of a class -> number of the class, in the order of their names."""
     folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not _is_junk(entry.name))
     if not folders:
-        raise SettingsError(f"{scheme}:{root}: it holds no folders; one a class is expected")
+        raise SettingsError(f"{scheme}:{root}: no class folders in it")
     if empty := [name for name in folders if not any(_images(root / name, image_keys))]:
         said = f"{scheme}:{root}: {len(empty)} of {len(folders)} folders have no images, such as {empty[0]!r}"
         if scheme == "folder":  # as torchvision's ImageFolder; of imagenet:, names have numbers of their own
             raise SettingsError(
-                f"{said}: each folder is a class, and classes are numbered in the order of their names. Remove folders "
-                "that are none; where a class has no images here, remove its folder as well and compare names (an "
-                "evaluator's label 'class' with its classes) in place of numbers"
+                f"{said}: each folder is a class, numbered in the order of names. Remove folders that are not classes "
+                f"or have no images, and for a subset of the classes use the evaluator's label 'class' (names) "
+                f"instead of numbers"
             )
         logger.warning(said)
     if scheme == "folder":
@@ -129,8 +129,8 @@ def _numbers(scheme: str, root: Path, image_keys: tuple[str, ...]) -> dict[str, 
     known.update({name: n for n, name in enumerate(synsets)})
     if strange := [name for name in folders if name not in known]:
         raise SettingsError(
-            f"imagenet:{root}: {strange[0]!r} is no class of ImageNet ({len(strange)} of {len(folders)} folders are "
-            "not): folders are named n01440764 and so on; for other classes use an evaluator of type zero_shot with "
-            "data.shards 'folder:PATH' and classes of your own"
+            f"imagenet:{root}: {strange[0]!r} is not a class of ImageNet ({len(strange)} of {len(folders)} folders "
+            f"are not): expected folders such as n01440764; for other classes use an evaluator of type zero_shot with "
+            f"data.shards 'folder:PATH' and classes"
         )
     return {name: known[name] for name in folders}

@@ -168,7 +168,7 @@ def read(path: Path) -> tuple[Head, ShardIndex]:
     try:
         text = unpacker.decompress(body, MOST_PACKED * len(body))
         if not unpacker.eof:
-            raise ValueError(f"it is cut off, or unpacks to more than {MOST_PACKED} times its size")
+            raise ValueError(f"truncated, or unpacks to more than {MOST_PACKED} times its size")
         packed = json.loads(text)
         for key, kind, *numbers in packed["samples"]:
             members = {}
@@ -180,7 +180,7 @@ def read(path: Path) -> tuple[Head, ShardIndex]:
     except (zlib.error, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"it is damaged ({error})") from error
     if len(samples) != head.samples:
-        raise ValueError(f"it has {len(samples)} samples instead of {head.samples}")
+        raise ValueError(f"{len(samples)} samples instead of {head.samples}")
     return head, ShardIndex(samples, head.fault)
 
 
@@ -198,7 +198,7 @@ def opened_by(name: str, folder: str | None) -> ShardIndex | None:
 def _head(line: bytes) -> Head:
     checksum, _, text = line.removeprefix(MAGIC).rstrip(b"\n").partition(b" ")
     if not line.startswith(MAGIC) or not line.endswith(b"\n") or b"%08x" % zlib.crc32(text) != checksum:
-        raise ValueError("it is damaged, or no index of this version")
+        raise ValueError("damaged, or not an index of this version")
     fields = checked(_Fields, json.loads(text))
     fault = None if fields["fault"] is None else Fault(*fields["fault"])
     of = Identity(fields["size"], fields["mtime"], fields["version"])
@@ -241,7 +241,7 @@ def count_samples(source: Source) -> list[int]:
             found |= {name: len(scan(str(ShardURL(name).path)).samples) for name in unknown}
         except OSError as error:
             first = error.filename or next(iter(unknown))
-            raise SettingsError(f"{key}.shards: {first} cannot be read: {error.strerror}") from error
+            raise SettingsError(f"{key}.shards: cannot read {first}: {error.strerror}") from error
     elif unknown:
         raise SettingsError(_advice(settings, key, unknown, len(names)))
     source.counts = [count for name in source.names if isinstance(count := found[name], int)]
@@ -251,7 +251,7 @@ def count_samples(source: Source) -> list[int]:
             local = ShardURL(name).path if source.types[name].tars else None
             try:
                 fault = None if local is None or compression_of(Path(local)) is not None else scan(local).fault
-                source.empty[number] = str(fault or "empty: no sample in it")
+                source.empty[number] = str(fault or "empty: no samples")
             except OSError as error:
                 source.empty[number] = f"unreadable: {error.strerror}"
     return source.counts
@@ -313,10 +313,11 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
         folder, advice = "FOLDER", f", and name that folder by --{key.replace('_', '-')}.index"
     words += [] if folder is None or folder.endswith(".json") else ["--into", folder]
     return (
-        f"{key}.shards: the mode 'indexed' needs an index of each shard, and {len(unknown):,} of {total:,} have none "
-        f"that can be used, e.g. {redact(first)}: {why}. Make them by\n  {shlex.join(words)}{advice}\n"
-        f"A shard that this command cannot index is damaged: replace it, or leave it out of --{key}.shards. "
-        f"Without an index: {', '.join(map(redact, list(unknown)[:NAMED]))}{', …' * (len(unknown) > NAMED)}"
+        f"{key}.shards: the mode 'indexed' needs an index of each shard, but {len(unknown):,} of {total:,} have no "
+        f"valid index, e.g. {redact(first)}: {why}."
+        f" Create them with\n  {shlex.join(words)}{advice}\n"
+        f"If this command cannot index a shard, replace it, or remove it from --{key}.shards. Without an index:"
+        f" {', '.join(map(redact, list(unknown)[:NAMED]))}{', …' * (len(unknown) > NAMED)}"
     )
 
 
@@ -326,7 +327,7 @@ def _read_wids(index: Path) -> Wids | str:
         entries = checked(list[_Entry], json.loads(index.read_bytes())["shardlist"])
         rows = [(one["url"], one["nsamples"], one.get("filesize")) for one in entries]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return f"{index} is no wids index that can be read: {type(error).__name__}: {error}"
+        return f"{index} is not a valid wids index: {type(error).__name__}: {error}"
     bases = Counter(os.path.basename(url) for url, *_ in rows)
     found = Wids()
     for url, samples, size in rows:

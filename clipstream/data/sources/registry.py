@@ -67,7 +67,7 @@ def entries(spec: str | list[str], type: str = AUTO) -> Iterator[tuple[str, str]
     """
     parts = parts_of(spec) if ":" not in type else [spec] if isinstance(spec, str) else spec
     if not parts:
-        raise SettingsError(f"{spec!r} names no shard")
+        raise SettingsError(f"{spec!r} matches no shard")
     for part in parts:
         if ":" in type:
             yield type, part
@@ -80,7 +80,7 @@ def entries(spec: str | list[str], type: str = AUTO) -> Iterator[tuple[str, str]
         else:
             for url in expand_pattern(text):
                 if type == "table" and table_format(url) is None:
-                    raise SettingsError(f"{url}: a table's name ends in {', '.join(TABLE_FORMATS)}")
+                    raise SettingsError(f"{url}: expected a table with the suffix {', '.join(TABLE_FORMATS)}")
                 yield ("tar" if table_format(url) is None else "table") if type == AUTO else type, url
 
 
@@ -169,8 +169,8 @@ class Source:
         if not names or not all(isinstance(name, str) for name in names):
             gave = printable(repr(names or found), 200)
             raise SettingsError(
-                f"{self.context.key}: {self.settings.type}: list_shards({entry!r}) returned {gave}: return a list of "
-                "the shards' names, at least one, each a str"
+                f"{self.context.key}: {self.settings.type}: list_shards({entry!r}) returned {gave}, not a list of "
+                f"shard names (str)"
             )
         return names
 

@@ -97,7 +97,7 @@ class TableSource(SourceType):
         except SettingsError as error:
             if cache is not None:
                 raise
-            raise SettingsError(f"{error}: name another by --data.cache, or by CLIPSTREAM_CACHE") from error
+            raise SettingsError(f"{error}: set another folder with --data.cache or CLIPSTREAM_CACHE") from error
         try:
             if (named := ShardURL(url).path) is None:
                 local, version = _downloaded(url, cache)
@@ -120,12 +120,12 @@ class TableSource(SourceType):
                 head = file.read(HEAD)
             what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
             if table_format(url) == "csv" and any(map(IMAGE_NAME.search, names)):
-                what = "its header is missing, as its first line is a row: put a line such as filepath,title first; "
+                what = "the header is missing: insert a line such as filepath,title; "
             flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
             raise DataError(
                 f"{key}.shards: {redact(url)}: {what}no column has images: looked for {', '.join(self._keys)} among "
                 f"{', '.join(names[:20]) or 'no columns'}{', …' if len(names) > 20 else ''} (the first row of a CSV, "
-                f"or the keys of a JSON object); name the column of image paths by {flag}"
+                f"or the keys of a JSON object); set the column of image paths with {flag}"
             )
         # Relative paths start from the setting, the table's folder, or the working folder if only it fits.
         folders = [own, ""] if settings.folder is None else []
@@ -185,12 +185,12 @@ def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = Non
             else:
                 yield from _parquet(table) if form == "parquet" else _arrow(table)
         except (ValueError, OSError, RecursionError, csv.Error, pa.ArrowException) as error:
-            raise ShardError("bad_manifest", f"it is no {form} that can be read to its end: {error}") from error
+            raise ShardError("bad_manifest", f"not a valid {form} file: {error}") from error
 
     batches = read()
     first = next(batches, None)
     if first is None:
-        raise ShardError("bad_manifest", "it holds no row")
+        raise ShardError("bad_manifest", "no rows")
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, first.schema) as writer:
         for batch in itertools.chain([first], batches):
             writer.write_batch(batch)
@@ -249,11 +249,10 @@ def _csv_rows(file: Iterable[str], separator: str, quoting: bool) -> Iterator[tu
             elif used or found is True:
                 if len(plain) != width and not are_rows:
                     raise ValueError(
-                        f"a quote opens in line {number} and is not closed: close it, or take quotes as they stand by "
-                        "the source's setting quoting: false"
+                        f"unclosed quote in line {number}: close it, or set quoting: false for this source"
                     )
                 if not told:
-                    logger.warning(f"quotes that no field ends with are taken as they stand, first in line {number}")
+                    logger.warning(f"unclosed quotes are literal, first in line {number}")
                 told = True
             elif separator != "\t":
                 row = next(csv.reader([line], delimiter=separator))
@@ -292,7 +291,7 @@ def _are_rows(first: list[str], lines: Sequence[str], separator: str, width: int
 def _json_rows(path: Path) -> Iterator[bytes]:
     """The objects of a JSON list or of one object that is a table; else the lines that are not blank."""
     large = path.stat().st_size > MOST_JSON
-    too_large = f"a list of more than {MOST_JSON >> 30} GiB is not read: write one object a line"
+    too_large = f"a JSON list must not exceed {MOST_JSON >> 30} GiB: write one object per line"
     with open_text(path) as text:
         if text.read(HEAD).lstrip().startswith("["):
             if large:
@@ -317,7 +316,7 @@ def _json_rows(path: Path) -> Iterator[bytes]:
         with contextlib.suppress(ValueError):
             second = "" if json.loads(first) else second
         if second:
-            several = "one object a line, or a list of objects, is read; this is one over several lines"
+            several = "expected one object per line, or a list of objects, not one object over several lines"
             raise ValueError(describe(start) if named else several)
     with open_text(path) as text:
         yield from (row.encode("utf-8", "surrogateescape") for line in text if (row := line.strip()))
@@ -329,7 +328,7 @@ def _elements(text: str) -> Iterator[bytes]:
     at = text.index("[") + 1
     while not text.startswith("]", at := skip.match(text, at).end()):  # type: ignore[union-attr]
         if text[at : at + 1] not in ("{", ""):
-            raise ValueError(f"a list of objects is read; this one holds {text[at : at + 20]!r}")
+            raise ValueError(f"expected a list of objects, not {text[at : at + 20]!r}")
         end = decoder.raw_decode(text, at)[1]
         yield text[at:end].encode("utf-8", "surrogateescape")
         at = end
@@ -360,7 +359,7 @@ def _kept(schema: pa.Schema) -> list[str]:
     """Names of the columns without nested dictionaries, which can be neither decoded nor written."""
     kept = [f.name for f in schema if pa.types.is_dictionary(f.type) or "dictionary<" not in str(f.type)]
     if left := [name for name in schema.names if name not in kept]:
-        logger.warning(f"left out, as categories inside of lists or structs are not read: {', '.join(left)}")
+        logger.warning(f"ignored columns with categories inside of lists or structs: {', '.join(left)}")
     return kept
 
 
@@ -383,7 +382,7 @@ def _names(header: Sequence[str]) -> list[str]:
     names = [name.strip().lower() or f"column_{number}" for number, name in enumerate(header, 1)]
     named = [f"{x}.{names[:n].count(x) + 1}" if names.count(x) > 1 else x for n, x in enumerate(names)]
     if len(set(named)) < len(named):
-        raise ValueError("its header has a column more than once")
+        raise ValueError("duplicate column in the header")
     return named
 
 

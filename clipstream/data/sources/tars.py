@@ -153,7 +153,7 @@ def named(spec: str) -> Benchmark:
     page = HUB_PAGE.fullmatch(root)
     root = f"{page[1]}/resolve/{page[2] or 'main'}" if page else root.rstrip("/")
     if not root:
-        raise SettingsError(f"{spec!r} names no data set: write {BENCHMARK}:ROOT, a folder or an address")
+        raise SettingsError(f"{spec!r}: expected {BENCHMARK}:ROOT, a folder or a URL")
     folder = ShardURL(root).path
     return Benchmark(root if folder is None else with_home(folder), split or "test")
 
@@ -183,7 +183,7 @@ def _text(root: str, name: str) -> str | None:
     """
     is_local = ShardURL(root).path is not None
     if is_local and not Path(root).is_dir():
-        raise SettingsError(f"there is no folder {root}")
+        raise SettingsError(f"{root} does not exist")
     try:
         if is_local:
             return Path(root, name).read_text(encoding="utf-8-sig")
@@ -196,4 +196,4 @@ def _text(root: str, name: str) -> str | None:
             return None
         raise SettingsError(f"{BENCHMARK}:{redact(root)}: {name}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{BENCHMARK}:{redact(root)}: {name} cannot be read: {error}") from error
+        raise SettingsError(f"{BENCHMARK}:{redact(root)}: cannot read {name}: {error}") from error

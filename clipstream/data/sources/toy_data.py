@@ -337,7 +337,7 @@ def shards(split: str) -> list[str]:
         SettingsError: there is no such split, or the cache folder cannot be written.
     """
     if split not in SHARDS:
-        raise SettingsError(f"toy:{split}: there is no such split; choose one of {', '.join(SPLITS)}")
+        raise SettingsError(f"toy:{split}: unknown split; choose from {', '.join(SPLITS)}")
     folder = cache_folder() / split
     try:
         if not folder.is_dir():
@@ -387,7 +387,7 @@ class SyntheticSource(SourceType):
         text = spec.partition(":")[2]
         pixels = PIXELS if not text else int(text) if text.isdecimal() else 0
         if not 8 <= pixels <= LARGEST:
-            raise SettingsError(f"{spec!r}: synthetic:PIXELS takes the images' side, 8 to {LARGEST} pixels")
+            raise SettingsError(f"{spec!r}: expected synthetic:PIXELS with 8 to {LARGEST} pixels per side")
         return [f"synthetic:{pixels}/{number:04d}" for number in range(SYNTHETIC_SHARDS)]
 
     def open(self, shard: str) -> OpenShard:

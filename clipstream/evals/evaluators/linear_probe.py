@@ -38,7 +38,7 @@ class LinearProbe(Frozen):
         places[present] = torch.arange(len(present), device=present.device)
         fit = Fit(train.features, places[train.labels], len(present), self.c, world)
         if not fit.run(ITERATIONS) and world.is_main:
-            logger.warning(f"the linear probe is not at its optimum after {ITERATIONS} steps: lower c")
+            logger.warning(f"the linear probe did not converge in {ITERATIONS} iterations: lower c")
         tally = torch.zeros((classes, 3), dtype=torch.float64, device=present.device)
         for rows, labels in _parts(test.features, test.labels):
             scores = rows.new_full((len(rows), classes), -torch.inf, dtype=torch.float64)

@@ -30,11 +30,11 @@ class Mean:
         for name, metrics in self.of.items():
             figures = context.figures.get(name)
             if figures is None:
-                raise DataError(f"{name} has no figures at this step: it failed, or is evaluated less often")
+                raise DataError(f"{name} has no metrics at this step: it failed, or is evaluated less often")
             for metric in metrics:
                 if metric not in figures:
                     hint = did_you_mean(metric, figures)
-                    raise SettingsError(f"of: {name} gives no {metric!r} but {', '.join(figures)}{hint}")
+                    raise SettingsError(f"of: {name} has no metric {metric!r}; choose from {', '.join(figures)}{hint}")
             means.append(fmean(figures[metric] for metric in metrics))
         yield "mean", fmean(means)
         yield "sets", len(means)

@@ -37,7 +37,7 @@ class ValidationLoss:
         """
         size = self.settings.global_batch_size or context.data.global_batch_size
         if context.loss is None or not size:
-            raise SettingsError("the loss and its global batch size require a training run, or global_batch_size")
+            raise SettingsError("requires a training run, or global_batch_size")
         world, images, texts, numbers = context.world, [], [], []
         keys: list[str] = []
         for batch in context.batches(self.source, self.settings.batch_size, max_samples=self.settings.max_samples):

@@ -78,7 +78,7 @@ def test_both_lists(tmp_path: Path) -> None:
         ("empty.txt", "\n", "holds no key"),
         ("empty.csv", "", "cannot be read"),
         ("names.csv", "name\na\n", "no column 'key'"),
-        ("other.csv", "source,key\nother,a\n", "holds no key of samples of source 'train'"),
+        ("other.csv", "source,key\nother,a\n", "no keys of source 'train' in it"),
         ("broken.parquet", "PAR1", "cannot be read"),
     ],
 )
@@ -148,6 +148,6 @@ def test_a_list_of_other_shards_ends_the_run(tmp_path: Path, monkeypatch: pytest
     source = {"shards": shards, "keep": str(tmp_path / "keep.txt")}
     with (
         loader(data(shards, sources={"train": source})) as batches,
-        pytest.raises(DataError, match=r"--data.sources.train.keep and --data.sources.train.drop leave them out"),
+        pytest.raises(DataError, match=r"--data.sources.train.keep and --data.sources.train.drop exclude them"),
     ):
         next(batches)

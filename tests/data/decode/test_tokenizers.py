@@ -188,7 +188,7 @@ def test_a_hugging_face_tokenizer_is_open_clips(folder: Path, options: dict[str,
 def test_the_models_tokenizer_is_wrapped(bpe: SimpleTokenizer) -> None:
     check_tokenizer(build_tokenizer(choose(), bpe, 77))
     assert build_tokenizer(choose(context_length=12), bpe, 77).encode(TEXTS).shape == (len(TEXTS), 12)
-    with pytest.raises(SettingsError, match=r"tokenizer\.context_length 99 is more than the model reads \(77\)"):
+    with pytest.raises(SettingsError, match=r"tokenizer\.context_length 99 exceeds the model's 77"):
         build_tokenizer(choose(context_length=99), bpe, 77)
 
 

@@ -60,7 +60,7 @@ def test_bfloat16_is_found_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) ->
             assert capabilities.computes_bf16("cpu") == computed
     for text in ("fast", "bf16,no-bf16", "bf16=no", "cores=0", "cores=x", "cores"):
         monkeypatch.setenv(capabilities.VARIABLE, text)
-        with pytest.raises(SettingsError, match=f"is '{text}': give bf16 or no-bf16, and cores=N"):
+        with pytest.raises(SettingsError, match=f"is '{text}': expected bf16 or no-bf16, and cores=N"):
             capabilities.computes_bf16("cpu")
 
 

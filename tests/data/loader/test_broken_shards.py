@@ -77,7 +77,7 @@ def test_a_lane_without_one_readable_shard_ends_the_run(tmp_path: Path) -> None:
     settings = data([good, *broken], lanes=2, sampling={"shards": "split"}, max_shard_failures=1.0)
     with (
         loader(settings) as stream,
-        pytest.raises(DataError, match=r"lane \d found no sample in 1,000 groups of shards in a row.*not_a_tar"),
+        pytest.raises(DataError, match=r"lane \d: no samples in 1,000 consecutive groups of shards.*not_a_tar"),
     ):
         for _ in range(100):
             next(stream)
@@ -96,4 +96,4 @@ def test_too_many_open_files_are_no_broken_shards(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", script, *shards], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
-    assert "cannot be opened, as too many files are open: raise the limit (ulimit -n)" in run.stderr
+    assert "too many open files: raise the limit (ulimit -n)" in run.stderr

@@ -161,13 +161,13 @@ def test_sources_of_an_epoch_come_within_one_percent_of_their_shares(sizes: tupl
 
 
 def test_an_epoch_below_one_batch_needs_another_tail() -> None:
-    with pytest.raises(SettingsError, match="an epoch has 9 samples, less than one batch of 12"):
+    with pytest.raises(SettingsError, match="an epoch of 9 samples is smaller than a batch of 12"):
         plan([9], 12, 4, "drop")
     padded, wrapped = (plan([9], 12, 4, tail) for tail in ("pad", "wrap"))
     assert padded.steps == wrapped.steps == 1 and padded.remainders() == [{"padded": 3}]
     ((batch,),) = run(wrapped, orders(wrapped, [[9]], False), 1)
     assert sorted(Counter(batch).values()) == [1] * 6 + [2] * 3
-    with pytest.raises(SettingsError, match=r"source1\.shards: there is no sample"):
+    with pytest.raises(SettingsError, match=r"source1\.shards: no samples"):
         plan([9, 0], 4, 2, "pad")
 
 

@@ -75,7 +75,7 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
     write_classes(tmp_path / "part", ["a new folder"], each=0)  # sorts first, and would shift the labels
     write_classes(tmp_path / "part", ["cat", "dog"])
     for shards, said in (
-        (f"imagenet:{tmp_path / 'mine'}", r"'cat' is no class of ImageNet \(1 of 2 folders"),
+        (f"imagenet:{tmp_path / 'mine'}", r"'cat' is not a class of ImageNet \(1 of 2 folders"),
         (f"folder:{tmp_path / 'none'}", "does not exist"),
         (f"folder:{tmp_path / 'empty'}", "holds no folders"),
         (f"folder:{tmp_path / 'part'}", "1 of 3 folders have no images, such as 'a new folder'"),

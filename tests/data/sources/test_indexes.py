@@ -196,11 +196,11 @@ def test_shards_that_cannot_be_read_are_named_and_the_others_indexed(
     [
         (
             "http://localhost/a.tar",
-            "http://localhost/a.tar is remote: set the folder of the indexes by --into FOLDER",
+            "http://localhost/a.tar is remote: set a folder for the indexes with --into FOLDER",
         ),
         ("http://me:secret@localhost/a.tar", "http://***@localhost/a.tar is remote"),
-        ("pairs.csv", "pairs.csv: only tars have an index"),
-        ("synthetic:", "only tars have an index"),
+        ("pairs.csv", "pairs.csv: only tars can be indexed"),
+        ("synthetic:", "only tars can be indexed"),
         ("/no/such/*.tar", "no file matches /no/such/*.tar"),
     ],
 )
@@ -273,10 +273,10 @@ def test_wids_counts_are_taken_where_the_size_is_right(tmp_path: Path) -> None:
     rows[1]["filesize"] = 1
     named.write_text(json.dumps(told))
     (tmp_path / "shardindex.json").unlink()
-    with pytest.raises(SettingsError, match=r"1 of 2 have none that can be used, e\.g\. .*00001\.tar"):
+    with pytest.raises(SettingsError, match=r"1 of 2 have no valid index, e\.g\. .*00001\.tar"):
         counts(paths[::-1], named)
     named.write_text("[]")
-    with pytest.raises(SettingsError, match=r"train\.index: .*index\.json is no wids index"):
+    with pytest.raises(SettingsError, match=r"train\.index: .*index\.json is not a valid wids index"):
         counts(paths, named)
 
 

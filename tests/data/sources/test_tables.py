@@ -408,15 +408,15 @@ def test_a_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> None:
         ("a.csv", "url,title\nx,y\n", "no column has images.* among url, title .*--image-key"),
         ("a.jsonl", '{"url": "x"}\n', " among url "),
         ("a.csv", "filepath,FILEPATH\nx,y\n", " among filepath.1, filepath.2 "),
-        ("a.csv", "filepath,title\n", "bad_manifest: it holds no row"),
+        ("a.csv", "filepath,title\n", "bad_manifest: no rows"),
         ("a.csv", 'filepath,title\na,"b,x\nc,d\ne,f\n', "a quote opens in line 2 and is not closed"),
         ("a.csv", 'filepath,title\na,b\nc,"d,x\n' + "e,f\n" * 500 + 'g,"h"\n', "a quote opens in line 3"),
         ("a.json", '{"rows": []}', " among rows "),
         ("a.json", '{"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"image_id": 1}]}', "as COCO has it"),
         ("a.json", '{\n "images": [{"id": 1, "file_name": "1.jpg"}],\n "annotations": []}', "as COCO has it"),
-        ("a.json", '{\n "rows": []}', "this is one over several lines"),
-        ("a.csv", "1.JPG,a dog\n2.JPG,a cat\n", "its header is missing.* among 1.jpg, a dog .the first row of a CSV"),
-        ("a.json", '[{"a": 1}, 7]', "a list of objects is read; this one holds '7]'"),
+        ("a.json", '{\n "rows": []}', "not one object over several lines"),
+        ("a.csv", "1.JPG,a dog\n2.JPG,a cat\n", "the header is missing.* among 1.jpg, a dog .the first row of a CSV"),
+        ("a.json", '[{"a": 1}, 7]', "expected a list of objects, not '7]'"),
         ("a.json", '[{"a": 1}, {"b"', "bad_manifest"),
         ("a.parquet", "text", "a.parquet: bad_manifest"),
         ("b.csv", None, "b.csv: missing"),
@@ -441,7 +441,7 @@ def test_a_json_list_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.json").write_text('[{"a": "\\ud83d"},\n{"b": {"c": [1]}} ]')
     assert list(tables._json_rows(tmp_path / "a.json")) == [b'{"a": "\\ud83d"}', b'{"b": {"c": [1]}}']
     monkeypatch.setattr(tables, "MOST_JSON", 10)
-    with pytest.raises(ValueError, match="write one object a line"):
+    with pytest.raises(ValueError, match="write one object per line"):
         list(tables._json_rows(tmp_path / "a.json"))
 
 

@@ -96,5 +96,5 @@ def test_fewer_pairs_than_a_batch_are_one(pairs: Path) -> None:
 
 def test_without_a_training_it_says_what_is_missing(pairs: Path) -> None:
     section = LossEvalSettings(data=SourceSettings(shards=f"{pairs}/*.tar"), on_error="raise")
-    with pytest.raises(SettingsError, match=r"evals\.held: .*require a training run"):
+    with pytest.raises(SettingsError, match=r"evals\.held: .*requires a training run"):
         EvalRunner({"held": section}, context_of(World()))(1, last=True)

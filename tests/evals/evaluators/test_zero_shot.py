@@ -183,10 +183,10 @@ def test_class_names_in_any_form(tmp_path: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.json", "[\n 'a',\n lambda c: c\n]", "neither a JSON list of texts nor a map"),
-        ("a.txt", '[\n "a",\n "b"\n', "neither a JSON list of texts nor a map"),
+        ("a.json", "[\n 'a',\n lambda c: c\n]", "expected a JSON list of texts or a map"),
+        ("a.txt", '[\n "a",\n "b"\n', "expected a JSON list of texts or a map"),
         ("a.json", '{"0": "a", "2": "b"}', "not numbered from 0 to 1"),
-        ("a.json", '{"a": "b"}', "not numbered from 0"), ("a.json", "[1, 2]", "neither a JSON list"),
+        ("a.json", '{"a": "b"}', "not numbered from 0"), ("a.json", "[1, 2]", "expected a JSON list"),
         ("a.csv", "x,y\n1,2\n", r"none of its columns \(x, y\)"), ("a.yaml", "names: [a, b]", "YAML"),
     ],
 )  # fmt: skip
@@ -220,7 +220,7 @@ def test_classes_without_pictures_are_told_once(caplog: pytest.LogCaptureFixture
     for counts in ([3, 1, 1, 2], [3, 0, 1, 0], [3, 0, 1, 0]):
         labelling.warn_of_unseen(counts)
     assert [record.message[:88] for record in caplog.records] == [
-        "4 class names, and 2 of them are labels of the data: none has 'dog', 'fox'. Set the eval"
+        "only 2 of 4 class names are labels of the data: no samples of 'dog', 'fox'. Set the eval"
     ]
 
 

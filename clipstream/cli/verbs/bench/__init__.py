@@ -40,26 +40,26 @@ if TYPE_CHECKING:
     from clipstream.data.loader.stage_timing import StageTimes
 
 INPUT_FLAGS = {
-    "--counts": "numbers of workers to measure, separated by ',': 1, 2, 4 … up to the cores unless given",
-    "--seconds": "how long to measure each of them (10)",
-    "--gpus": "number of GPUs to feed (1)",
-    "--gpu-rate": "samples a second that one GPU trains; 500, 1000, 2000 and 4000 are shown unless given",
-    "--output": "file that a JSON line is appended to for each measurement",
+    "--counts": "numbers of workers to measure, separated by ',' (default: 1, 2, 4 … up to the number of cores)",
+    "--seconds": "seconds to measure each number of workers (default: 10)",
+    "--gpus": "number of GPUs to feed (default: 1)",
+    "--gpu-rate": "samples/s that one GPU trains (default: shows 500, 1000, 2000 and 4000)",
+    "--output": "append a JSON line per measurement to this file",
 }
 RUNGS = (
     "tf32", "precision", "fused", "compile", "buckets", "checkpointing", "micro-batch", "fsdp", "patch-dropout",
     "shards",
 )  # fmt: skip
 TRAIN_FLAGS = {
-    "--rungs": f"settings to measure, separated by ',': {', '.join(RUNGS)}; all unless given",
-    "--rounds": "rounds in which the rungs take turns (3)",
-    "--steps": "measured steps of a turn (5)",
-    "--warmup-steps": "steps before them, which are not measured (2)",
-    "--loss-steps": "steps after which losses are compared; the first turn of each rung has as many (20)",
-    "--loss-tolerance": "largest relative difference to the baseline's loss, of settings to use (0.01)",
-    "--against": "open_clip: measure the training step of open_clip's trainer as well, on the same tensors",
-    "--csv": "file for the table",
-    "--yaml": "file for the settings to use, for --config",
+    "--rungs": f"settings to measure, separated by ',': {', '.join(RUNGS)} (default: all)",
+    "--rounds": "number of interleaved rounds (default: 3)",
+    "--steps": "measured steps per setting and round (default: 5)",
+    "--warmup-steps": "warm-up steps before them (default: 2)",
+    "--loss-steps": "steps after which losses are compared (default: 20)",
+    "--loss-tolerance": "maximum relative difference from the baseline's loss (default: 0.01)",
+    "--against": "open_clip: also measure the training step of open_clip's trainer on the same tensors",
+    "--csv": "write the table to this file",
+    "--yaml": "write the suggested settings to this file, for --config",
 }
 OWN_FLAGS = {**INPUT_FLAGS, **TRAIN_FLAGS}  # of both, for completion
 USUAL_RATES = (500.0, 1000.0, 2000.0, 4000.0)
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["train"]:
         return 0 if show_help("bench train", argv[1:], TRAIN_FLAGS) else _bench_train(argv[1:])
     if argv and not argv[0].startswith("-") and (meant := did_you_mean(argv[0], ["train"])):
-        raise SettingsError(f"there is no bench {argv[0]}{meant}")
+        raise SettingsError(f"unknown topic bench {argv[0]}{meant}")
     return 0 if show_help("bench", argv, INPUT_FLAGS) else _bench_input(argv)
 
 
@@ -102,7 +102,7 @@ def train_options(own: Mapping[str, str]) -> dict[str, Any]:
     for name in rungs:
         if name not in RUNGS:
             raise SettingsError(
-                f"--rungs: there is no {name!r}{did_you_mean(name, RUNGS)}; here are {', '.join(RUNGS)}"
+                f"--rungs: unknown setting {name!r}{did_you_mean(name, RUNGS)}; choose from {', '.join(RUNGS)}"
             )
     if own.get("--against", "open_clip") != "open_clip":
         raise SettingsError(f"--against: expected open_clip, not {own['--against']!r}")
@@ -210,7 +210,7 @@ def _bench_input(argv: Sequence[str]) -> int:
             with output.open("a", encoding="utf-8") as file:
                 file.writelines(json_line(one.record()) for one in found)
         except OSError as error:
-            raise ClipstreamError(f"--output: {output} could not be written ({error.strerror})") from error
+            raise ClipstreamError(f"--output: cannot write {output}: {error.strerror}") from error
     return 0
 
 

@@ -219,7 +219,7 @@ def run(settings: Settings, options: Options, world: World, watch: FailureWatch)
             if path is not None:
                 path.write_text(text, encoding="utf-8", newline="")
         except OSError as error:
-            failed.append(f"{path} could not be written ({error.strerror})")
+            failed.append(f"cannot write {path}: {error.strerror}")
     console = ResultConsole(150, markup=False)
     for shown in tables(rows, options.loss_steps):
         console.print(shown)
@@ -261,7 +261,7 @@ class Ladder:
         try:
             self._keep_batches(with_changes(settings, self.plain))
         except RuntimeError as error:
-            raise ClipstreamError(f"the model and its first batches do not fit this machine: {error}") from error
+            raise ClipstreamError(f"cannot build the model and its first batches: {error}") from error
 
     def _keep_batches(self, settings: Settings) -> None:
         model = build_model(settings, self.world, self.stored)
@@ -269,7 +269,7 @@ class Ladder:
         known = None if "text" in towers.stored else TextBuckets.of(towers.clip, "auto")
         if known is None:
             reason = why_inexact(getattr(towers.clip, "text", towers.clip))
-            self.padded = "features of texts come from a store" if "text" in towers.stored else reason
+            self.padded = "text features come from a store" if "text" in towers.stored else reason
         with build_loader(settings, self.world, model) as loader:
             for batch in itertools.islice(loader, self.options.loss_steps):
                 lengths = None if known is None else known.lengths(batch.ids.cpu())
@@ -348,7 +348,7 @@ class Ladder:
         for row in start:
             self._turn(row, 0)
             if row.reason is not None:
-                raise ClipstreamError(f"the {row.rung.name} cannot run: {row.reason}: give a smaller --batch-size?")
+                raise ClipstreamError(f"the {row.rung.name} cannot run: {row.reason}: try a smaller --batch-size")
         for rung in rungs:
             changes = {**before.changes, **rung.changes}
             row = Row(rung, changes, start[0].table, before=before, base=start[0], reason=rung.reason)
@@ -381,7 +381,7 @@ class Ladder:
             row.reason = self.take(settings, row, warmup, steps)
         if row.reason is not None:
             row.rates.clear()
-            self._tell(f"{rung.name} is not run: {row.reason}")
+            self._tell(f"{rung.name} skipped: {row.reason}")
             return
         row.tflops = self.tflops(settings, row.rate)
         peak = settings.log.peak_tflops or peak_tflops(self.world.device, settings.train.arithmetic)
@@ -394,7 +394,7 @@ class Ladder:
             row.differs = True
             row.notes.append(f"LOSS DIFFERS by more than {options.loss_tolerance:.2%}")
         if "model.patch_dropout" in rung.changes:
-            row.notes.append("another objective: some patches are not seen")
+            row.notes.append("different objective: some patches are dropped")
 
     def _tell(self, text: str) -> None:
         if self.world.is_main:
@@ -419,7 +419,7 @@ class Ladder:
                 self._measure(parts, row, warmup, steps, settings.optim.lr, memory)
             except RuntimeError as error:  # the memory is full, or there is no compiler
                 if self.world.size > 1:  # the others may wait in a collective
-                    text = f"{row.rung.name} cannot run ({explained(error)}): leave it out by --rungs"
+                    text = f"{row.rung.name} cannot run ({explained(error)}): exclude it with --rungs"
                     raise ClipstreamError(text) from error
                 return explained(error)
         return None

@@ -54,7 +54,7 @@ class OpenClipStep:
         if towers.stored:
             raise SettingsError("open_clip's trainer reads no feature stores")
         if towers.own_precision:
-            raise SettingsError("open_clip's trainer has no precision for a locked tower alone")
+            raise SettingsError("open_clip's trainer has no separate precision for locked towers")
         self.mean, self.std, self.device = towers.mean.to(device), towers.std.to(device), device
         model = towers.clip.to(device)
         model.output_dict = True

@@ -31,14 +31,14 @@ CHUNK_ROWS, ROWS_MULTIPLE = 8192, 4096
 NAME = re.compile(r"[A-Za-z0-9][\w-]{0,60}")
 TAKEN = ("image", "text", "ids", "samples", "texts", "model")  # names that no teacher may have
 OWN_FLAGS = {
-    "--towers": "image, text or both: towers of --model whose features are stored, with the token ids of its tokenizer",
-    "--teacher": "NAME=MODEL[,PRETRAINED]: features of both towers of another model, with its own image size and "
-    "tokenizer; may be given several times",
-    "--views": "augmented views of each image, which training replays; 0 (the default): the image as in evaluation",
-    "--dtype": f"of the stored features: {', '.join(STORED_DTYPES)}; float16 unless given",
-    "--zstd": "true compresses the files with zstd",
-    "--random-weights": "true takes a teacher without pretrained weights, for tests",
-    "--chunk-rows": f"samples of a file, a multiple of {ROWS_MULTIPLE}; {CHUNK_ROWS} unless given",
+    "--towers": "towers of --model to compute: image, text or both",
+    "--teacher": "NAME=MODEL[,PRETRAINED]: another model whose towers to compute, with its own image size and "
+    "tokenizer; can be repeated",
+    "--views": "number of augmented views per image; 0: the preprocessing of evaluation (default: 0)",
+    "--dtype": f"dtype of the stored features: {', '.join(STORED_DTYPES)} (default: float16)",
+    "--zstd": "compress the files with zstd",
+    "--random-weights": "allow a teacher without pretrained weights, for tests",
+    "--chunk-rows": f"samples per file, a multiple of {ROWS_MULTIPLE} (default: {CHUNK_ROWS})",
 }
 
 
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=ask)
     for name, model in teachers.items():
         if model.is_fresh and not options.random_weights:
-            raise SettingsError(f"--teacher {name}: {model.name} has no weights: give {name}={model.name},PRETRAINED")
+            raise SettingsError(f"--teacher {name}: {model.name} has no weights: use {name}={model.name},PRETRAINED")
         try:
             preflight(model, ask=ask)
         except SettingsError as error:
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, ModelSettings]]:
     """Settings, the store to write, and teachers by name. Raises SettingsError: a flag or a setting is wrong."""
     if not argv or not argv[0] or argv[0].startswith("-"):
-        raise SettingsError("name the store first: clipstream precompute STORE --towers image --train-data …")
+        raise SettingsError("missing STORE: clipstream precompute STORE --towers image --train-data …")
     following = [*argv[2:], "--"]
     pairs = zip(argv[1:], following, strict=True)
     bare = ("--zstd", "--random-weights")
@@ -96,7 +96,7 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     teachers = _teachers(own.get("--teacher", ""), settings.model.cache_dir)
     towers = _choice(own, "--towers", ("image", "text", "both"), "")
     if not towers and not teachers:
-        raise SettingsError("give --towers image, text or both, or --teacher NAME=MODEL[,PRETRAINED]")
+        raise SettingsError("set --towers image, text or both, or --teacher NAME=MODEL[,PRETRAINED]")
     chunk_rows = _number(own, "--chunk-rows", CHUNK_ROWS)
     if chunk_rows < 1 or chunk_rows % ROWS_MULTIPLE:
         raise SettingsError(f"--chunk-rows: expected a multiple of {ROWS_MULTIPLE}, not {chunk_rows}")
@@ -129,7 +129,7 @@ def _teachers(lines: str, cache_dir: str | None) -> dict[str, ModelSettings]:
                 f"--teacher: expected NAME=MODEL[,PRETRAINED], with a NAME of letters, digits, - and _, not {text!r}"
             )
         if name.lower() in (*TAKEN, *map(str.lower, teachers)):
-            raise SettingsError(f"--teacher: {name} is the name of another part of the store: give another name")
+            raise SettingsError(f"--teacher: the name {name} is already used in the store: use another name")
         teachers[name] = ModelSettings(name=model, pretrained=pretrained or None, cache_dir=cache_dir)
     return teachers
 

@@ -125,7 +125,7 @@ def precompute(
         broadcast=watch.broadcast_stop,
         on_exit=watch.run_cleanups,
         announce=world.is_main,
-        ending="ending; chunks that are whole stay",
+        ending="stopping; complete chunks are kept",
     )
     watch.on_stop(signals.receive)
     try:
@@ -182,9 +182,11 @@ def _build(job: Job, name: str) -> Model:
     except SettingsError as error:
         raise SettingsError(f"--teacher {name}: {error}" if name else str(error)) from error
     if (size := tokenizer.vocab_size) > towers.vocab_size:
-        raise SettingsError(f"tokenizer: its ids go up to {size - 1}, but the model knows {towers.vocab_size} tokens")
+        raise SettingsError(
+            f"tokenizer: ids up to {size - 1} exceed the model's vocabulary of {towers.vocab_size} tokens"
+        )
     if model.is_fresh and not model.image_pretrained and job.world.is_main:
-        logger.warning(f"{model.name} starts without pretrained weights: its features are those of a random tower")
+        logger.warning(f"{model.name} has no pretrained weights: its features are random")
     width, scale = int(towers.config.model_cfg["embed_dim"]), float(towers.scalars()[0].detach())
     parts: dict[str, str] = {}
     infos: dict[str, PartInfo] = {}
@@ -231,8 +233,7 @@ def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
         own = weights_digest(tower_state(towers, part).items())
         if part in manifest.parts and manifest.parts[part].fingerprint.get("weights") != own:
             raise SettingsError(
-                f"the {part} features in {folder.parent} are of a model with other weights: compute these features "
-                "into another store"
+                f"the {part} features in {folder.parent} were computed with other weights: use another store"
             )
     with suppress(SettingsError):  # a damaged file is written again
         stored = read_weights(folder / WEIGHT_FILES[0])
@@ -250,8 +251,8 @@ def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
     except Exception as error:  # OSError, or an error that safetensors has for a full disk
         shutil.rmtree(draft, ignore_errors=True)
         raise SettingsError(
-            f"{folder} cannot be written ({getattr(error, 'strerror', None) or error}): free space on its disk and "
-            "start the same command again"
+            f"{folder} cannot be written ({getattr(error, 'strerror', None) or error}): free some space and rerun the "
+            f"same command to continue"
         ) from error
 
 
@@ -309,7 +310,7 @@ def _pass(job: Job, model: Model, name: str, writer: StoreWriter) -> SourceHealt
         shard = loader.source.sources[0].names[number]
         fault = health.faults.get(redact(shard), "it could not be opened")
         if writer.shard_samples(name, number) is not None:
-            raise DataError(f"source {name!r}: {redact(shard)} was read before, and now: {fault}")
+            raise DataError(f"source {name!r}: {redact(shard)} was readable before, but now: {fault}")
         writer.write_empty(name, number, fault)
     health.listed = []
     return health
@@ -572,9 +573,7 @@ def _position_of(parts: Sequence[BatchPart]) -> Cursor:
     """
     cursors = [lane.cursors[0] for part in parts for lane in part.lanes.values()]
     if any(cursor != cursors[0] for cursor in cursors):
-        raise DataError(
-            "a shard could be opened by one data worker and not by another: rerun the same command to continue"
-        )
+        raise DataError("a shard could not be opened by every data worker: rerun the same command to continue")
     return cursors[0]
 
 

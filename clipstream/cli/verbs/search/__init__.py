@@ -23,19 +23,24 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream search",
-        description="Search in a store of features that `clipstream precompute` wrote: neighbours of images and "
-        "texts, near-duplicates, clusters, and scores of images with their captions, for filtering.",
+        description="Search a store written by `clipstream precompute`: neighbours of images and texts, "
+        "near-duplicates, clusters, and scores of images with their captions.",
     )
     topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("store", type=with_home, metavar="STORE", help="folder or URL of the store")
     common.add_argument(
-        "--out", type=own_path, metavar="FILE", help="file for the result: .parquet, .csv, .jsonl, or .txt (SHARD/KEY)"
+        "--out",
+        type=own_path,
+        metavar="FILE",
+        help="write the result to this file: .parquet, .csv, .jsonl, or .txt (SHARD/KEY)",
     )
-    common.add_argument("--device", default="auto", help="cpu, cuda, … (auto: a GPU if there is one)")
-    common.add_argument("--cache", type=own_path, metavar="FOLDER", help="keeps what is downloaded of a remote store")
+    common.add_argument("--device", default="auto", help="cpu, cuda, … (default: a GPU if available)")
+    common.add_argument("--cache", type=own_path, metavar="FOLDER", help="folder for downloads of a remote store")
     part = argparse.ArgumentParser(add_help=False)
-    part.add_argument("--part", default="image", help="image, text, or a teacher's NAME.image or NAME.text (image)")
+    part.add_argument(
+        "--part", default="image", help="image, text, or a teacher's NAME.image or NAME.text (default: image)"
+    )
 
     topic = topics.add_parser(
         "neighbours", parents=[common, part], help="the rows nearest to a query",
@@ -45,33 +50,33 @@ def build_parser() -> argparse.ArgumentParser:
     query.add_argument("--query-image", nargs="+", default=[], type=with_home, metavar="FILE", help="images")
     query.add_argument("--query-text", nargs="+", default=[], metavar="TEXT", help="texts")
     query.add_argument("--query-key", nargs="+", default=[], metavar="KEY", help="stored samples, KEY or SHARD/KEY")
-    topic.add_argument("-k", type=_count, default=10, metavar="N", help="neighbours of each query (10)")
+    topic.add_argument("-k", type=_count, default=10, metavar="N", help="number of neighbours per query (default: 10)")
     topic.add_argument(
         "--index", default="exact", type=_index, metavar="exact|faiss[:FACTORY]",
-        help="faiss: an index of FAISS, as faiss:IVF1024,PQ64, built once and kept in STORE/faiss; its recall against "
-        "the exact search is printed (exact)",
+        help="exact, faiss, or a FAISS factory such as faiss:IVF1024,PQ64; the FAISS index is kept in STORE/faiss, "
+            "and its recall is printed (default: exact)",
     )  # fmt: skip
 
     topic = topics.add_parser(
-        "duplicates", parents=[common, part], help="images that are nearly the same",
-        description="Find groups of images that pairs of a cosine of at least --threshold connect. --out lists the "
-        "samples to drop: all of a group but the first.",
+        "duplicates", parents=[common, part], help="near-duplicate images",
+        description="Find groups of images connected by pairs with a cosine of at least --threshold. --out lists the "
+            "samples to drop: all but the first of each group.",
     )  # fmt: skip
     topic.add_argument(
-        "--threshold", type=_cosine, default=0.95, metavar="COSINE", help="least cosine of a pair (0.95)"
+        "--threshold", type=_cosine, default=0.95, metavar="COSINE", help="minimum cosine of a pair (default: 0.95)"
     )
 
     topic = topics.add_parser(
         "clusters", parents=[common, part], help="spherical k-means",
-        description="Cluster the rows by their directions. --out lists the cluster of each row.",
+        description="Cluster the rows by cosine (k-means). --out lists the cluster of each row.",
     )  # fmt: skip
     topic.add_argument("--k", type=_count, default=100, metavar="N", help="clusters (100)")
-    topic.add_argument("--seed", type=int, default=0, help="of the first centroids (0)")
+    topic.add_argument("--seed", type=int, default=0, help="seed of the initial centroids (default: 0)")
     topic.add_argument(
         "--init", choices=("k-means++", "random"), default="k-means++", help="first centroids (k-means++)"
     )
     topic.add_argument("--iterations", type=_count, default=25, metavar="N", help="most iterations (25)")
-    topic.add_argument("--nearest", type=_count, default=3, metavar="N", help="rows shown of each cluster (3)")
+    topic.add_argument("--nearest", type=_count, default=3, metavar="N", help="rows to show per cluster (default: 3)")
 
     topic = topics.add_parser(
         "scores", parents=[common], help="cosines of images with their captions",
@@ -79,8 +84,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--min-score or --top-fraction the samples whose best caption scores high enough.",
     )  # fmt: skip
     limit = topic.add_mutually_exclusive_group()
-    limit.add_argument("--min-score", type=_cosine, metavar="COSINE", help="keep samples that score at least this")
-    limit.add_argument("--top-fraction", type=_share, metavar="SHARE", help="keep this share of the samples, 0 to 1")
+    limit.add_argument("--min-score", type=_cosine, metavar="COSINE", help="minimum score of samples to keep")
+    limit.add_argument("--top-fraction", type=_share, metavar="SHARE", help="fraction of samples to keep, 0 to 1")
     return parser
 
 
@@ -106,4 +111,4 @@ def _number(parse: Callable[[str], float], holds: Callable[[float], bool], wante
 
 _count = _number(int, lambda value: value >= 1, "a whole number, at least 1")
 _cosine = _number(float, lambda value: -1 <= value <= 1, "a cosine, from -1 to 1")
-_share = _number(float, lambda value: 0 < value <= 1, "a share above 0 and at most 1")
+_share = _number(float, lambda value: 0 < value <= 1, "a fraction above 0 and at most 1")

@@ -68,9 +68,7 @@ def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.devi
         found = exact.search(rows, queries, options.k, device=device)
     else:
         if "://" in rows.store.shown:
-            raise SettingsError(
-                f"--index: the store must be local, as the index is kept in it: copy {rows.store.shown}"
-            )
+            raise SettingsError(f"--index: requires a local store, as the index is kept in it: copy {rows.store.shown}")
         path = Path(rows.store.path) / "faiss" / f"{rows.part}.{re.sub(r'[^A-Za-z0-9,]+', '_', options.index)}.index"
         index = exact.open_index(rows, options.index.partition(":")[2], path, rows.identity())
         found = index.search(queries, min(options.k, len(rows)))
@@ -100,7 +98,7 @@ def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.devi
 def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
     """Print groups of near-duplicates; the file lists the samples to drop."""
     if rows.per_caption:
-        raise SettingsError(f"--part {rows.part}: near-duplicates are images: name a part of images")
+        raise SettingsError(f"--part {rows.part}: duplicates requires a part of images")
     roots = exact.duplicates(rows, options.threshold, device=device)
     first, sizes = np.unique(roots, return_counts=True)
     groups = first[sizes > 1][np.argsort(-sizes[sizes > 1], kind="stable")]
@@ -238,18 +236,18 @@ def _queries(options: argparse.Namespace, rows: StoredRows) -> tuple[list[str], 
         folder = Path(store.path) / MODEL
         if part not in (IMAGE, TEXT) or not folder.is_dir():
             raise SettingsError(
-                f"--query-image and --query-text need the model of the features in {part}, which is not in "
-                f"{store.shown}: give --query-key"
+                f"--query-image and --query-text require the model of {part}, which is not in {store.shown}: use "
+                f"--query-key"
             )
         features = _encoded(folder, options.query_image, options.query_text, upright=store.manifest.views > 0)
     numbers: list[int] = []
     for key in options.query_key:
         if not (found := rows.find(key)):
-            raise SettingsError(f"--query-key {key}: {store.shown} has no such sample in {part}")
+            raise SettingsError(f"--query-key {key}: no such sample in {part} of {store.shown}")
         titles += [name.label for name in rows.names(found)]
         numbers += found
     if not titles:
-        raise SettingsError("give --query-image FILE, --query-text TEXT or --query-key KEY")
+        raise SettingsError("set --query-image FILE, --query-text TEXT or --query-key KEY")
     return titles, torch.cat([features, rows.gather(numbers)])
 
 
