@@ -8,6 +8,7 @@ line.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from urllib.parse import quote
 
 # C0 and C1 controls, invisible and directional characters, line and paragraph separators, halves of characters. The
@@ -50,6 +51,16 @@ def _cut(text: str, most: int, unsafe: re.Pattern[str]) -> str:
 def counted(count: float, noun: str, form: str = "") -> str:
     """`1 shard`, `2 shards`; the format `,` gives `2,000 shards`."""
     return f"{count:{form}} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(items: Sequence[str], most: int) -> str:
+    """The first items by commas, and how many more there are: `a, b and 1,998 more`."""
+    return ", ".join(items[:most]) + (f" and {len(items) - most:,} more" if len(items) > most else "")
+
+
+def listed_lines(lines: Sequence[str], most: int, noun: str = "") -> list[str]:
+    """The first lines, and one that tells how many more there are."""
+    return [*lines[:most], *([f"  … and {len(lines) - most:,} more{noun}"] if len(lines) > most else [])]
 
 
 def shortened(text: str, most: int) -> str:

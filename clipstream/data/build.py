@@ -44,6 +44,7 @@ from clipstream.storage.downloader import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.transfer import GIB, ShardError
+from clipstream.text import listed
 from clipstream.utils.logs import logger
 from clipstream.utils.openmp import spinning_notice
 
@@ -104,7 +105,7 @@ def training_loader(
             return WindowSampler(order.sources[source], lane, cursor, shards)
 
         batches = SampleBatches(
-            stream, inputs, list(sources.values()), readers, make_sampler, store, most, max(1, hosting.workers),
+            stream, inputs, list(sources.values()), readers, make_sampler, store, most, hosting.workers,
             rows=None if features is None else BatchRows(features, list(stored.values())),
             traced=settings.trace if world.is_main else 0,
         )  # fmt: skip
@@ -314,9 +315,10 @@ def evaluation_loader(
     section, name, store = source.settings, "eval", _shard_cache(data)
     shards_of = Source(section, SourceContext(store, data.cache, source.place))
     if absent := shards_of.missing:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        shards = f"of {len(shards_of.names)} shards, {absent[0]}{more} {'do' if more else 'does'} not exist"
-        raise DataError(f"{source.place}.shards: {shards}")
+        verb = "do" if len(absent) > 1 else "does"
+        raise DataError(
+            f"{source.place}.shards: of {len(shards_of.names)} shards, {listed(absent, 1)} {verb} not exist"
+        )
     slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size)
     stream = Stream([name], SourceMix(0, (1.0,)), slots, DataState(lanes_total=lanes), ends=True)
     batches = SampleBatches(
@@ -327,7 +329,7 @@ def evaluation_loader(
         lambda _, lane, shards: OnceSampler(lane, lanes, shards, source.max_samples),
         store,
         batch_size,
-        max(1, workers),
+        workers,
     )
     hint = (section.image_key, None if source.target is not None else section.caption, source.place)
     budget = Budget({name: len(set(shards_of.names))}, {name: hint}, 0.0, 1.0)
@@ -374,7 +376,7 @@ def chunk_loader(
         lambda _, lane, shards: ChunkSampler(lane, chunks, shards),
         store,
         chunks.batch_size,
-        max(1, workers),
+        workers,
         traced=settings.trace,
         image_views=views,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -36,19 +38,29 @@ class ResultConsole(Console):
         drop_output(sys.stdout)
 
 
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
 class ProgressBar:
     """The progress of a verb: a bar on a terminal, lines elsewhere. A context manager.
 
     Args:
         label: names the work.
+        shown: whether it is shown at all.
+        lines_every: seconds between two lines.
+        say: prints a line.
     """
 
-    def __init__(self, label: str) -> None:
-        self._label, self._shown = label, time.monotonic()
+    def __init__(
+        self, label: str, *, shown: bool = True, lines_every: float = LINES_EVERY, say: Callable[[str], object] = _print
+    ) -> None:
+        self._label, self._said, self._say = label, time.monotonic(), say
+        self._every = lines_every if shown else math.inf
         # Without a refreshing thread, as processes are forked while the bar is shown.
         self._bar = Progress(
             TextColumn(label), BarColumn(), TextColumn("{task.description}"),
-            console=Console(force_terminal=True), auto_refresh=False, disable=not sys.stdout.isatty(),
+            console=Console(force_terminal=True), auto_refresh=False, disable=not (shown and sys.stdout.isatty()),
         )  # fmt: skip
         self._task = self._bar.add_task("", total=1.0)
 
@@ -62,9 +74,9 @@ class ProgressBar:
     def update(self, done: int, total: int, text: str) -> None:
         """Show `text`, which has the numbers `done` and `total`, unless it was shown a moment ago."""
         now = time.monotonic()
-        late = now - self._shown >= (LINES_EVERY if self._bar.disable else REFRESH)
+        late = now - self._said >= (self._every if self._bar.disable else REFRESH)
         if late or (done == total and not self._bar.disable):
-            self._shown = now
+            self._said = now
             if self._bar.disable:
                 self.say(f"{self._label}: {text}")
             else:
@@ -73,6 +85,6 @@ class ProgressBar:
     def say(self, text: str) -> None:
         """Print lines, above the bar if there is one."""
         if self._bar.disable:
-            print(printable_lines(text), flush=True)
+            self._say(printable_lines(text))
         else:
             self._bar.console.print(printable_lines(text), markup=False, highlight=False, soft_wrap=True)

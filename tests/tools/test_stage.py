@@ -101,6 +101,22 @@ def test_a_run_on_the_copies_is_the_run_without_the_server(
     assert digests(data(source.shards), 2, 16, state) == expected[4:], "a run may go on with the copies"
 
 
+def test_upsampling_factors_stay_those_of_their_parts(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = f"{site.root}/{{00000,00002,00003}}.tar::{site.root}/00001.tar"
+
+    def order(shards: str | list[str]) -> list[str]:
+        return digests(data([], sources={"train": {"shards": shards, "upsampling_factors": [1, 3]}}), 1, 8)
+
+    expected = order(parts)
+    flags = ["--train-data", parts, "--train-data-upsampling-factors", "1::3"]
+    assert main([str(tmp_path / "fast"), *flags]) == 0
+    source = load(command(capsys.readouterr().out)).data.sources["train"]
+    assert (len(source.parts), source.upsampling_factors) == (2, [1, 3])
+    assert order(source.shards) == expected
+
+
 def test_settings_of_files_and_flags(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, folder = tmp_path / "my.yaml", tmp_path / "fast"
     (tmp_path / "pairs.csv").write_text("image,title\n")

@@ -39,7 +39,7 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact
 from clipstream.storage.tar import SCATTERED
 from clipstream.storage.transfer import ShardError
-from clipstream.text import MESSAGE, printable
+from clipstream.text import MESSAGE, listed, printable
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.content import OTHER_NAME
 from clipstream.utils.logs import on_terminal
@@ -288,8 +288,7 @@ def show(view: CheckReport, console: Console) -> None:
     read, profile = view.tried, view.profile
     console.print(f"{view.shards}: {read:,} samples read of {view.held:,} in the shards opened")
     if view.missing:
-        first = ", ".join(map(printable, view.missing[:3]))
-        console.print(f"missing: {len(view.missing):,} of them: {first}{' …' if len(view.missing) > 3 else ''}")
+        console.print(f"missing: {len(view.missing):,} of them: {listed(list(map(printable, view.missing)), 3)}")
     _table(console, "Faults", ("shard", "fault"), list(view.faults.items()))
     if not read:
         return

@@ -21,7 +21,7 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
 from clipstream.storage.transfer import ShardError
-from clipstream.text import printable
+from clipstream.text import listed_lines, printable
 from clipstream.utils.console import ProgressBar
 from clipstream.utils.processes import Crashed, run
 from clipstream.utils.section import own_path
@@ -106,11 +106,16 @@ def make_indexes(
                     done[urls[number]] = Indexed(error=result.how) if isinstance(result, Crashed) else result
                 bar.update(len(done), len(urls), summary())
     if faults := [_line(url, one.fault) for url, one in done.items() if one.fault]:
-        print(f"{len(faults):,} shards are damaged; their intact samples are indexed:", *_some(faults), sep="\n")
+        print(
+            f"{len(faults):,} shards are damaged; their intact samples are indexed:",
+            *listed_lines(faults, LISTED),
+            sep="\n",
+        )
     made = sum(one.made for one in done.values())
     print(f"{summary()}; {made:,} indexes made, {time.monotonic() - began:.1f} s", flush=True)
     if errors := [_line(url, one.error) for url, one in done.items() if one.error]:
-        raise DataError("\n".join([f"{len(errors):,} of {len(urls):,} shards could not be indexed:", *_some(errors)]))
+        told = f"{len(errors):,} of {len(urls):,} shards could not be indexed:"
+        raise DataError("\n".join([told, *listed_lines(errors, LISTED)]))
     return sum(one.samples for one in done.values())
 
 
@@ -147,7 +152,3 @@ def index_shard(url: str, store: ShardCache, folder: str | None, again: bool) ->
 
 def _line(url: str, what: str) -> str:
     return f"  {printable(redact(url))}: {printable(what, 500)}"
-
-
-def _some(lines: Sequence[str]) -> list[str]:
-    return [*lines[:LISTED], *([f"  … and {len(lines) - LISTED:,} more"] if len(lines) > LISTED else [])]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -19,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, cast, get_args
 from urllib.parse import quote
@@ -45,7 +45,7 @@ from clipstream.storage.shard_cache import total_size
 from clipstream.storage.shard_url import ShardURL, in_braces, parts_of, redact, stable_name
 from clipstream.storage.tar import scan
 from clipstream.storage.transfer import Monitor, ShardError
-from clipstream.text import duration, printable
+from clipstream.text import duration, listed, listed_lines, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ProgressBar
 from clipstream.utils.logs import set_level
@@ -92,12 +92,12 @@ class StagedSource:
 
     path: tuple[str, ...]  # its key
     settings: SourceSettings  # of the source
-    parts: list[PlannedShard | str]  # its setting `shards`, in order: shards to copy, and parts that are not copied
+    parts: list[list[PlannedShard | str]]  # by part of its setting `shards`: shards to copy, and others as they are
 
     @property
     def shards(self) -> list[PlannedShard]:
         """Each shard once."""
-        return list({part.file: part for part in self.parts if isinstance(part, PlannedShard)}.values())
+        return list({one.file: one for part in self.parts for one in part if isinstance(one, PlannedShard)}.values())
 
     @property
     def name(self) -> str:
@@ -105,12 +105,15 @@ class StagedSource:
         return ".".join(self.path)
 
     def copied(self, folder: Path) -> list[str]:
-        """The setting `shards` for a run on the copies, in the order of the originals."""
-        named: list[str] = []
-        for staged, parts in groupby(self.parts, key=lambda part: isinstance(part, PlannedShard)):
-            names = [part if isinstance(part, str) else str(folder / part.file) for part in parts]
-            named += in_braces(names) if staged else names
-        return named
+        """The setting `shards` for a run on the copies, in the order of the originals; with factors one item a part."""
+        whole = [[one for part in self.parts for one in part]]
+        named: list[list[str]] = []
+        for part in whole if self.settings.upsampling_factors is None else self.parts:
+            named.append([])
+            for staged, some in itertools.groupby(part, key=lambda one: isinstance(one, PlannedShard)):
+                names = [one if isinstance(one, str) else str(folder / one.file) for one in some]
+                named[-1] += in_braces(names) if staged else names
+        return named[0] if len(named) == 1 else [f"{{{','.join(some)}}}" if some[1:] else some[0] for some in named]
 
 
 @dataclass(frozen=True)
@@ -203,20 +206,19 @@ def plan(settings: Settings, folder: Path) -> list[StagedSource]:
     of_evals = [(("evals", name, "data"), one.data) for name, one in settings.evals.items() if one.data is not None]
     for path, source in [*named, *of_evals]:
         key = f"{'.'.join(path)}.shards"
-        urls: list[tuple[str, bool]] = []  # with whether a copy can replace it
+        urls: list[list[tuple[str, bool]]] = []  # by part, with whether a copy can replace it
         try:
             for part in parts_of(source.shards):
-                if any(source_type(name).staged for name, _ in entries(part, source.type)):
-                    urls += [(url, kind.staged) for url, kind in typed_shards(part, source.type)]
-                else:
-                    urls.append((part, False))
+                tars = any(source_type(name).staged for name, _ in entries(part, source.type))
+                shards = typed_shards(part, source.type) if tars else ()
+                urls.append([(url, kind.staged) for url, kind in shards] or [(part, False)])
         except SettingsError as error:
             raise SettingsError(f"{key}: {error}") from error
         # The user's name as the name of a folder.
         name = re.sub(r"^\.", "%2E", quote(path[-1] if path[0] == "data" else path[1], safe=" "))
         under = f"{'sources' if path[0] == 'data' else 'evals'}/{name}"
         stems: dict[str, str] = {}
-        for url, staged in urls:
+        for url, staged in itertools.chain(*urls):
             if staged:
                 if (local := ShardURL(url).path) and folder in Path(os.path.abspath(local)).parents:
                     raise SettingsError(
@@ -230,8 +232,16 @@ def plan(settings: Settings, folder: Path) -> list[StagedSource]:
         hashed = {
             url: f"{stem}-{_hash(url)[:8]}" if shared[stem.casefold()] > 1 else stem for url, stem in stems.items()
         }
-        parts = [PlannedShard(url, f"{under}/{hashed[url]}.tar", source) if staged else url for url, staged in urls]
-        planned.append(StagedSource(path, source, parts))
+        planned.append(
+            StagedSource(
+                path,
+                source,
+                [
+                    [PlannedShard(url, f"{under}/{hashed[url]}.tar", source) if staged else url for url, staged in part]
+                    for part in urls
+                ],
+            )
+        )
     return planned
 
 
@@ -246,9 +256,8 @@ def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
     """
     staged = [source for source in sources if source.shards]
     for source in sources:
-        if left := [redact(part) for part in source.parts if isinstance(part, str)]:
-            names = ", ".join(left[:3]) + (" …" if len(left) > 3 else "")
-            print(f"{source.name}: not copied, no tar: {names}", flush=True)
+        if left := [redact(one) for part in source.parts for one in part if isinstance(one, str)]:
+            print(f"{source.name}: not copied, no tar: {listed(left, 3)}", flush=True)
     if not staged:
         raise SettingsError("nothing to stage: set tars with --train-data, --val-data or --config")
     for source in staged:
@@ -394,9 +403,8 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Mapping[str
         _write_settings(asked, staged)
     if failures := [copy.error for copy in copies.values() if copy.error]:
         told = f"{len(failures):,} of {len(copies):,} shards could not be staged:"
-        more = [f"  and {len(failures) - SHOWN:,} more"] if len(failures) > SHOWN else []
         advice = "rerun the same command to copy them; until then training counts them as missing"
-        raise DataError("\n".join([told, *(f"  {error}" for error in failures[:SHOWN]), *more, advice]))
+        raise DataError("\n".join([told, *listed_lines([f"  {error}" for error in failures], SHOWN), advice]))
 
 
 def _write_settings(asked: Asked, staged: Sequence[StagedSource]) -> None:

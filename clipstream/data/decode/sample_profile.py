@@ -22,7 +22,7 @@ from clipstream.data.json_path import parse_path, step_of, structure
 from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped
 from clipstream.storage.tar import PACKING, UNPACKING
-from clipstream.text import printable
+from clipstream.text import listed, printable
 from clipstream.utils import content
 
 MAX_FIELDS = 500  # a JSON member whose names are ids would otherwise fill the memory
@@ -224,17 +224,12 @@ class Profile:
         """Two lines: suffixes with counts, and JSON fields with counts, types and examples."""
         if not self.samples:
             return ["no sample could be read"]
-        seen = ", ".join(f"{printable(suffix, 60)} ({count:,})" for suffix, count in self.suffixes.most_common(20))
-        rest = len(self.suffixes) - 20
-        more = f" and {rest:,} more" if rest > 0 else ""
-        lines = [f"members seen in {self.samples:,} samples: {seen or 'none'}{more}"]
+        seen = [f"{printable(suffix, 60)} ({count:,})" for suffix, count in self.suffixes.most_common()]
+        lines = [f"members seen in {self.samples:,} samples: {listed(seen, 20) or 'none'}"]
         if json_fields := self.fields()[1]:
             ranked = sorted(json_fields.items(), key=lambda item: -item[1].samples)
-            fields = ", ".join(
-                f"{printable(path, 60)} ({f.samples:,}, {f.kind}, e.g. {f.example})" for path, f in ranked[:15]
-            )
-            more = f" and {len(ranked) - 15:,} more" if len(ranked) > 15 else ""
-            lines.append(f"JSON fields seen: {fields}{more}")
+            fields = [f"{printable(path, 60)} ({f.samples:,}, {f.kind}, e.g. {f.example})" for path, f in ranked]
+            lines.append(f"JSON fields seen: {listed(fields, 15)}")
         return lines
 
     def captions(self, caption: CaptionSettings, place: str = SHORT_FLAGS) -> list[str]:
@@ -295,7 +290,7 @@ class Profile:
             return ""
         shown = [printable(suffix, 60) for suffix in dotted]
         return (
-            f"images are members {', '.join(shown[:3])}{', …' if len(shown) > 3 else ''} of their samples: a key ends "
+            f"images are members {listed(shown, 3)} of their samples: a key ends "
             f"at the first dot of the file's name, so photo.{shown[0]} is member {shown[0]} of the sample photo. If "
             f"each is an image of its own, rename the files, e.g. to photo_{shown[0]}: {RENAMING}"
         )

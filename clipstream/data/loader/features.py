@@ -24,7 +24,7 @@ from clipstream.data.loader.pipeline import INTERIM_DROPS, FilledPart, ModelInpu
 from clipstream.data.loader.sampler import LaneWalk
 from clipstream.data.loader.stage_timing import IDLE, ORDER, READ, Stopwatch
 from clipstream.data.loader.stored import Flags, StoredData, StoredKeys, StoredSamples
-from clipstream.data.order.lanes import Cursor, LaneState, Numbers, Stream
+from clipstream.data.order.lanes import Cursor, LaneState, Numbers, Stream, share_of
 from clipstream.data.order.rng import Keys, mix
 from clipstream.data.order.windows import Order
 from clipstream.features.manifest import IDS
@@ -350,8 +350,7 @@ class _Drawer:
 
     def _make_slots(self, batch_size: int) -> tuple[Numbers, Numbers, Numbers]:
         """Of each slot, its lane in the rank and its number among the lane's slots; of each lane, its slots."""
-        total = self._stream.slots.total
-        counts = (self._lanes + 1) * batch_size // total - self._lanes * batch_size // total
+        _, counts = share_of(self._lanes, self._stream.slots.total, batch_size)
         lanes = np.repeat(np.arange(len(counts)), counts)
         return lanes, np.arange(len(lanes)) - (np.cumsum(counts) - counts)[lanes], counts
 

@@ -23,7 +23,7 @@ from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.settings import CaptionSettings
 from clipstream.errors import DataError
-from clipstream.text import printable
+from clipstream.text import listed_lines, printable
 
 FIRST_SAMPLES = 2000  # samples without a usable one after which the run ends
 FIRST_SLOTS = 200  # the same where slots of dropped samples stay empty, as empty batches are trained on meanwhile
@@ -344,6 +344,5 @@ def _drops(h: SourceHealth) -> str:
 
 
 def _faults(h: SourceHealth) -> str:
-    shown = [f"\n  {printable(url)}: {printable(fault, 500)}" for url, fault in list(h.faults.items())[:_SHOWN]]
-    more = f"\n  … and {len(h.faults) - _SHOWN} more" if len(h.faults) > _SHOWN else ""
-    return ":" + "".join(shown) + more if shown else ""
+    shown = [f"  {printable(url)}: {printable(fault, 500)}" for url, fault in h.faults.items()]
+    return "\n".join([":", *listed_lines(shown, _SHOWN)]) if shown else ""

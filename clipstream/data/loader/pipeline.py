@@ -430,7 +430,7 @@ class SampleBatches:
     make_sampler: Callable[[int, int, OpenShards], LaneSampler]  # (source, lane, shards) -> sampler
     store: ShardCache
     slots: int  # of this rank in the largest batch
-    workers: int = 1  # that share the rank's lanes
+    workers: int = 0  # processes that share the rank's lanes; 0 for a thread that has them all
     rows: BatchRows | None = None  # reads stored features; None where there are none
     traced: int = 0  # samples whose stages are printed
     image_views: int | None = None  # see Pipeline
@@ -462,7 +462,7 @@ class SampleBatches:
             for name, source, reader in zip(names, self.sources, self.readers, strict=True)
         ]
         self.opened.extend(shards)
-        for lane in self.stream.slots.lanes[worker :: self.workers]:
+        for lane in self.stream.slots.lanes[worker :: max(1, self.workers)]:
             samplers = [self.make_sampler(i, lane, one) for i, one in enumerate(shards)]
             pipeline.lanes.append(Lane(lane, samplers, start[lane].drawn if lane in start else 0))
         return pipeline

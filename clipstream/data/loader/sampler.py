@@ -17,7 +17,7 @@ import numpy as np
 
 from clipstream.data.loader.health import SourceHealth
 from clipstream.data.loader.stage_timing import OPEN, ORDER
-from clipstream.data.order.lanes import Cursor
+from clipstream.data.order.lanes import Cursor, share_of
 from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.data.sources import OpenShard
@@ -420,7 +420,8 @@ class OnceSampler:
                 continue
             shard, title = shards[number], shards.title(number)
             size = size if limit is None else min(size, limit - before)
-            for i in range(lane * size // lanes, (lane + 1) * size // lanes):
+            first, count = share_of(lane, lanes, size)
+            for i in range(first, first + count):
                 yield LaneSample(shard, shard.index.samples[i], title, None)
             shards.release(number)
             before += size
@@ -452,8 +453,7 @@ class ChunkSampler:
 
     def __init__(self, lane: int, plan: ChunkPlan, shards: OpenShards) -> None:
         self.cursor = Cursor()
-        self._first = lane * plan.batch_size // plan.lanes
-        self._count = (lane + 1) * plan.batch_size // plan.lanes - self._first
+        self._first, self._count = share_of(lane, plan.lanes, plan.batch_size)
         assert self._count, "more lanes than samples in a batch"
         self._plan, self._shards = plan, shards
         self._batches = self._iterate()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipstream.data.order.lanes import Numbers
+from clipstream.data.order.lanes import Numbers, share_of
 from clipstream.data.order.rng import mix, permutation
 from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.errors import SettingsError
@@ -76,7 +76,7 @@ class EpochPlan:
         return self.wanted if self.remainder == "pad" else _apportion(self.steps * self.batch, self.wanted)
 
     def sources(self, lanes: Numbers, drawn: Numbers) -> Numbers:
-        share = (lanes + 1) * self.batch // self.lanes - lanes * self.batch // self.lanes
+        _, share = share_of(lanes, self.lanes, self.batch)
         slot = drawn % np.maximum(self.steps * share, 1)
         bounds = np.asarray(self._bounds)
         first, length = bounds[lanes], np.maximum(bounds[lanes + 1] - bounds[lanes], 1)
@@ -130,11 +130,9 @@ class EpochPlan:
     def _bounds(self) -> list[int]:
         """Where each lane's stretch of the line begins; last, the end of the line."""
         last = self.batch - (self.steps * self.batch - sum(self.taken))  # slots of the last batch that are filled
-        lengths = []
-        for lane in range(self.lanes):
-            low, high = lane * self.batch // self.lanes, (lane + 1) * self.batch // self.lanes  # slots in a batch
-            lengths.append((self.steps - 1) * (high - low) + max(0, min(last, high) - low))
-        return [0, *accumulate(lengths)]
+        low, share = share_of(np.arange(self.lanes), self.lanes, self.batch)
+        lengths = (self.steps - 1) * share + np.clip(last - low, 0, share)
+        return [0, *accumulate(lengths.tolist())]
 
     @cached_property
     def _before(self) -> list[list[int]]:

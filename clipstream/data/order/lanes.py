@@ -27,9 +27,16 @@ Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Fingerprint = dict[str, object]  # setting or shards -> JSON value, of all that fixes the order; see order_plan
 
 
+def share_of(part: Any, parts: int, size: Any) -> tuple[Any, Any]:
+    """(first, number) of the items that a part gets of `size`; integers, or arrays of them."""
+    first = part * size // parts
+    return first, (part + 1) * size // parts - first
+
+
 def lanes_of_rank(rank: int, ranks: int, lanes: int) -> range:
     """The contiguous run of lanes that a rank owns."""
-    return range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
+    first, count = share_of(rank, ranks, lanes)
+    return range(first, first + count)
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,10 @@ class LaneSlots:
 
     def of(self, lane: int, step: int) -> range:
         """The slots of one of the rank's lanes in batch number `step`."""
-        size, total = self.batch_size(step), self.total
-        first = self.lanes.start * size // total
-        return range(lane * size // total - first, (lane + 1) * size // total - first)
+        size = self.batch_size(step)
+        first, count = share_of(lane, self.total, size)
+        first -= share_of(self.lanes.start, self.total, size)[0]
+        return range(first, first + count)
 
     def count(self, step: int) -> int:
         """Number of slots of the rank in batch number `step`; its lanes fill 0 to count - 1."""
@@ -84,8 +92,7 @@ class SourceMix:
         left, here = drawn, np.ones(len(lanes), dtype=bool)  # here: those under this size of the batch or a later one
         before = 0
         for i, (start, size) in enumerate(self.batches):
-            first = lanes * size // self.lanes
-            share = (lanes + 1) * size // self.lanes - first
+            first, share = share_of(lanes, self.lanes, size)
             slots = np.maximum(share, 1)  # a lane without slots in batches of this size has no samples there
             number = np.where(here, before + left // slots * size + first + left % slots, number)
             if i + 1 < len(self.batches):

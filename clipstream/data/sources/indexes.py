@@ -47,6 +47,7 @@ from clipstream.errors import SettingsError
 from clipstream.storage.downloader import compression_of
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import BLOCK, Fault, SampleTable, ShardIndex, scan
+from clipstream.text import listed
 from clipstream.utils import atomic_write
 from clipstream.utils.section import Count, checked
 
@@ -317,7 +318,7 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
         f"valid index, e.g. {redact(first)}: {why}."
         f" Create them with\n  {shlex.join(words)}{advice}\n"
         f"If this command cannot index a shard, replace it, or remove it from --{key}.shards. Without an index:"
-        f" {', '.join(map(redact, list(unknown)[:NAMED]))}{', …' * (len(unknown) > NAMED)}"
+        f" {listed([redact(name) for name in unknown], NAMED)}"
     )
 
 

@@ -32,7 +32,7 @@ from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact, table_format
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.storage.transfer import ShardError
-from clipstream.text import counted, printable
+from clipstream.text import counted, listed, printable
 from clipstream.utils.content import HEAD, IMAGE_NAME, OTHER_NAME, SUFFIXES, TEXTS, describe, kind, open_text, rows_of
 from clipstream.utils.logs import logger
 
@@ -100,23 +100,23 @@ class TableSource(SourceType):
             raise SettingsError(f"{error}: set another folder with --data.cache or CLIPSTREAM_CACHE") from error
         try:
             if (named := ShardURL(url).path) is None:
-                local, version = _downloaded(url, cache)
+                version = _digest(_local(url, cache))
             else:
-                local, path = _downloads(cache).local(url, tar=False), Path(named).absolute()
-                stat = path.stat()
+                path = Path(named).absolute()
+                stat = (path if os.path.exists(path) else _local(url, cache)).stat()
                 version = f"{path}:{stat.st_mtime_ns}:{stat.st_size}"
             identity = ":".join(map(str, [version, settings.separator, settings.quoting, FORM]))
 
             def fill(part: Path, _: object) -> None:
                 logger.info(f"reading {printable(redact(url))} once, into {store.folder}")
-                to_arrow(local, url, part, separator=settings.separator, quoting=settings.quoting)
+                to_arrow(_local(url, cache), url, part, separator=settings.separator, quoting=settings.quoting)
 
             arrow = self._arrows[url] = store.get_or_make(f"{url}#rows", identity, fill)
         except (ShardError, OSError) as error:
             raise DataError(f"{key}.shards: {redact(url)}: {error}") from error
         own = os.path.dirname(named or "") if settings.folder is None else settings.folder
         if not set(names := columns(arrow)) & set(self._keys):
-            with open(local, "rb") as file:
+            with open(_local(url, cache), "rb") as file:
                 head = file.read(HEAD)
             what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
             if table_format(url) == "csv" and any(map(IMAGE_NAME.search, names)):
@@ -124,8 +124,8 @@ class TableSource(SourceType):
             flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
             raise DataError(
                 f"{key}.shards: {redact(url)}: {what}no column has images: looked for {', '.join(self._keys)} among "
-                f"{', '.join(names[:20]) or 'no columns'}{', …' if len(names) > 20 else ''} (the first row of a CSV, "
-                f"or the keys of a JSON object); set the column of image paths with {flag}"
+                f"{listed(names, 20) or 'no columns'} (the first row of a CSV, or the keys of a JSON object); set the "
+                f"column of image paths with {flag}"
             )
         # Relative paths start from the setting, the table's folder, or the working folder if only it fits.
         folders = [own, ""] if settings.folder is None else []
@@ -143,19 +143,23 @@ def _finds_image(arrow: Path, keys: Collection[str], folder: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _downloaded(url: str, cache: str | None) -> tuple[Path, str]:
-    """A remote table and the hash of its bytes; without a cache it is downloaded once per process."""
-    local = _downloads(cache).local(url, tar=False)
+def _digest(file: Path) -> str:
+    """The hash of a downloaded table's bytes."""
     digest = hashlib.sha256()
-    with open(local, "rb") as file:
-        while block := file.read(1 << 20):
+    with open(file, "rb") as opened:
+        while block := opened.read(1 << 20):
             digest.update(block)
-    return local, digest.hexdigest()
+    return digest.hexdigest()
+
+
+def _local(url: str, cache: str | None) -> Path:
+    """The table as a local, unpacked file; without a cache it is downloaded or unpacked once per process."""
+    return _downloads(cache).local(url, tar=False)
 
 
 @lru_cache(maxsize=8)
 def _downloads(cache: str | None) -> ShardCache:
-    """The store for remote tables, for the life of the process."""
+    """The store for remote and compressed tables, for the life of the process."""
     return ShardCache(cache)
 
 

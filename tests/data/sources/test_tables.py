@@ -396,7 +396,7 @@ def test_a_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> None:
         url = f"http://127.0.0.1:{server.server_address[1]}/pairs.csv"
         for count in (3, 5):
             write_csv(tmp_path / "web" / "pairs.csv", rows[:count])
-            tables._downloaded.cache_clear()  # as another process would
+            tables._digest.cache_clear()  # as another process would
             tables._downloads.cache_clear()
             assert len(all_of(source(url, folder=str(tmp_path)))[0]) == count
         server.shutdown()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +26,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as RichProgress
 
 from clipstream.cli.verbs.precompute import StoreOptions
 from clipstream.config.settings import Settings, open_sources, require_equal
@@ -73,14 +69,15 @@ from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights
 from clipstream.storage.shard_url import redact
-from clipstream.text import counted, duration, printable, printable_lines
+from clipstream.text import counted, duration, listed_lines, printable, printable_lines
 from clipstream.training.precision import Precision, autocast, check_device, prepare, resolve_precision
 from clipstream.utils import atomic_write
+from clipstream.utils.console import ProgressBar
 from clipstream.utils.logs import announce, logger
 
 FEW = 4  # shards a rank; where there are fewer, the ranks take chunks in turn
 AHEAD = 2  # chunks that wait to be written; each holds its rows in memory
-LINES_EVERY, REFRESH = 30.0, 0.5  # s between lines of progress, and between two redraws of a bar
+LINES_EVERY = 30.0  # s between lines of progress
 SHOWN = 5  # shards in a message
 Encode = Callable[[torch.Tensor], torch.Tensor]
 
@@ -297,11 +294,16 @@ def _pass(job: Job, model: Model, name: str, writer: StoreWriter) -> SourceHealt
     inputs = ModelInputs(model.tokenizer, towers.image)
     loader = chunk_loader(data, name, plan, inputs, views=options.views, done=share.done, device=world.device)
     job.watch.on_exit(loader.close)
-    progress = Progress(f"{model.name or 'model'} on {name}", share.todo, shown=world.is_main)
-    with loader, progress, ChunkComputer(writer, name, made, key=plan.key) as computer:
+    label, began, samples = f"{model.name or 'model'} on {name}", time.monotonic(), 0
+    bar = ProgressBar(label, shown=world.is_main, lines_every=LINES_EVERY, say=announce)
+    places, total = {shard: place for place, shard in enumerate(share.todo)}, len(share.todo)
+    with loader, bar, ChunkComputer(writer, name, made, key=plan.key) as computer:
         try:
             for batch in loader:
-                progress.add(len(batch), shard=computer.add(batch, loader.parts))
+                place = places[computer.add(batch, loader.parts)]
+                samples, took = samples + len(batch), time.monotonic() - began
+                text = f"shard {place + 1:,} of {total:,}  {samples:,} samples  {samples / took:,.0f} samples/s"
+                bar.update(place, total, text + (f"  {duration(took * (total - place) / place)} left" if place else ""))
         except torch.OutOfMemoryError as error:
             raise ClipstreamError(f"the GPU's memory is full: use a smaller --batch-size ({error})") from error
     health = loader.health.sources[name]
@@ -352,45 +354,6 @@ class Share:
         return share
 
 
-class Progress:
-    """The progress of a pass over `shards`: a bar on a terminal, lines elsewhere; a context manager."""
-
-    def __init__(self, name: str, shards: Sequence[int], *, shown: bool) -> None:
-        self._name, self._shown, self._total = name, shown, len(shards)
-        self._place = {shard: place for place, shard in enumerate(shards)}
-        self._began = self._said = time.monotonic()
-        self._samples = 0
-        # Without a refreshing thread, as data workers are forked while the bar is shown.
-        self._bar = RichProgress(
-            TextColumn("{task.fields[name]}", markup=False), BarColumn(), MofNCompleteColumn(),
-            TextColumn("shards  {task.description}"),
-            console=Console(force_terminal=True), auto_refresh=False, disable=not (shown and sys.stdout.isatty()),
-        )  # fmt: skip
-        self._task = self._bar.add_task("", total=self._total, name=name)
-
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def add(self, samples: int, *, shard: int) -> None:
-        """Count a batch of a shard that was encoded, or is being encoded by a GPU."""
-        self._samples += samples
-        now, place = time.monotonic(), self._place[shard]
-        if not self._shown or now - self._said < (LINES_EVERY if self._bar.disable else REFRESH):
-            return
-        self._said, took = now, now - self._began
-        text = f"{self._samples:,} samples  {self._samples / took:,.0f} samples/s"
-        if place:
-            text += f"  {duration(took * (self._total - place) / place)} left"
-        if self._bar.disable:
-            announce(f"{self._name}  shard {place + 1:,} of {self._total:,}  {text}")
-        else:
-            self._bar.update(self._task, completed=place, description=text, refresh=True)
-
-
 def _merged(ranks: Sequence[Mapping[str, SourceHealth]]) -> dict[str, SourceHealth]:
     """The counts of all ranks by source. Raises DataError: no sample of a source was usable."""
     found: dict[str, SourceHealth] = {}
@@ -408,10 +371,8 @@ def _conclude(folder: Path, manifest: Manifest, found: Mapping[str, SourceHealth
         lines = [f"source {source}: {health.read:,} samples read now, {health.used:,} used"]
         for reason, count in health.dropped.most_common():
             lines.append(f"  {count:,} ({count / health.read:.1%}) dropped: {reason}, e.g. {health.examples[reason]}")
-        for shard, fault in list(health.faults.items())[:SHOWN]:
-            lines.append(f"  {printable(shard)}: {printable(fault, 500)}")
-        if len(health.faults) > SHOWN:
-            lines.append(f"  … and {len(health.faults) - SHOWN:,} more shards")
+        faults = [f"  {printable(shard)}: {printable(fault, 500)}" for shard, fault in health.faults.items()]
+        lines += listed_lines(faults, SHOWN, " shards")
         for line in lines:
             announce(printable_lines(line))
     shards = [shard for source in manifest.sources.values() for shard in source.shards]
