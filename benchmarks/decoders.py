@@ -26,7 +26,7 @@ from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings
-from clipstream.data.sources.registry import expand
+from clipstream.data.sources import expand
 from clipstream.storage.tar import Shard
 
 SPARES = {

@@ -35,8 +35,18 @@ from clipstream.data.loader.stored import StoredData
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
-from clipstream.features.codec import FEATURE_DTYPES, decode_rows, encode_rows
-from clipstream.features.manifest import IDS, STORE, Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
+from clipstream.features.manifest import (
+    FEATURE_DTYPES,
+    IDS,
+    STORE,
+    Manifest,
+    PartInfo,
+    ShardInfo,
+    SourceInfo,
+    decode_rows,
+    encode_rows,
+    sample_dtype,
+)
 from clipstream.features.store import FeatureStore, Numbers, StoredSource
 from clipstream.features.writer import Chunk, StoreWriter, Texts
 from clipstream.utils import atomic_write

@@ -34,7 +34,7 @@ from streams import Options
 
 from clipstream.data.decode.captions import build_caption
 from clipstream.data.settings import CaptionSettings
-from clipstream.data.sources.registry import expand
+from clipstream.data.sources import expand
 from clipstream.errors import Dropped
 
 BUILD = Path(__file__).parent.parent / "build"

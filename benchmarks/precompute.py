@@ -29,9 +29,8 @@ from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.sampler import ChunkPlan
 from clipstream.data.settings import DataSettings, SourceSettings, TokenizerSettings
-from clipstream.data.sources.registry import expand
-from clipstream.features.codec import encode_rows
-from clipstream.features.manifest import CHUNK_ROWS, Manifest, PartInfo, ShardInfo, SourceInfo
+from clipstream.data.sources import expand
+from clipstream.features.manifest import CHUNK_ROWS, Manifest, PartInfo, ShardInfo, SourceInfo, encode_rows
 from clipstream.features.writer import StoreWriter
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings

@@ -29,14 +29,14 @@ import torch
 
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.settings import ModelTokenizer
-from clipstream.data.sources.registry import expand
+from clipstream.data.sources import expand
 from clipstream.distributed.world import World
 from clipstream.evals.classes import class_names, prompt_templates
 from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.retrieval import recalls
 from clipstream.evals.evaluators.zero_shot import score, text_classifier
-from clipstream.features.analysis.rows import StoredRows
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
+from clipstream.features.rows import StoredRows
 from clipstream.features.store import FeatureStore
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings

@@ -23,8 +23,7 @@ from clipstream.config.error_messages import enumerate_words, format_errors, for
 from clipstream.config.flags import flag_tree, split
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import DataSettings, TokenizerSettings
-from clipstream.data.sources import SourceContext
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import Source, SourceContext
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -39,7 +38,7 @@ from clipstream.utils.logs import logger
 from clipstream.utils.section import SET, Conflict, Is, Path, Section, Tree
 
 if TYPE_CHECKING:
-    from clipstream.data.order.epochs import EpochPlan
+    from clipstream.data.order.windows import EpochPlan
     from clipstream.training.state import TrainState
 
 INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards

@@ -18,7 +18,7 @@ from clipstream.config.error_messages import enumerate_words, format_problem
 from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.registry import expand
+from clipstream.data.sources import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.classes import repeated, unreadable

@@ -30,7 +30,7 @@ class Batch:
         sources: uint8 or int tensor [n], position of each sample's source in the sorted list of source names.
         step: number of this batch in its run, from 0.
         global_size: samples of the global batch over all ranks, B.
-        features: rows of a feature store by part, [n, W] each, encoded as stored (see `features.codec`): 'image' and
+        features: rows of a feature store by part, [n, W] each, encoded as stored (see `features.manifest`): 'image' and
             'text' in place of images and texts, 'TEACHER.image' and 'TEACHER.text' beside them.
         pictures: int64 [n], checksums of the image files, equal for the same image; None if none were read.
         teacher_pixels: as `pixels`, at a live teacher's size; None where the teacher takes `pixels`.

@@ -34,9 +34,8 @@ from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlot
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order
 from clipstream.data.settings import MAX_PIXELS, DataSettings, JsonCaption, SourceSettings
-from clipstream.data.sources import SourceContext
+from clipstream.data.sources import Source, SourceContext, expand
 from clipstream.data.sources.indexes import count_samples
-from clipstream.data.sources.registry import Source, expand
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS

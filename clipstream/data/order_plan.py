@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 from clipstream.data.decode.images import MAX_ASPECT
 from clipstream.data.decode.tokenizers import Tokenizer
-from clipstream.data.order.epochs import EpochPlan, IndexedOrder
 from clipstream.data.order.lanes import Fingerprint, Mix, SourceMix
-from clipstream.data.order.windows import Order, SourceOrder, group_size_for
+from clipstream.data.order.windows import EpochPlan, IndexedOrder, Order, SourceOrder, group_size_for
 from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
-from clipstream.data.sources.registry import Source
 from clipstream.storage.shard_url import redact, stable_name
 
 ORDER_VERSION = 2  # of the algorithm; another number is another order

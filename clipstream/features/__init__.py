@@ -1,5 +1,5 @@
 """Stores of precomputed features: rows computed once enter, and are read at random without loading the store.
 
-`codec` encodes features as stored rows, `chunks` is the file format, `manifest` describes a store, `writer` makes one,
-`store` reads one, local or remote, as memory-mapped chunks.
+`manifest` has the files and the encoding of features as stored rows, `writer` makes a store, `store` reads one, local
+or remote, as memory-mapped chunks. `rows` has the features of a part in order, for `search` and for export (`tables`).
 """

@@ -27,20 +27,28 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from clipstream.errors import DataError, SettingsError, did_you_mean
-from clipstream.features import chunks
-from clipstream.features.chunks import MAX_HEADER, Header, damaged
-from clipstream.features.codec import DTYPES, stored_width
 from clipstream.features.manifest import (
     DRAFT,
+    DTYPES,
+    MAX_HEADER,
     RERUN,
     ROWS_MULTIPLE,
     SAMPLES,
     STORE,
     TEXTS,
+    Header,
     Manifest,
+    captions_of,
+    damaged,
     keys_digest,
+    opened,
     part_folder,
+    read_header,
+    read_texts,
     sample_dtype,
+    stored_width,
+    strings,
+    verify,
 )
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL
@@ -284,19 +292,19 @@ class StoredSource:
 
     def keys(self, shard: int) -> list[str]:
         """The keys of a shard's samples."""
-        return self._texts(shard, lambda texts: chunks.strings(texts, "key"))
+        return self._texts(shard, lambda texts: strings(texts, "key"))
 
     def texts(self, shard: int) -> list[tuple[str, list[str]]]:
         """The key and the captions of each sample, in the order of its caption rows."""
 
         def both(texts: dict[str, torch.Tensor]) -> list[tuple[str, list[str]]]:
-            return list(zip(chunks.strings(texts, "key"), chunks.captions_of(texts), strict=True))
+            return list(zip(strings(texts, "key"), captions_of(texts), strict=True))
 
         return self._texts(shard, both)
 
     def reasons(self, shard: int) -> list[str]:
         """Why each sample was dropped; '' for those in use."""
-        return self._texts(shard, lambda texts: chunks.strings(texts, "reason"))
+        return self._texts(shard, lambda texts: strings(texts, "reason"))
 
     def has_keys(self, shard: int, keys: Sequence[str]) -> bool:
         """Whether the samples of the shard had these keys, in this order, when the features were computed."""
@@ -322,7 +330,7 @@ class StoredSource:
         manifest, verified = self.store.manifest, self.store.verified
         stat = os.fstat(file.fileno())
         known = verified.get(shown) == _version(stat)
-        header = (chunks.read_header if known else chunks.verify)(file, shown)
+        header = (read_header if known else verify)(file, shown)
         header.expect(manifest.chunk_meta(part, self.name, shard, chunk, self.shards[shard].samples), shown)
         rows, row_bytes = manifest.chunk_part_rows(part, self.name, shard, chunk), self._tables[part].row_bytes
         if header.body_bytes != rows * row_bytes or stat.st_size < header.size + rows * row_bytes:
@@ -338,7 +346,7 @@ class StoredSource:
             with contextlib.suppress(FileNotFoundError):  # what is mapped stays, also if another file has its name
                 version, known = _version(os.stat(path)), self.store.verified[shown]
                 if version != known and version[0] == known[0]:
-                    with chunks.opened(path, shown) as file:
+                    with opened(path, shown) as file:
                         self._verify(part, shard, chunk, file, shown)
         self._looked = now
 
@@ -365,7 +373,7 @@ class StoredSource:
         relative = manifest.chunk_path(part, self.name, shard, chunk)
         path, shown = self.store.local(relative, most), self.store.shown_file(relative)
         files.append(relative)
-        with chunks.opened(path, shown) as file:
+        with opened(path, shown) as file:
             yield file, shown
 
     def _texts(self, shard: int, read: Callable[[dict[str, torch.Tensor]], list[T]]) -> list[T]:
@@ -376,7 +384,7 @@ class StoredSource:
         try:
             for chunk in range(self.shards[shard].chunks(self._chunk_rows)):
                 with self._opened(TEXTS, shard, chunk, files) as (file, shown):
-                    header, data = chunks.read_texts(file, shown)
+                    header, data = read_texts(file, shown)
                 header.expect(manifest.chunk_meta(TEXTS, self.name, shard, chunk, samples), shown)
                 own: list[T] | None = None
                 with contextlib.suppress(

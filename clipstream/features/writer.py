@@ -20,21 +20,32 @@ import pyarrow as pa
 import torch
 
 from clipstream.errors import DataError, SettingsError
-from clipstream.features import chunks
-from clipstream.features.chunks import KEYS, ROWS, DamagedChunk, Header, damaged
-from clipstream.features.codec import DTYPES, FEATURE_DTYPES, is_finite, stored_width
 from clipstream.features.manifest import (
     DRAFT,
+    DTYPES,
+    FEATURE_DTYPES,
+    KEYS,
     RERUN,
+    ROWS,
     SAMPLES,
     STORE,
     TEXTS,
+    DamagedChunk,
+    Header,
     Manifest,
     ShardInfo,
     chunk_digest,
+    damaged,
     differences,
+    is_finite,
     joined_digest,
+    opened,
+    read_header,
+    render,
     sample_dtype,
+    stored_width,
+    texts_tensors,
+    verify,
 )
 from clipstream.text import printable
 from clipstream.utils import atomic_write
@@ -127,12 +138,12 @@ class StoreWriter:
             if self.missing(source, shard, number, part):
                 self._write(chunk, part, {ROWS: self._checked(chunk, part, values, texts)})
         if found is None:
-            self._write(chunk, TEXTS, chunks.texts_tensors(*texts), {KEYS: chunk_digest(texts.keys)})
+            self._write(chunk, TEXTS, texts_tensors(*texts), {KEYS: chunk_digest(texts.keys)})
 
     def write_empty(self, source: str, shard: int, reason: str = "") -> None:
         """Note that a shard has no samples; with a reason, that it could not be opened, and is missing until it can."""
         more = {KEYS: "", **({REASON: reason} if reason else {})}
-        self._write(Chunk(source, shard, 0, 0), TEXTS, chunks.texts_tensors([], [], []), more)
+        self._write(Chunk(source, shard, 0, 0), TEXTS, texts_tensors([], [], []), more)
 
     def finish(self) -> Manifest:
         """Write store.json with the counts of all shards, in rank 0, after all chunks are written; return its content.
@@ -230,11 +241,11 @@ class StoreWriter:
         return header
 
     def _read_header(self, path: Path) -> Header:
-        with chunks.opened(path, path) as file:
+        with opened(path, path) as file:
             packed = path.suffix == ".zst"
             plain = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd") if packed else file
             # A compressed file is unpacked in pieces, no further than its header says.
-            header = (chunks.verify if self._verify or packed else chunks.read_header)(plain, path)
+            header = (verify if self._verify or packed else read_header)(plain, path)
             end = header.size + header.body_bytes
             whole = not plain.read(1) if packed else os.fstat(file.fileno()).st_size == end
         if not whole:
@@ -267,8 +278,8 @@ class StoreWriter:
         source, shard, number, shard_samples = chunk
         path = self._path(part, source, shard, number)
         meta = {**self.manifest.chunk_meta(part, source, shard, number, shard_samples), **(more or {})}
-        content = chunks.render(meta, tensors)
-        header = chunks.read_header(io.BytesIO(content[0]), path)
+        content = render(meta, tensors)
+        header = read_header(io.BytesIO(content[0]), path)
         if path.suffix == ".zst":
             content = [pa.compress(b"".join(content), codec="zstd", asbytes=True)]
         with self._writing(path):

@@ -1,7 +1,7 @@
 """Distillation: a contrastive loss with losses that draw the features towards those of teachers.
 
 A batch with the features of teachers enters, as `features['NAME.image']` and `features['NAME.text']` for each teacher
-NAME: rows as they are stored (see `features.codec`) or floats, which are normalised here. A share of the loss leaves,
+NAME: rows as stored (see `features.manifest`) or floats, which are normalised here. A share of the loss leaves,
 exact for any number of ranks as that of `contrastive`. With the weights of `DistillSettings`, and means over the
 teachers:
 
@@ -49,7 +49,7 @@ import torch.nn.functional as F
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.features.codec import decode_rows
+from clipstream.features.manifest import decode_rows
 from clipstream.losses import tiled
 from clipstream.losses.contrastive import ContrastiveLoss, Leaves, with_gradients
 from clipstream.losses.ring import Ring

@@ -20,7 +20,7 @@ from torch import nn
 
 from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
-from clipstream.features.codec import decode_rows
+from clipstream.features.manifest import decode_rows
 from clipstream.models.execution.text_buckets import Lengths, TextBuckets
 from clipstream.models.frozen import (
     TOWERS,
@@ -133,7 +133,7 @@ class Towers(nn.Module):
         """A batch's `images` and `texts` -> Features. All trainable parameters take part, as DDP requires.
 
         Args:
-            images: uint8 [n, 3, H, W]; rows of a store (see `features.codec`) where the image tower is stored.
+            images: uint8 [n, 3, H, W]; rows of a store (see `features.manifest`) where the image tower is stored.
             texts: int [n, T]; rows of a store where the text tower is stored.
             lengths: as `encode_text` takes them.
             known: towers that do not run, as their argument is their features.

@@ -10,7 +10,7 @@ from typing import Any
 import open_clip
 import pytest
 
-from clipstream.data.sources.registry import expand
+from clipstream.data.sources import expand
 from clipstream.data.sources.tars import of_source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

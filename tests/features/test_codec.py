@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipstream.features.codec import FEATURE_DTYPES, decode_rows, encode_rows, is_finite, row_bytes, stored_width
+from clipstream.features.manifest import FEATURE_DTYPES, decode_rows, encode_rows, is_finite, row_bytes, stored_width
 
 ROWS = st.lists(st.lists(st.floats(-1, 1, width=32), min_size=6, max_size=6), min_size=1, max_size=5)
 

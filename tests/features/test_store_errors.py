@@ -25,9 +25,9 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from clipstream.errors import ClipstreamError, DataError, SettingsError
-from clipstream.features import chunks
-from clipstream.features.analysis.rows import StoredRows
+from clipstream.features import manifest as module
 from clipstream.features.manifest import PartInfo, _checksum
+from clipstream.features.rows import StoredRows
 from clipstream.features.store import FeatureStore
 from clipstream.features.writer import Chunk, StoreWriter, Texts
 from tests.support.features import PARTS, Content, read_all
@@ -180,12 +180,12 @@ def test_a_manifest_of_something_else(tmp_path: Path, content: bytes) -> None:
 
 def sealed(values: Any, body: bytes) -> bytes:
     """The file of a chunk with this header, whose CRC-32 is right."""
-    meta = {name: value for name, value in values["__metadata__"].items() if name != chunks.CRC}
+    meta = {name: value for name, value in values["__metadata__"].items() if name != module.CRC}
     items = [(name, item) for name, item in values.items() if name != "__metadata__"]
-    layout = {name: (chunks._DTYPES[item["dtype"]], tuple(item["shape"])) for name, item in items}
+    layout = {name: (module._DTYPES[item["dtype"]], tuple(item["shape"])) for name, item in items}
     size = int(sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values()))
-    crc = zlib.crc32(body[:size], zlib.crc32(chunks._header(meta, layout)))
-    return chunks._header({**meta, chunks.CRC: f"{crc:08x}"}, layout) + body
+    crc = zlib.crc32(body[:size], zlib.crc32(module._header(meta, layout)))
+    return module._header({**meta, module.CRC: f"{crc:08x}"}, layout) + body
 
 
 @given(data=st.data())

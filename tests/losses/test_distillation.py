@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.features.codec import encode_rows
+from clipstream.features.manifest import encode_rows
 from clipstream.losses import tiled
 from clipstream.losses.contrastive import SigmoidLoss, SoftmaxLoss
 from clipstream.losses.distillation import DistilledLoss

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clipstream.errors import SettingsError
-from clipstream.features.codec import encode_rows
+from clipstream.features.manifest import encode_rows
 from clipstream.models.frozen import Tower
 from clipstream.models.towers import Towers
 from tests.support import model_files

@@ -24,8 +24,7 @@ from threading import get_ident
 import pytest
 
 from clipstream.errors import SettingsError
-from clipstream.storage.downloader import Fetcher
-from clipstream.storage.pipe import end_commands
+from clipstream.storage.downloader import Fetcher, end_commands
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.transfer import ShardError
 from tests.support.forks import TIMEOUT, wait_until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data.sources.registry import expand
+from clipstream.data.sources import expand
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_url import redact, stable_name
 

@@ -17,10 +17,8 @@ from clipstream.data.loader.pipeline import ModelInputs, checksum
 from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import DataSettings
-from clipstream.data.sources import SourceContext
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import Dropped
-from clipstream.features.codec import encode_rows
 from clipstream.features.manifest import (
     IDS,
     SAMPLES,
@@ -28,6 +26,7 @@ from clipstream.features.manifest import (
     PartInfo,
     ShardInfo,
     SourceInfo,
+    encode_rows,
     sample_dtype,
 )
 from clipstream.features.writer import Chunk, StoreWriter, Texts

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from clipstream.features.codec import ID_DTYPES, encode_rows
-from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
+from clipstream.features.manifest import ID_DTYPES, Manifest, PartInfo, ShardInfo, SourceInfo, encode_rows, sample_dtype
 from clipstream.features.store import FeatureStore
 from clipstream.features.writer import Chunk, StoreWriter, Texts
 

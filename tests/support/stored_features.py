@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from clipstream.features.analysis.search import BLOCK
-from clipstream.features.codec import decode_rows
-from clipstream.features.manifest import PartInfo
+from clipstream.features.manifest import PartInfo, decode_rows
+from clipstream.features.search import BLOCK
 from clipstream.features.store import FeatureStore
 from tests.support.features import Content
 

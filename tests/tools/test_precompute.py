@@ -25,7 +25,7 @@ from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings
 from clipstream.errors import DataError, SettingsError, Stopped
-from clipstream.features.codec import decode_rows
+from clipstream.features.manifest import decode_rows
 from clipstream.features.store import FeatureStore, StoredSource
 from clipstream.models.towers import Towers
 from tests.support import hubtree

@@ -20,8 +20,8 @@ from clipstream.cli.verbs.search import main
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.settings import ModelTokenizer
-from clipstream.features.analysis.search import NO_FAISS
 from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
+from clipstream.features.search import NO_FAISS
 from clipstream.features.writer import Chunk, StoreWriter, Texts
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings

@@ -23,8 +23,7 @@ from PIL import Image
 from clipstream.checkpoint.run_lock import held
 from clipstream.cli.verbs.stage import main
 from clipstream.config.settings import load
-from clipstream.data.sources import indexes
-from clipstream.data.sources.registry import expand
+from clipstream.data.sources import expand, indexes
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import Shard, scan
 from tests.support.forks import ROOT, TIMEOUT, wait_until

@@ -14,7 +14,7 @@ from torch import nn
 import clipstream
 from clipstream.cli.verbs.train import main
 from clipstream.errors import SettingsError
-from clipstream.features.analysis.search import duplicates
+from clipstream.features.search import duplicates
 from clipstream.training.precision import check_device, prepare_towers
 from clipstream.utils.matmul_precision import restored_matmul_precision
 from tests.support.ranks import end_ranks

@@ -32,8 +32,7 @@ from clipstream.data.decode.images import check_shape, converted, loaded, opaque
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile
 from clipstream.data.loader.health import Captions
 from clipstream.data.settings import SourceSettings, rgb
-from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, SourceContext
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext
 from clipstream.errors import DataError, Dropped, SettingsError, each, wrong_type
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact

@@ -25,7 +25,7 @@ from clipstream.config.python_settings import Config, settings_from
 from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.registry import expand
+from clipstream.data.sources import expand
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from clipstream.config.entry import entry_point
-from clipstream.data.sources import indexes
-from clipstream.data.sources.registry import typed_shards
+from clipstream.data.sources import indexes, typed_shards
 from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError
 from clipstream.storage.shard_cache import ShardCache

@@ -35,8 +35,7 @@ from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.reencode import Format, Recipe, rewrite
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import indexes
-from clipstream.data.sources.registry import entries, expand, source_type, typed_shards
+from clipstream.data.sources import entries, expand, indexes, source_type, typed_shards
 from clipstream.data.sources.tars import SIZES
 from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError, Stopped

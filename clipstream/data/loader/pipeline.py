@@ -42,7 +42,7 @@ from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals
 from clipstream.data.loader.stored import BatchRows, StoredData
 from clipstream.data.order.lanes import LaneState, Stream
 from clipstream.data.order.rng import SampleRNG, mix
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import Source
 from clipstream.errors import Dropped
 from clipstream.features.manifest import IMAGE
 from clipstream.storage.shard_cache import ShardCache

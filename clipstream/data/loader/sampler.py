@@ -20,10 +20,9 @@ from clipstream.data.loader.stage_timing import OPEN, ORDER
 from clipstream.data.order.lanes import Cursor, share_of
 from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.data.order.windows import Order, WindowSamples
-from clipstream.data.sources import OpenShard
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import OpenShard, Source
 from clipstream.errors import DataError, Dropped
-from clipstream.storage.pipe import end_command
+from clipstream.storage.downloader import end_command
 from clipstream.storage.shard_url import redact
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.storage.transfer import ShardError

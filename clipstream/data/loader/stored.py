@@ -23,10 +23,9 @@ from clipstream.data.loader.sampler import StoredChoice
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs
 from clipstream.data.order_plan import stable_names
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import Source
 from clipstream.errors import DataError, Dropped, SettingsError
-from clipstream.features.codec import DTYPES
-from clipstream.features.manifest import IDS, IMAGE, TEXT
+from clipstream.features.manifest import DTYPES, IDS, IMAGE, TEXT
 from clipstream.features.store import FeatureStore, StoredSource
 from clipstream.storage.shard_url import redact
 

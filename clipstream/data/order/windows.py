@@ -9,20 +9,34 @@ Trade-off: consecutive windows of a lane come from the same shards, because a re
 should be used completely. Mixing across shards comes from the number of shards that are open together, lanes times
 `shuffle.shards`. With the same number of open shards, more lanes of fewer shards mix a batch better
 (`default_lanes`).
+
+Exact epochs: each sample a given number of times per epoch, on any number of ranks. An epoch is a line of references to
+samples. A source with n samples and weight w has round(w n) references: each sample ⌊w⌋ times, and some once more. With
+T references in all and global batches of B, an epoch has S = ⌊T/B⌋ steps (`drop`) or ⌈T/B⌉ (`pad`, `wrap`) and takes as
+many references as these have slots; with `pad`, the last slots of the last batch stay empty. Lane l reads one stretch
+of the line, as long as the lane has slots in S steps: lanes are cut between samples, not between shards, and all ranks
+take the same number of steps.
+
+The line merges the sources evenly: each source has its share of the first x references, up to rounding. The merge
+halves the list of sources recursively and rounds each half's share of a prefix, so the reference at any x is found
+directly, without a replay.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from clipstream.data.order import MIN_LANES
+from clipstream.data.order.lanes import Numbers, share_of
 from clipstream.data.order.rng import SampleRNG, mix, permutation
+from clipstream.errors import SettingsError
 
 MAX_GROUP = 4  # shards that a lane has open where there are few lanes or few shards
 SHARDS_PER_FAMILY = 10  # that a family of lanes has in a pass of `epoch`, at least
@@ -185,3 +199,255 @@ class SourceOrder(Order):
         low, high = (-(-i * self.lanes // self.families) for i in (family, family + 1))
         turn = mix(self.seed, 15, self.source, family, group // self.groups_per_pass(lane))
         return (lane - low + turn) % (high - low), high - low
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """The epochs of a run; also the mix of its sources (see lanes.Mix).
+
+    Raises:
+        SettingsError: a source has no samples, or an epoch is less than one batch with `drop`.
+    """
+
+    seed: int  # the run's seed
+    names: tuple[str, ...]  # of the sources, sorted
+    samples: tuple[int, ...]  # of each source
+    weights: tuple[float, ...]  # of each source: how often an epoch has each sample
+    batch: int  # B, samples of a global batch
+    lanes: int  # L
+    remainder: str  # 'drop', 'pad' or 'wrap'
+
+    def __post_init__(self) -> None:
+        for name, samples in zip(self.names, self.samples, strict=True):
+            if not samples:
+                raise SettingsError(f"data.sources.{name}.shards: no samples")
+        if not self.steps:
+            raise SettingsError(
+                f"data.sampling.remainder: an epoch of {self.references:,} samples is smaller than a batch of "
+                f"{self.batch}: use --data.sampling.remainder pad or wrap, or a smaller batch"
+            )
+
+    @cached_property
+    def wanted(self) -> list[int]:
+        """Number of references of each source in an epoch, before the remainder is dropped or filled."""
+        return [max(1, round(n * w)) for n, w in zip(self.samples, self.weights, strict=True)]
+
+    @property
+    def references(self) -> int:
+        """T, number of references of all sources."""
+        return sum(self.wanted)
+
+    @cached_property
+    def steps(self) -> int:
+        """S, number of steps of an epoch."""
+        return self.references // self.batch if self.remainder == "drop" else -(-self.references // self.batch)
+
+    @cached_property
+    def taken(self) -> list[int]:
+        """Number of references of each source that an epoch takes."""
+        return self.wanted if self.remainder == "pad" else _apportion(self.steps * self.batch, self.wanted)
+
+    def sources(self, lanes: Numbers, drawn: Numbers) -> Numbers:
+        _, share = share_of(lanes, self.lanes, self.batch)
+        slot = drawn % np.maximum(self.steps * share, 1)
+        bounds = np.asarray(self._bounds)
+        first, length = bounds[lanes], np.maximum(bounds[lanes + 1] - bounds[lanes], 1)
+        padding = slot >= bounds[lanes + 1] - first
+        # Each lane starts at another offset in its stretch, or all lanes would take the same source in a step.
+        offset = mix(lanes.astype(np.uint64), state=mix(self.seed, 9)) % length.astype(np.uint64)
+        found = np.where(padding, -1, 0)
+        # Products of the merge exceed 64 bits where an epoch has more than 2^30 references.
+        exact = object if self._sums[-1] > 1 << 30 else np.int64
+        x = (first + (slot + offset.astype(np.int64)) % length).astype(exact)
+        self._merge(0, len(self.names), x, np.flatnonzero(~padding), found)
+        return found
+
+    def _merge(self, low: int, high: int, x: np.ndarray[Any, Any], rows: np.ndarray[Any, Any], found: Numbers) -> None:
+        """Write the sources of `rows`, whose references of the sources low … high - 1 are numbers `x[rows]`."""
+        if not len(rows) or high - low == 1:
+            found[rows] = low
+            return
+        middle = (low + high) // 2
+        left = self._left(low, middle, high, x[rows])
+        is_left = (self._left(low, middle, high, x[rows] + 1) > left).astype(bool)
+        x[rows] = np.where(is_left, left, x[rows] - left)
+        self._merge(low, middle, x, rows[is_left], found)
+        self._merge(middle, high, x, rows[~is_left], found)
+
+    def stretch(self, source: int, lane: int) -> range:
+        """The lane's references of a source."""
+        return range(self._before[lane][source], self._before[lane + 1][source])
+
+    def remainders(self) -> list[dict[str, int]]:
+        """By source, how many samples the end of an epoch leaves out (`left_out`) or takes again (`repeated`), or how
+        many slots of the source's share stay empty (`padded`); only counts above 0.
+        """
+        key = {"drop": "left_out", "pad": "padded", "wrap": "repeated"}[self.remainder]
+        slots = _apportion(self.steps * self.batch, self.wanted)
+        counts = [abs(have - wanted) for have, wanted in zip(slots, self.wanted, strict=True)]
+        return [{key: count} if count else {} for count in counts]
+
+    def summary(self) -> str:
+        """The length of an epoch and what becomes of its remainder, for people."""
+        rows = zip(self.names, self.samples, self.weights, strict=True)
+        held = ", ".join(f"{name} {n:,}{'' if w == 1 else f' x {w:g}'}" for name, n, w in rows)
+        count = abs(self.steps * self.batch - self.references)
+        words = {"drop": "samples are left out", "pad": "places are padding", "wrap": "samples come again"}
+        return (
+            f"{self.steps:,} steps for {self.references:,} samples ({held}); remainder {self.remainder}: "
+            f"{count:,} {words[self.remainder]} each time"
+        )
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """Where each lane's stretch of the line begins; last, the end of the line."""
+        last = self.batch - (self.steps * self.batch - sum(self.taken))  # slots of the last batch that are filled
+        low, share = share_of(np.arange(self.lanes), self.lanes, self.batch)
+        lengths = (self.steps - 1) * share + np.clip(last - low, 0, share)
+        return [0, *accumulate(lengths.tolist())]
+
+    @cached_property
+    def _before(self) -> list[list[int]]:
+        """By lane, the number of references of each source before its stretch."""
+        return [self._split(0, len(self.names), x) for x in self._bounds]
+
+    @cached_property
+    def _sums(self) -> list[int]:
+        return [0, *accumulate(self.taken)]
+
+    def _left(self, low: int, middle: int, high: int, x: Any) -> Any:
+        """How many of the first x references (an integer or an array) of the sources low … high - 1 belong to low …
+        middle - 1.
+        """
+        whole = max(1, self._sums[high] - self._sums[low])
+        return (2 * x * (self._sums[middle] - self._sums[low]) + whole) // (2 * whole)
+
+    def _split(self, low: int, high: int, x: int) -> list[int]:
+        """How many of the first x references of the sources low … high - 1 belong to each."""
+        if high - low == 1:
+            return [x]
+        middle = (low + high) // 2
+        left = self._left(low, middle, high, x)
+        return [*self._split(low, middle, left), *self._split(middle, high, x - left)]
+
+
+def _apportion(total: int, weights: Sequence[int]) -> list[int]:
+    """Integer parts of `total` in proportion to `weights`, by the largest remainder method."""
+    whole = sum(weights)
+    parts = [total * weight // whole for weight in weights]
+    by_rest = sorted(range(len(weights)), key=lambda i: (-(total * weights[i] % whole), i))
+    for i in by_rest[: total - sum(parts)]:
+        parts[i] += 1
+    return parts
+
+
+_EPOCH = 1 << 32  # the number of a group is its epoch times this plus its number in the epoch
+
+
+class Piece(NamedTuple):
+    """Some samples of a shard: `size` of the `span` ones from `first` on, beginning at `start` and wrapping around."""
+
+    shard: int  # number of the shard
+    first: int  # number of a sample in it
+    span: int  # number of samples
+    start: int  # below `span`
+    size: int  # at most `span`
+
+
+class IndexedOrder(Order):
+    """The order of one source in the mode `indexed`, which knows how many samples each shard holds.
+
+    A lane's stretch of references is a list of pieces of permuted shards; a group is a few pieces in a row.
+
+    Args:
+        plan: of the epochs.
+        source: its number, in the order of names.
+        counts: samples of each shard.
+        split: whether each lane has the same samples in every epoch.
+        open_shards: pieces of a group.
+        window: samples of a window, about.
+    """
+
+    keeps_slots = True
+
+    def __init__(
+        self, plan: EpochPlan, source: int, counts: Sequence[int], *, split: bool, open_shards: int, window: int
+    ) -> None:
+        self.seed, self.source, self.window = plan.seed, source, window
+        self._plan, self._split, self._open_shards = plan, split, open_shards
+        self._counts = np.asarray(counts, dtype=np.int64)
+        self._total = int(self._counts.sum())
+        # A lane needs the pieces of this epoch and, for prefetching, of the next.
+        self._pass = lru_cache(maxsize=4)(self._make_pass)
+        self._pieces = lru_cache(maxsize=2 * plan.lanes)(self._make_pieces)
+
+    def group(self, lane: int, group: int) -> list[int]:
+        return [piece.shard for piece in self._group(lane, group)]
+
+    def next_group(self, lane: int, group: int) -> int:
+        epoch, number = divmod(group, _EPOCH)
+        groups = -(-len(self._pieces(lane, epoch)) // self._open_shards)
+        return group + 1 if number + 1 < groups else (epoch + 1) * _EPOCH
+
+    def sizes(self, lane: int, group: int, found: Sequence[int]) -> list[int]:
+        return [piece.size for piece in self._group(lane, group)]  # as the index says, whatever was found
+
+    def samples(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> WindowSamples:
+        samples = super().samples(lane, group, window, sizes)
+        for index, piece in enumerate(self._group(lane, group)):
+            rows = samples[:, 0] == index
+            samples[rows, 1] = piece.first + (piece.start + samples[rows, 1]) % piece.span
+        return samples
+
+    def _group(self, lane: int, group: int) -> list[Piece]:
+        epoch, number = divmod(group, _EPOCH)
+        first = number * self._open_shards
+        return self._pieces(lane, epoch)[first : first + self._open_shards]
+
+    def _make_pieces(self, lane: int, epoch: int) -> list[Piece]:
+        """A lane's pieces in an epoch, in their order."""
+        stretch = self._plan.stretch(self.source, lane)
+        if not self._split:
+            return list(self._cut(epoch, stretch.start, stretch.stop))
+        # Always the same: the lane's part of the complete passes, and some samples of its part of one more.
+        taken = self._plan.taken[self.source]
+        passes, rest = divmod(taken, self._total)
+        first, stop = (x * passes * self._total // taken for x in (stretch.start, stretch.stop))
+        pieces = list(self._cut(None, first, stop))
+        missing = len(stretch) - (stop - first)
+        if missing:
+            low, high = (
+                (x - whole) * self._total // rest for x, whole in ((stretch.start, first), (stretch.stop, stop))
+            )
+            part = list(self._cut(None, low, high))
+            for i in permutation(len(part), mix(self.seed, 11, self.source, lane, epoch)):
+                count = min(missing, part[i].size)
+                start = mix(self.seed, 12, self.source, lane, epoch, int(i)) % part[i].size
+                pieces += [part[i]._replace(start=start, size=count)] if count else []
+                missing -= count
+        return [pieces[i] for i in permutation(len(pieces), mix(self.seed, 10, self.source, lane, epoch))]
+
+    def _cut(self, epoch: int | None, start: int, stop: int) -> Iterator[Piece]:
+        """References start … stop - 1 of the passes of an epoch; with None, of shards in their stored order."""
+        for number in range(start // self._total, -(-stop // self._total)):
+            shards, ends = self._pass(epoch, number)
+            low = max(0, start - number * self._total)
+            high = min(self._total, stop - number * self._total)
+            for i in range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(ends, high, "left")) + 1):
+                shard, end = int(shards[i]), int(ends[i])
+                size = int(self._counts[shard])
+                first, count = max(low, end - size) - (end - size), min(high, end) - max(low, end - size)
+                if not count:
+                    continue
+                if epoch is None:
+                    yield Piece(shard, first, count, 0, count)
+                else:
+                    turn = mix(self.seed, 13, self.source, epoch, number, shard)
+                    yield Piece(shard, 0, size, (first + turn) % size, count)
+
+    def _make_pass(self, epoch: int | None, number: int) -> tuple[Numbers, Numbers]:
+        """The shards of a pass in their order, and the cumulative number of their samples."""
+        shards: Numbers = np.arange(len(self._counts))
+        if epoch is not None:
+            shards = permutation(len(self._counts), mix(self.seed, 14, self.source, epoch, number))
+        return shards, np.cumsum(self._counts[shards])

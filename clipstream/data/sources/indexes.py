@@ -42,7 +42,7 @@ from pydantic import InstanceOf
 from typing_extensions import NotRequired, TypedDict
 
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import Source
 from clipstream.errors import SettingsError
 from clipstream.storage.downloader import compression_of
 from clipstream.storage.shard_url import ShardURL, redact

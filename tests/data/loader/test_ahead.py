@@ -14,8 +14,7 @@ import pytest
 
 from clipstream.data.loader.pipeline import SampleBatches
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import SourceContext
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import DataError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.transfer import GIB

@@ -26,7 +26,7 @@ from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
-from clipstream.features.codec import decode_rows
+from clipstream.features.manifest import decode_rows
 from tests.support.fake_cuda import SlowCopies
 from tests.support.feature_stores import WIDTH, feature, view_key, write_store
 from tests.support.loaders import IMAGE, INPUTS, OPEN, data, digest, loader

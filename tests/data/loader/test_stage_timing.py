@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clipstream.data import sources
 from clipstream.data.decode import train_transform
 from clipstream.data.loader import loader as loading
 from clipstream.data.loader import sampler
 from clipstream.data.loader.stage_timing import IDLE, StageTimes, Stopwatch, merged
-from clipstream.data.sources import registry
 from clipstream.report.outputs import PATIENCE, DataStallWarning
 from clipstream.storage import tar
 from clipstream.training.trainer import NEGLIGIBLE
@@ -103,7 +103,7 @@ def slow_transform(sample: Any) -> Any:
 
 
 PLACES = {
-    "open": (registry.Source, "open"),
+    "open": (sources.Source, "open"),
     "order": (sampler.WindowSampler, "take"),
     "read": (tar.Shard, "load"),
     "decode": (train_transform.TrainTransform, "__call__"),

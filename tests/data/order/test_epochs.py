@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipstream.data.order.epochs import EpochPlan, IndexedOrder
+from clipstream.data.order.windows import EpochPlan, IndexedOrder
 from clipstream.errors import SettingsError
 
 Sample = tuple[int, int, int]  # source, shard, number

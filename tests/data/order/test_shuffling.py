@@ -9,9 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from clipstream.data.order.epochs import EpochPlan, IndexedOrder
 from clipstream.data.order.rng import SampleRNG, mix
-from clipstream.data.order.windows import Order, SourceOrder
+from clipstream.data.order.windows import EpochPlan, IndexedOrder, Order, SourceOrder
 
 LANES, SHARDS, SIZE = 8, 40, 100
 Make = Callable[[int], Order]  # seed -> order

@@ -14,7 +14,7 @@ from clipstream.config.settings import load, with_known_epoch
 from clipstream.config.validate import validate_run
 from clipstream.data.build import training_loader
 from clipstream.data.settings import CaptionSettings, DataSettings, SourceSettings
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import Source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from tests.support.loaders import INPUTS

@@ -24,9 +24,8 @@ from clipstream.cli.main import main as clipstream
 from clipstream.cli.verbs.index import main
 from clipstream.config.settings import load, with_known_epoch
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import SourceContext
+from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.indexes import count_samples, identity_of, opened_by, path_of, read, read_head, write
-from clipstream.data.sources.registry import Source
 from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import ShardCache

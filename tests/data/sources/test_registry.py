@@ -12,9 +12,8 @@ from clipstream.config.dump import dump
 from clipstream.config.settings import load
 from clipstream.data.build import training_loader
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import OpenShard, SourceContext, SourceType
+from clipstream.data.sources import TYPES, OpenShard, Source, SourceContext, SourceType, expand, source_type
 from clipstream.data.sources.indexes import count_samples
-from clipstream.data.sources.registry import TYPES, Source, expand, source_type
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.tar import SampleRef, ShardIndex

@@ -27,8 +27,7 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.build import training_loader
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import tables
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import Source, tables
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.storage.shard_url import table_format
@@ -479,7 +478,7 @@ def test_many_rows_cost_little_memory(tmp_path: Path) -> None:
             file.write(f"one.jpg,a caption of about sixty characters for picture {number}\n")
     code = """
         import os, sys
-        from clipstream.data.sources.registry import Source
+        from clipstream.data.sources import Source
         from clipstream.data.settings import SourceSettings
         def private():
             lines = open("/proc/self/smaps_rollup").read().splitlines()

@@ -40,12 +40,11 @@ from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import reading_of, stable_names, tokenizer_identity, views_of
 from clipstream.data.settings import JsonCaption, TokenizerSettings
-from clipstream.data.sources.registry import Source
+from clipstream.data.sources import Source
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Interrupted, SettingsError, Stopped
-from clipstream.features.codec import encode_rows
 from clipstream.features.manifest import (
     IDS,
     IMAGE,
@@ -57,6 +56,7 @@ from clipstream.features.manifest import (
     PartInfo,
     ShardInfo,
     SourceInfo,
+    encode_rows,
     sample_dtype,
 )
 from clipstream.features.writer import Chunk, StoreWriter, Texts

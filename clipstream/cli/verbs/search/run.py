@@ -20,12 +20,11 @@ from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.settings import ModelTokenizer
 from clipstream.errors import DataError, Dropped, SettingsError
-from clipstream.features.analysis import clusters as kmeans
-from clipstream.features.analysis import search as exact
-from clipstream.features.analysis.rows import Name, PairScores, StoredRows, pair_scores
-from clipstream.features.analysis.tables import SAMPLE, TableWriter, check_suffix
+from clipstream.features import search as exact
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
+from clipstream.features.rows import Name, PairScores, StoredRows, pair_scores
 from clipstream.features.store import FeatureStore
+from clipstream.features.tables import SAMPLE, TableWriter, check_suffix
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.text import printable
@@ -132,7 +131,7 @@ def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.devi
 
 def clusters(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
     """Print sizes and nearest rows of clusters; the file lists the cluster of each row."""
-    found = kmeans.kmeans(
+    found = exact.kmeans(
         rows, options.k, seed=options.seed, init=options.init, iterations=options.iterations, device=device
     )
     near = exact.search(rows, found.centroids, options.nearest, device=device)

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from clipstream.errors import DataError, SettingsError
-from clipstream.features.analysis.search import BLOCK
-from clipstream.features.codec import decode_rows
-from clipstream.features.manifest import IMAGE, TEXT
+from clipstream.features.manifest import IMAGE, TEXT, decode_rows
+from clipstream.features.search import BLOCK
 from clipstream.features.store import FeatureStore, StoredSource
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]

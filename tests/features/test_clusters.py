@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.errors import SettingsError
-from clipstream.features.analysis.clusters import kmeans
+from clipstream.features.search import kmeans
 from tests.support.stored_features import TensorRows
 
 

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from clipstream.cli.verbs.export import main
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.features.analysis.tables import TableWriter, export
+from clipstream.features.tables import TableWriter, export
 from tests.support.features import Content
 from tests.support.forks import Fork, wait_until
 from tests.support.stored_features import Made, make_store

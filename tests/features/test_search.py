@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clipstream.errors import SettingsError
-from clipstream.features.analysis import search as module
-from clipstream.features.analysis.search import NO_FAISS, default_factory, duplicates, open_index, recall, search
+from clipstream.features import search as module
+from clipstream.features.search import NO_FAISS, default_factory, duplicates, open_index, recall, search
 from tests.support.stored_features import TensorRows
 
 THERE = importlib.util.find_spec("faiss") is not None
