@@ -90,7 +90,7 @@ def hold_all(source: StoredSource) -> Numbers:
 def measure_gather(path: Path, args: argparse.Namespace) -> None:
     """Print rows/s of gathering, and of copying as many bytes."""
     write_store(path, args.rows, args.width, args.dtype)
-    source = FeatureStore.open(path).source("train")
+    source = FeatureStore(path).source("train")
     began = time.perf_counter()
     numbers = hold_all(source)
     verified = time.perf_counter() - began
@@ -168,7 +168,7 @@ def measure_open(path: str) -> None:
     """Print how much this process grows by opening a store."""
     before = resident()
     began = time.perf_counter()
-    store = FeatureStore.open(path)
+    store = FeatureStore(path)
     source = store.source("train")
     opened, took = resident() - before, time.perf_counter() - began
     samples = sum(shard.samples for shard in source.shards)

@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--templates", nargs="+", default=TEMPLATES, help="prompts, with {c} for the class name")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    stores = [FeatureStore.open(path) for path in args.stores]
+    stores = [FeatureStore(path) for path in args.stores]
     labels, classifier = {}, None
     if args.labels:
         labels = labels_of(expand(args.labels))

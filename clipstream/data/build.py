@@ -25,7 +25,6 @@ from clipstream.data.loader.sampler import (
     LaneSampler,
     OnceSampler,
     OpenShards,
-    StoredFeatures,
     WindowSampler,
 )
 from clipstream.data.loader.stored import BatchRows, StoredData, StoredSamples
@@ -252,7 +251,7 @@ def _reader(
     inputs: ModelInputs,
     training: DataSettings | None,
     target: CaptionExtractor | None = None,
-    stored: StoredFeatures | None = None,
+    stored: StoredSamples | None = None,
 ) -> Reader:
     """How a source is read; pixels are those of evaluation without `training`."""
     upright = source.orientation == "exif" or (source.orientation == "auto" and training is not None)

@@ -38,12 +38,7 @@ from clipstream.utils.atomic_write import BLOCK
 from clipstream.utils.section import checked
 
 SCALE_BYTES = 4  # of the float32 scale at the end of an int8 row
-FEATURE_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-}
+FEATURE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 ID_DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 DTYPES = {**FEATURE_DTYPES, **ID_DTYPES}
 

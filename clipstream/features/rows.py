@@ -52,6 +52,7 @@ class ShardPart(NamedTuple):
     """A part of a shard."""
 
     source: StoredSource
+    known: StoredSource  # the same source without the rows of the part: to count them, these need not be there
     number: int  # of the shard in its source
     part: str
 
@@ -62,8 +63,8 @@ class ShardPart(NamedTuple):
 
     def rows_of_samples(self) -> Numbers:
         """How many rows each sample has, int64 [n]; 0 for dropped ones."""
-        with self.source.holding(self.number):
-            return self._counts(0, self.source.samples_of(self.number))
+        with self.known.holding(self.number):
+            return self._counts(self.known, 0, self.known.samples_of(self.number))
 
     def blocks(self, step: int, start: int = 0) -> Iterator[StoredBlock]:
         """The rows of the samples from number `start` on, those of `step` samples at a time."""
@@ -71,7 +72,7 @@ class ShardPart(NamedTuple):
         count, base = source.samples_of(self.number), source.base(self.number)
         with source.holding(self.number):
             for first in range(start, count, step):
-                counts = self._counts(first, min(first + step, count))
+                counts = self._counts(source, first, min(first + step, count))
                 samples = np.repeat(np.arange(first, first + len(counts)), counts)
                 choices = np.arange(len(samples)) - np.repeat(counts.cumsum() - counts, counts)
                 of = source.caption_rows if manifest.per_caption(self.part) else source.view_rows
@@ -83,9 +84,9 @@ class ShardPart(NamedTuple):
                     )
                 yield StoredBlock(samples, choices, features)
 
-    def _counts(self, start: int, stop: int) -> Numbers:
-        base, manifest = self.source.base(self.number), self.source.store.manifest
-        table = self.source.sample_rows(np.arange(base + start, base + stop))
+    def _counts(self, source: StoredSource, start: int, stop: int) -> Numbers:
+        base, manifest = source.base(self.number), source.store.manifest
+        table = source.sample_rows(np.arange(base + start, base + stop))
         used = table["used"].astype(np.int64)
         rows = table["counts"].sum(axis=1) if manifest.per_caption(self.part) else manifest.rows_of(self.part)
         return used * rows
@@ -124,8 +125,9 @@ class StoredRows:
     @cached_property
     def shards(self) -> list[ShardPart]:
         """All shards of all sources, in order."""
-        sources = [self.store.source(name, [self.part]) for name in self.store.manifest.sources]
-        return [ShardPart(source, number, self.part) for source in sources for number in range(len(source.shards))]
+        names, source = list(self.store.manifest.sources), self.store.source
+        pairs = [(source(name, [self.part]), source(name, [])) for name in names]
+        return [ShardPart(*pair, number, self.part) for pair in pairs for number in range(len(pair[0].shards))]
 
     @cached_property
     def firsts(self) -> Numbers:

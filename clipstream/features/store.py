@@ -65,12 +65,21 @@ _Version = tuple[int, int, int]  # of a file: inode, bytes, time of the last cha
 
 
 class FeatureStore:
-    """An open store. Use `FeatureStore.open`.
+    """An open store.
+
+    Args:
+        path: a folder, or a URL (http, https, or an object store).
+        cache: folder that keeps downloaded and unpacked files for later runs, or the cache of the shards; None for a
+            temporary folder.
 
     Attributes:
-        path: folder or URL.
+        path: as given.
         shown: the same without credentials, for messages.
         manifest: content of store.json.
+
+    Raises:
+        SettingsError: no complete store is there, or chunks are missing or truncated.
+        DataError: a remote store cannot be reached.
     """
 
     def __init__(self, path: str | os.PathLike[str], cache: str | ShardCache | None = None) -> None:
@@ -84,20 +93,6 @@ class FeatureStore:
         self.manifest = self._read_manifest()
         if self._root is not None:
             self._check_files()
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str], cache: str | ShardCache | None = None) -> FeatureStore:
-        """Open a folder, or a URL (http, https, or an object store).
-
-        Args:
-            cache: folder that keeps downloaded and unpacked files for later runs, or the cache of the shards; None for
-                a temporary folder.
-
-        Raises:
-            SettingsError: no complete store is there, or chunks are missing or truncated.
-            DataError: a remote store cannot be reached.
-        """
-        return cls(path, cache)
 
     def source(self, name: str, parts: Sequence[str] | None = None) -> StoredSource:
         """One source.
@@ -198,6 +193,7 @@ class StoredSource:
     Attributes:
         info: SourceInfo. shards: its shards.
         n_chunks: chunks of each part over all shards.
+        caption_slot: rows between the first rows of two chunks of a part with a row for each caption.
     """
 
     def __init__(self, store: FeatureStore, name: str, parts: Sequence[str]) -> None:
@@ -210,7 +206,7 @@ class StoredSource:
         self.n_chunks = int(self._first[-1])
         self._chunk_rows, self._views = manifest.chunk_rows, max(manifest.views, 1)
         captions = max((rows for shard in self.shards for rows in shard.captions), default=0)
-        self._caption_rows = max(-(-captions // ROWS_MULTIPLE), 1) * ROWS_MULTIPLE  # of a slot
+        self.caption_slot = max(-(-captions // ROWS_MULTIPLE), 1) * ROWS_MULTIPLE  # of a slot
         self._dtype = sample_dtype(manifest.views, self.info.paths)
         self._tables = {part: _Table(self, part) for part in (SAMPLES, *self.parts)}
         self._held: dict[int, int] = {}
@@ -271,7 +267,7 @@ class StoredSource:
     def caption_rows(self, numbers: Numbers, choices: Numbers) -> Numbers:
         """Rows of the parts with a row for each caption, int64 [n]; choices count all captions of a sample."""
         starts: Numbers = self.sample_rows(numbers)["start"]
-        return numbers // self._chunk_rows * self._caption_rows + starts + choices
+        return numbers // self._chunk_rows * self.caption_slot + starts + choices
 
     def gather(self, part: str, rows: Numbers, out: torch.Tensor | None = None) -> torch.Tensor:
         """Stored rows [n, W], without the interpreter's lock.
@@ -309,12 +305,6 @@ class StoredSource:
     def has_keys(self, shard: int, keys: Sequence[str]) -> bool:
         """Whether the samples of the shard had these keys, in this order, when the features were computed."""
         return keys_digest(keys, self._chunk_rows) == self.shards[shard].keys
-
-    def slot_rows(self, part: str) -> int:
-        """Rows between the first rows of two chunks."""
-        if self.store.manifest.per_caption(part):
-            return self._caption_rows
-        return self._chunk_rows * self.store.manifest.rows_of(part)
 
     def _map(self, shard: int) -> None:
         files, first = self._files.setdefault(shard, []), int(self._first[shard])
@@ -408,8 +398,11 @@ class _Table:
     """The rows of one part of a source over all of its chunks."""
 
     def __init__(self, source: StoredSource, part: str) -> None:
-        self.row_bytes = source.store.manifest.row_bytes(part, source.name)
-        self._slot_rows = source.slot_rows(part)
+        manifest = source.store.manifest
+        self.row_bytes = manifest.row_bytes(part, source.name)
+        self._slot_rows = manifest.chunk_rows * manifest.rows_of(part)  # between the first rows of two chunks
+        if manifest.per_caption(part):
+            self._slot_rows = source.caption_slot
         self._region = Region(source.n_chunks, self._slot_rows * self.row_bytes)
         self._rows = self._region.array.reshape(-1, self.row_bytes)
         self._held = np.zeros(source.n_chunks + 1, np.int64)  # rows of each chunk that is mapped, else 0

@@ -79,7 +79,7 @@ def test_a_store_gives_back_what_was_written(tmp_path: Path, views: int, zstd: b
     parts = {name: replace(part, zstd=zstd) for name, part in PARTS.items()}
     content = Content(parts=parts, views=views)
     content.make(tmp_path / "store")
-    check(FeatureStore.open(tmp_path / "store"), content)
+    check(FeatureStore(tmp_path / "store"), content)
     assert not list((tmp_path / "store").rglob("*.tmp"))
     if not zstd:  # a chunk file is safetensors whose body begins at a page
         path = tmp_path / "store/image/train/00000-0000.safetensors"
@@ -97,7 +97,7 @@ def test_a_remote_store(tmp_path: Path, zstd: bool) -> None:
         site.bodies = {path.relative_to(tmp_path / "made").as_posix(): path.read_bytes() for path in files}
         for cache in (None, str(tmp_path / "cache"), str(tmp_path / "cache")):
             before = sum(count for name, count in site.asked.items() if name.startswith("GET"))
-            store = FeatureStore.open(site.root, cache=cache)
+            store = FeatureStore(site.root, cache=cache)
             source = store.source("train", ["image"])
             with source.holding(0):
                 found = source.gather("image", source.view_rows(np.arange(40), np.full(40, 1)))
@@ -108,9 +108,9 @@ def test_a_remote_store(tmp_path: Path, zstd: bool) -> None:
         gone = "image/train/00001-0000.safetensors"
         site.bodies = {name: data for name, data in site.bodies.items() if not name.startswith(gone)}
         with pytest.raises(DataError, match=rf"{gone}.*: http_404.*clipstream precompute"):
-            FeatureStore.open(site.root).source("train").hold(1)
+            FeatureStore(site.root).source("train").hold(1)
         with pytest.raises((DataError, SettingsError), match=r"store\.json"):
-            FeatureStore.open(f"{site.root}/elsewhere")
+            FeatureStore(f"{site.root}/elsewhere")
 
 
 @pytest.mark.parametrize("page", [4096, 16384])
@@ -132,8 +132,8 @@ def test_names_of_sources_stay_in_the_store_and_shards_may_have_any_name(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
     folders = [path.parent.parent.name for path in (tmp_path / "s").glob("*/*/*.safetensors")]
     assert sorted(folders) == sorted([*PARTS, "samples", "texts"] * 2)
-    assert len(FeatureStore.open(tmp_path / "s").source(name).keys(0)) == 5
+    assert len(FeatureStore(tmp_path / "s").source(name).keys(0)) == 5
     source = SourceInfo((ShardInfo("a\udcff.tar", 0),))
     manifest = Manifest({name: source}, {"image": PartInfo(4, "float16", "view")}, complete=True)
     (tmp_path / "store.json").write_bytes(manifest.to_bytes())
-    assert FeatureStore.open(tmp_path).manifest == manifest
+    assert FeatureStore(tmp_path).manifest == manifest

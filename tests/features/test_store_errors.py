@@ -117,7 +117,7 @@ def test_a_file_of_another_chunk_or_store_is_found(tmp_path: Path) -> None:
 
 def test_a_chunk_that_is_changed_between_two_uses_is_found(tmp_path: Path) -> None:
     SMALL.make(tmp_path)
-    source = FeatureStore.open(tmp_path).source("train")
+    source = FeatureStore(tmp_path).source("train")
     with source.holding(0):
         pass
     path = tmp_path / "image/train/00000-0000.safetensors"
@@ -131,7 +131,7 @@ def test_a_chunk_that_is_overwritten_or_truncated_while_it_is_held_is_found(
 ) -> None:
     """One of the same content, and one that is replaced by another file, go on; what was mapped stays mapped."""
     SMALL.make(tmp_path)
-    source = FeatureStore.open(tmp_path).source("train")
+    source = FeatureStore(tmp_path).source("train")
     path, rows = tmp_path / "image/train/00000-0000.safetensors", np.arange(3)
     whole = path.read_bytes()
     monkeypatch.setattr("clipstream.features.store.LOOKED", 1e12)
@@ -175,7 +175,7 @@ def test_a_compressed_chunk_of_too_many_bytes_is_refused_in_little_memory(tmp_pa
 def test_a_manifest_of_something_else(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "store.json").write_bytes(content)
     with pytest.raises(SettingsError, match=r"the feature store is damaged: .*store\.json"):
-        FeatureStore.open(tmp_path)
+        FeatureStore(tmp_path)
 
 
 def sealed(values: Any, body: bytes) -> bytes:
@@ -210,7 +210,7 @@ def test_a_manifest_or_header_of_any_content_is_read_or_an_error_of_one_sentence
     else:
         values.pop("crc32", None)
         path.write_text(json.dumps({**values, "crc32": _checksum(values)}))
-    for use in (read_all, lambda path: StoredRows(FeatureStore.open(path)).names([0]), SMALL.make):
+    for use in (read_all, lambda path: StoredRows(FeatureStore(path)).names([0]), SMALL.make):
         try:
             use(made)
         except ClipstreamError as error:
@@ -239,7 +239,7 @@ def test_counts_types_and_ranges_of_the_manifest(tmp_path: Path, place: tuple[An
     del values["crc32"]
     (tmp_path / "store.json").write_text(json.dumps({**values, "crc32": _checksum(values)}))
     with pytest.raises(SettingsError, match=r"^the feature store is damaged: .*store\.json: [^\n]*$"):
-        FeatureStore.open(tmp_path)
+        FeatureStore(tmp_path)
 
 
 def write_in_child(path: Path) -> None:
@@ -255,11 +255,11 @@ def test_other_folders_and_versions(tmp_path: Path) -> None:
         StoreWriter(tmp_path, SMALL.draft())
     folder = tmp_path / "store"
     with pytest.raises(SettingsError, match=r"no feature store \(store.json: No such file"):
-        FeatureStore.open(folder)
+        FeatureStore(folder)
     with StoreWriter(folder, SMALL.draft()) as writer:
         SMALL.write(writer, "train", 0, 0)
         with pytest.raises(SettingsError, match="incomplete: run the same"):
-            FeatureStore.open(folder)
+            FeatureStore(folder)
         with pytest.raises(SettingsError, match=r"incomplete .*texts/train/00001-0000.* is missing"):
             writer.finish()
         assert end_at_random(write_in_child, folder, seconds=60)
@@ -271,12 +271,12 @@ def test_other_folders_and_versions(tmp_path: Path) -> None:
         changed = replace(manifest, **change)  # type: ignore[arg-type]
         (folder / "store.json").write_bytes(changed.to_bytes())
         with pytest.raises(SettingsError, match=message):
-            FeatureStore.open(folder)
+            FeatureStore(folder)
 
 
 def test_names_that_the_store_lacks(tmp_path: Path) -> None:
     SMALL.make(tmp_path)
-    store = FeatureStore.open(tmp_path)
+    store = FeatureStore(tmp_path)
     with pytest.raises(SettingsError, match=r"no source 'trian'.*did you mean 'train'"):
         store.source("trian")
     with pytest.raises(SettingsError, match=r"no part 't2\.image', only image, text, ids, t\.image"):
@@ -301,7 +301,7 @@ def test_another_towers_features_are_refused_and_parts_may_be_added(content: Con
             writer.finish()
     added.rows = content.rows  # type: ignore[method-assign]
     added.make(tmp_path)
-    assert set(FeatureStore.open(tmp_path).manifest.parts) == {"image", "ids", "text"}
+    assert set(FeatureStore(tmp_path).manifest.parts) == {"image", "ids", "text"}
     assert len(read_all(tmp_path)) > len(before)
 
 
@@ -399,4 +399,4 @@ def test_features_that_are_not_finite_are_found_by_analysis(tmp_path: Path, monk
     content.rows = lambda *where: {**(made := rows(*where)), "image": torch.full_like(made["image"], torch.nan)}  # type: ignore[method-assign]
     content.make(tmp_path)
     with pytest.raises(DataError, match=r"features of part image of 00000.tar are not finite"):
-        list(StoredRows(FeatureStore.open(tmp_path)).blocks())
+        list(StoredRows(FeatureStore(tmp_path)).blocks())

@@ -67,7 +67,7 @@ def test_a_store_is_that_of_the_cpu(device: str, number: int, tmp_path: Path) ->
         flags = ["--towers", "both", "--train-data", shards, "--model", str(tmp_path / "model.json"), "--workers", "1"]
         flags += ["--dtype", "float32", "--precision", "fp32", "--run.threads", "1", "--device", where]
         assert precompute([str(tmp_path / name), *flags, "--batch-size", "8"]) == 0
-        stores[name] = FeatureStore.open(tmp_path / name)
+        stores[name] = FeatureStore(tmp_path / name)
     for part in ("image", "text"):
         found, expected = (list(stores[name].blocks(part)) for name in ("found", "expected"))
         assert [block[:3] for block in found] == [block[:3] for block in expected] and found

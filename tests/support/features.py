@@ -104,7 +104,7 @@ class Content:
 def read_all(path: Path) -> list[bytes]:
     """All that can be read of a store."""
     found = []
-    store = FeatureStore.open(path)
+    store = FeatureStore(path)
     for name in store.manifest.sources:
         source = store.source(name)
         for shard in range(len(source.shards)):

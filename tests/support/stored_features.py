@@ -28,7 +28,7 @@ class Made:
 
     @property
     def store(self) -> FeatureStore:
-        return FeatureStore.open(self.path)
+        return FeatureStore(self.path)
 
 
 def make_store(

@@ -67,8 +67,8 @@ def argv(place: Path, store: Path, *more: str, shards: str = "pairs/{00000..0000
 
 
 def opened(store: Path) -> StoredSource:
-    source = FeatureStore.open(store).source("train")
-    for shard in range(len(FeatureStore.open(store).manifest.sources["train"].shards)):
+    source = FeatureStore(store).source("train")
+    for shard in range(len(FeatureStore(store).manifest.sources["train"].shards)):
         source.hold(shard)
     return source
 
@@ -139,7 +139,7 @@ def test_the_views_are_those_of_their_keys(place: Path, tmp_path: Path) -> None:
         live = encoded(towers, [transform(picture(7 + i), SampleRNG(key)) for i, key in enumerate(keys)])
         assert torch.allclose(images_of(source, 1, view), live, atol=1e-6)
     assert not torch.allclose(images_of(source, 1, 0), images_of(source, 1, 1), atol=1e-3)
-    transform_of = FeatureStore.open(tmp_path / "s").manifest.parts["image"].fingerprint["transform"]
+    transform_of = FeatureStore(tmp_path / "s").manifest.parts["image"].fingerprint["transform"]
     assert transform_of == {  # of all versions: training refuses a store whose record differs
         "views": 3, "seed": 0, "decoder": "fast",
         "augment": {
@@ -166,7 +166,7 @@ def test_all_captions_of_a_picture_are_stored(place: Path, tmp_path: Path) -> No
     command[command.index("--model") + 1] = str(place / "model.json")
     assert main(command) == 0
     source = opened(tmp_path / "s")
-    assert FeatureStore.open(tmp_path / "s").manifest.sources["train"].weights == (1.0, 3.0)
+    assert FeatureStore(tmp_path / "s").manifest.sources["train"].weights == (1.0, 3.0)
     assert source.sample_rows(numbers(source, 0))["counts"].tolist() == [[1, 0], [1, 1], [1, 2]]
     assert [captions for _, captions in source.texts(0)] == [["x"], ["x", "alt 1 0"], ["x", "alt 2 0", "alt 2 1"]]
     towers = build(str(place / "model.json"))
@@ -205,7 +205,7 @@ def test_teachers_have_their_own_pictures_and_tokenizer(
     with torch.no_grad():
         texts = towers.encode_text(towers.open_clip_tokenizer()([f"picture {n}" for n in range(7)]))
     assert torch.allclose(decode_rows(source.gather("big.text", rows)), texts, atol=1e-5)
-    info = FeatureStore.open(store).manifest.parts["big.text"]
+    info = FeatureStore(store).manifest.parts["big.text"]
     assert info.logit_scale == pytest.approx(float(towers.scalars()[0].detach()))
 
     assert main(argv(place, store, "--teacher", f"big={tmp_path}/hf.json")) == SettingsError.exit_code
@@ -269,7 +269,7 @@ def test_a_shard_that_changed_before_a_part_was_added(
 def test_shards_that_cannot_be_opened(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv(place, tmp_path / "s", shards="pairs/{00007..00008}.tar")) == 0
     assert "00008.tar" in capsys.readouterr().out
-    shards = FeatureStore.open(tmp_path / "s").manifest.sources["train"].shards
+    shards = FeatureStore(tmp_path / "s").manifest.sources["train"].shards
     assert [shard.samples for shard in shards] == [7, 0]
     assert "missing" in shards[1].reason and not shards[0].reason
     assert main(argv(place, tmp_path / "t", shards="pairs/{00008..00009}.tar")) == DataError.exit_code

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     from clipstream.features.store import FeatureStore
     from clipstream.features.tables import export  # on use: --help imports no torch
 
-    store, how = FeatureStore.open(options.store, options.cache), (options.format, options.dtype, options.captions)
+    store, how = FeatureStore(options.store, options.cache), (options.format, options.dtype, options.captions)
     for part in options.part or store.manifest.feature_parts:
         for path in export(store, part, Path(options.out), *how, file_rows=options.rows):
             print(path)

@@ -21,7 +21,7 @@ from clipstream.data.batch import Batch
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.health import Health, SourceHealth
 from clipstream.data.loader.pipeline import INTERIM_DROPS, FilledPart, ModelInputs, WorkerReport
-from clipstream.data.loader.sampler import LaneWalk
+from clipstream.data.loader.sampler import LaneWalk, Shards
 from clipstream.data.loader.stage_timing import IDLE, ORDER, READ, Stopwatch
 from clipstream.data.loader.stored import Flags, StoredData, StoredKeys, StoredSamples
 from clipstream.data.order.lanes import Cursor, LaneState, Numbers, Stream, share_of
@@ -69,18 +69,14 @@ class DrawnBatch(FilledPart):
         return dict(zip(self.lanes, states, strict=True))
 
 
-class HeldShards:
+class HeldShards(Shards):
     """The shards of a source of stored features; see sampler.Shards.
 
     A released shard is held until `release_retired`, because rows of the samples that were taken are read later.
     """
 
     def __init__(
-        self,
-        samples: StoredSamples,
-        health: Callable[[], SourceHealth],
-        report: Callable[[], None],
-        threads: Executor,
+        self, samples: StoredSamples, health: Callable[[], SourceHealth], report: Callable[[], None], threads: Executor
     ) -> None:
         self.samples, self.health, self.report = samples, health, report
         self._threads = threads
@@ -88,7 +84,7 @@ class HeldShards:
         self._ahead: dict[int, Future[None]] = {}  # shards that a lane will hold soon
 
     def hold(self, number: int) -> int:
-        """See Shards; raises DataError: a chunk of a store is damaged."""
+        """See Shards. Raises DataError: a chunk of a store is damaged."""
         health, count = self.health(), int(self.samples.counts[number])
         health.shards.add(number)
         if not count:
@@ -102,21 +98,17 @@ class HeldShards:
         return count
 
     def release(self, number: int) -> None:
-        """See Shards."""
         self._retired.append(number)
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        """See Shards."""
         for number in numbers:
             if self.samples.counts[number] and number not in self._ahead and not self.samples.is_held(number):
                 self._ahead[number] = self._threads.submit(self.samples.hold, number)
 
     def faults(self, numbers: Iterable[int]) -> list[str]:
-        """See Shards."""
         return [self.samples.fault(number) for number in numbers]
 
     def title(self, number: int) -> str:
-        """See Shards."""
         return self.samples.shown[number]
 
     def release_retired(self) -> None:

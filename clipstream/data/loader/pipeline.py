@@ -37,9 +37,9 @@ from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
 from clipstream.data.decode.tokenizers import Tokenizer, readable
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health
-from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards, StoredChoice, StoredFeatures
+from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals, Stopwatch
-from clipstream.data.loader.stored import BatchRows, StoredData
+from clipstream.data.loader.stored import BatchRows, StoredChoice, StoredData, StoredSamples
 from clipstream.data.order.lanes import LaneState, Stream
 from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.data.sources import Source
@@ -102,7 +102,7 @@ class Reader:
     transform: SampleTransform | None  # the user's own, before the caption; or None
     filter: SampleFilter | None = None  # says which samples are used; None for all
     teacher_image: ImageTransform | None = None  # gives a live teacher's pixels of the same crop; None for none
-    stored: StoredFeatures | None = None  # precomputed features of the samples; None for none
+    stored: StoredSamples | None = None  # precomputed features of the samples; None for none
 
     @cached_property
     def members(self) -> tuple[str, ...] | None:

@@ -17,8 +17,9 @@ import numpy as np
 
 from clipstream.data.loader.health import SourceHealth
 from clipstream.data.loader.stage_timing import OPEN, ORDER
+from clipstream.data.loader.stored import StoredSamples
 from clipstream.data.order.lanes import Cursor, share_of
-from clipstream.data.order.rng import SampleRNG, mix
+from clipstream.data.order.rng import mix
 from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.data.sources import OpenShard, Source
 from clipstream.errors import DataError, Dropped
@@ -48,38 +49,10 @@ class LaneSample(NamedTuple):
         return f"{self.url.rstrip('/').rpartition('/')[2]}/{self.ref.key}"
 
 
-class StoredChoice(NamedTuple):
-    """Which stored rows of a sample belong to a batch."""
-
-    number: int  # of the sample in its store
-    caption: int  # position among the captions of the sample
-    view: int
-
-
-class StoredFeatures(Protocol):
-    """Precomputed features of the samples of a source, where the samples are read from their shards all the same."""
-
-    def hold(self, shard: int) -> None:
-        """Make the rows of a shard readable until `release`."""
-
-    def release(self, shard: int) -> None:
-        """Undo one `hold`."""
-
-    def check_keys(self, shard: int, keys: Sequence[str]) -> None:
-        """Compare the keys of an open shard with the stored ones. Raises DataError: they differ."""
-
-    def choose(
-        self, shard: int, position: int, by_path: Sequence[list[str]], rng: SampleRNG
-    ) -> tuple[StoredChoice, SampleRNG]:
-        """The caption and view of a sample, of its candidates by path, and the generator of its image's augmentation.
-
-        Raises Dropped: the sample could not be used when its features were computed, or had other captions.
-        """
-        ...
-
-
 class Shards(Protocol):
     """The shards of a source, as lanes walk through them."""
+
+    report: Callable[[], None]  # reports counts now if they may end the run
 
     def hold(self, number: int) -> int:
         """Keep a shard open until `release`; returns its number of samples, 0 where it cannot be read."""
@@ -98,9 +71,6 @@ class Shards(Protocol):
     def title(self, number: int) -> str:
         """The shard's name for keys and messages."""
         ...
-
-    def report(self) -> None:
-        """Report counts now if they may end the run."""
 
 
 class AbsentShard:
@@ -121,7 +91,7 @@ class AbsentShard:
 _ABSENT = AbsentShard()
 
 
-class OpenShards:
+class OpenShards(Shards):
     """The shards of one source that a worker has open, shared by its lanes; closed when no lane holds them.
 
     Args:
@@ -138,7 +108,7 @@ class OpenShards:
         health: Callable[[], SourceHealth],
         begin_stage: Callable[[str, str], None],
         report: Callable[[], None],
-        stored: StoredFeatures | None = None,
+        stored: StoredSamples | None = None,
     ) -> None:
         self.source, self.report, self.stored = source, report, stored
         self._health = health
@@ -148,7 +118,6 @@ class OpenShards:
         self.prefetcher = ShardPrefetcher(source)
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        """Download shards in the background that will be held soon."""
         names = (self.source.names[number] for number in numbers if number not in self._open)
         self.prefetcher.add(name for name in names if self.source.types[name].is_remote(name))
 
@@ -157,7 +126,6 @@ class OpenShards:
         return self._open[number][0]
 
     def hold(self, number: int) -> int:
-        """Open the shard unless it is open; returns its samples: 0, counted as broken, where none is readable."""
         if number in self._open:
             shard, holders = self._open[number]
             self._open[number] = (shard, holders + 1)
@@ -201,11 +169,9 @@ class OpenShards:
         return len(shard.index.samples)
 
     def faults(self, numbers: Iterable[int]) -> list[str]:
-        """Why shards gave no sample when they were opened last."""
         return [self._failed[number] for number in numbers if number in self._failed]
 
     def release(self, number: int) -> None:
-        """Release a shard that a lane held."""
         shard, holders = self._open[number]
         if holders > 1:
             self._open[number] = (shard, holders - 1)
@@ -218,7 +184,6 @@ class OpenShards:
         self.source.types[name].release(name)
 
     def title(self, number: int) -> str:
-        """The shard's name for keys and messages."""
         name = self.source.names[number]
         return self.source.types[name].title(name)
 

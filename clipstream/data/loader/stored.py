@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ import torch
 from clipstream.data.decode.captions import draw_caption, draw_captions
 from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
 from clipstream.data.loader.health import DroppedSample, SourceHealth
-from clipstream.data.loader.sampler import StoredChoice
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs
 from clipstream.data.order_plan import stable_names
@@ -53,22 +52,18 @@ class StoredData:
 
     @classmethod
     def open(
-        cls,
-        image: str | None = None,
-        text: str | None = None,
-        teachers: Sequence[str] = (),
-        cache: str | None = None,
+        cls, image: str | None = None, text: str | None = None, teachers: Sequence[str] = (), cache: str | None = None
     ) -> StoredData:
         """Open the stores at these paths or URLs, the same store once.
 
         Args:
             teachers: stores of teachers. Parts NAME.image and NAME.text belong to the teacher NAME; in a store without
                 such parts, image and text belong to the teacher `teacher`.
-            cache: as for FeatureStore.open.
+            cache: as for FeatureStore.
 
         Raises SettingsError: a store cannot be opened or lacks a part, or two stores have a teacher of one name.
         """
-        opened = {path: FeatureStore.open(path, cache) for path in dict.fromkeys((image, text, *teachers)) if path}
+        opened = {path: FeatureStore(path, cache) for path in dict.fromkeys((image, text, *teachers)) if path}
         features: dict[str, tuple[FeatureStore, str]] = {}
         for name, path in ((IMAGE, image), (TEXT, text)):
             if path is not None:
@@ -150,6 +145,14 @@ class StoredData:
         """The first `count` rows of each of the features, uint8 [n, bytes], as views of their stored type."""
         parts = {name: store.manifest.parts[part] for name, (store, part) in self.features.items()}
         return {name: torch.from_numpy(rows[name][:count]).view(DTYPES[part.dtype]) for name, part in parts.items()}
+
+
+class StoredChoice(NamedTuple):
+    """Which stored rows of a sample belong to a batch."""
+
+    number: int  # of the sample, see StoredSamples
+    caption: int  # position among the captions of the sample
+    view: int
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,7 @@ class Model:
 
 
 def precompute(
-    settings: Settings,
-    options: StoreOptions,
-    teachers: Mapping[str, ModelSettings],
-    world: World,
-    watch: FailureWatch,
+    settings: Settings, options: StoreOptions, teachers: Mapping[str, ModelSettings], world: World, watch: FailureWatch
 ) -> None:
     """Compute what the store lacks, on this rank, until a signal stops it.
 

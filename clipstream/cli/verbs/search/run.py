@@ -45,7 +45,7 @@ def search(options: argparse.Namespace) -> None:
     """
     if options.out:
         check_suffix(Path(options.out))
-    store = FeatureStore.open(options.store, options.cache)
+    store = FeatureStore(options.store, options.cache)
     rows = StoredRows(store, IMAGE if options.topic == "scores" else options.part)
     if not len(rows):
         raise DataError(f"{store.shown} has no rows in {rows.part}: all samples were dropped")
