@@ -7,6 +7,7 @@ Lists are written `'[a, b]'`; a flag given again replaces its earlier value. A f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -200,3 +201,30 @@ def own_flags(
         value = with_home(value)
         own[flag] = f"{own[flag]}\n{value}" if flag in many and flag in own else value
     return own, rest
+
+
+def number_flag(
+    own: Mapping[str, str], flag: str, default: Any, *, least: int | None = None, most: int = 10**9 - 1
+) -> Any:
+    """The value of one of a verb's own flags: a whole number from `least` to `most`; without `least`, any above 0.
+
+    Raises SettingsError: it is none.
+    """
+    if (text := own.get(flag)) is None:
+        return default
+    try:
+        value = float(text) if least is None else int(text)
+    except ValueError:
+        value = -1
+    if not (value > 0 and math.isfinite(value) if least is None else least <= value <= most):
+        bounds = f", at least {least}" if most == 10**9 - 1 else f" from {least} to {most}"
+        wanted = "number above 0" if least is None else f"whole number{bounds}"
+        raise SettingsError(f"{flag}: expected a {wanted}, not {text!r}")
+    return value
+
+
+def choice_flag(own: Mapping[str, str], flag: str, choices: Sequence[str], default: str) -> str:
+    """The value of one of a verb's own flags, of several words. Raises SettingsError: it is another one."""
+    if (text := own.get(flag, default)) not in (*choices, default):
+        raise SettingsError(f"{flag}: expected {', '.join(choices)}, not {text!r}")
+    return text

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 
 from clipstream.text import printable_lines
 from clipstream.utils.logs import drop_output
@@ -36,6 +37,15 @@ class ResultConsole(Console):
         """See rich's Console, whose own method ends the program."""
         self.quiet = True
         drop_output(sys.stdout)
+
+
+def result_table(title: str, columns: Sequence[str], numbers: Collection[str]) -> Table:
+    """An empty table, in which the columns named in `numbers` are aligned to the right, and not wrapped."""
+    made = Table(title=title, title_justify="left")
+    for column in columns:
+        is_number = column in numbers
+        made.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
+    return made
 
 
 def _print(text: str) -> None:

@@ -21,7 +21,6 @@ from typing import TypeVar
 import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
-from rich.table import Table
 
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point
@@ -39,7 +38,7 @@ from clipstream.storage.shard_url import in_braces, redact
 from clipstream.storage.tar import SCATTERED
 from clipstream.storage.transfer import ShardError
 from clipstream.text import MESSAGE, listed, printable
-from clipstream.utils.console import ResultConsole
+from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.content import OTHER_NAME
 from clipstream.utils.logs import on_terminal
 
@@ -309,16 +308,13 @@ def show(view: CheckReport, console: Console) -> None:
 
 def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print the first rows of a table, unless there are none."""
-    table = Table(title=title, title_justify="left", expand=False)
-    for column in columns:
-        numbers = column in ("samples", "share")
-        table.add_column(column, justify="right" if numbers else "left", overflow="fold", no_wrap=numbers)
+    shown = result_table(title, columns, ("samples", "share"))
     for row in rows[:ROWS]:
-        table.add_row(*(printable(cell, CELL) for cell in row))
+        shown.add_row(*(printable(cell, CELL) for cell in row))
     if len(rows) > ROWS:
-        table.add_row(f"… and {len(rows) - ROWS:,} more")
+        shown.add_row(f"… and {len(rows) - ROWS:,} more")
     if rows:
-        console.print(table)
+        console.print(shown)
 
 
 def print_checked(source: SourceSettings, command: str, samples: int) -> None:

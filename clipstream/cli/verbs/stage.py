@@ -30,7 +30,7 @@ from clipstream.checkpoint.run_lock import held
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point, show_help
-from clipstream.config.flags import own_flags, split
+from clipstream.config.flags import choice_flag, number_flag, own_flags, split
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.reencode import Format, Recipe, rewrite
@@ -170,28 +170,18 @@ def arguments(argv: Sequence[str]) -> Asked:
     if inside:
         raise SettingsError(f"{folder}: a folder's name cannot contain braces, brackets, * or ::")
     own, flags = own_flags(argv[1:], OWN_FLAGS)
-    size, kind = _number(own, "--size"), own.get("--format", "keep")
-    quality = _number(own, "--quality", 100)
-    if kind not in get_args(Format):
-        raise SettingsError(f"--format: expected {', '.join(get_args(Format))}, not {kind!r}")
+    size, kind = number_flag(own, "--size", None, least=1), choice_flag(own, "--format", get_args(Format), "keep")
+    quality = number_flag(own, "--quality", None, least=1, most=100)
     recipe = None
     if size is not None or kind != "keep":
         recipe = Recipe(size, cast(Format, kind), 95 if quality is None else quality)
     elif quality is not None:
         raise SettingsError("--quality requires --size or --format")
-    jobs = _number(own, "--jobs") or (cores() if recipe else COPYING)
+    jobs = number_flag(own, "--jobs", cores() if recipe else COPYING, least=1)
     settings = load(flags)
     set_level(settings.log.level)
     settings.log_notices()
     return Asked(folder, jobs, recipe, flags, settings)
-
-
-def _number(own: Mapping[str, str], flag: str, most: int = 10**9 - 1) -> int | None:
-    if (text := own.get(flag)) is None:
-        return None
-    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= most:
-        raise SettingsError(f"{flag}: expected an integer from 1 to {most:,}, not {text!r}")
-    return int(text)
 
 
 def plan(settings: Settings, folder: Path) -> list[StagedSource]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ NOT_KEPT = "not_kept"  # the reason of samples that a list leaves out
 TABLES = (".csv", ".parquet")
 _SHARD = re.compile(r"(?:.*?/)?([^/]+\.(?:tar|tgz|[ct]sv|jsonl?|ndjson|parquet|pq|arrow)(?:\.\w+)?/.+)", re.DOTALL)
 _FULL = re.compile(r"(?:[\w+.-]+:/)?/(?:.*/)?([^/]+/[^/]+)", re.DOTALL)
+
+
+SampleFilter = Callable[[str, str], bool]  # name 'SHARD/KEY' and key of a sample -> whether it is used
 
 
 class KeyList:
@@ -55,26 +58,12 @@ class KeyList:
         return place < len(self._hashes) and int(self._hashes[place]) == value
 
 
-class SampleFilter:
-    """The samples that the settings `keep` and `drop` of a source leave.
-
-    Raises SettingsError: as KeyList.
-    """
-
-    def __init__(self, source: str, settings: SourceSettings) -> None:
-        self._keep = None if settings.keep is None else KeyList(settings.keep, source)
-        self._drop = None if settings.drop is None else KeyList(settings.drop, source)
-
-    def __call__(self, name: str, key: str) -> bool:
-        """Whether a sample is used, given by its name 'SHARD/KEY' and its key."""
-        if self._keep is not None and not self._keep.holds(name, key):
-            return False
-        return self._drop is None or not self._drop.holds(name, key)
-
-
 def build_filter(source: str, settings: SourceSettings) -> SampleFilter | None:
-    """The filter of a source; None if it uses all samples. Raises SettingsError: as KeyList."""
-    return SampleFilter(source, settings) if settings.keep is not None or settings.drop is not None else None
+    """What the settings `keep` and `drop` of a source leave; None if it uses all samples. Raises as KeyList."""
+    keep, drop = (None if path is None else KeyList(path, source) for path in (settings.keep, settings.drop))
+    if keep is None and drop is None:
+        return None
+    return lambda name, key: (keep is None or keep.holds(name, key)) and not (drop and drop.holds(name, key))
 
 
 def _forms(line: str) -> Iterator[str]:

@@ -15,11 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point, show_help
-from clipstream.config.flags import output_file, own_flags
+from clipstream.config.flags import choice_flag, number_flag, output_file, own_flags
 from clipstream.config.settings import load, resolve
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.loader.stage_timing import IDLE
@@ -31,7 +30,7 @@ from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
 from clipstream.text import counted, duration, milliseconds, percent
-from clipstream.utils.console import ResultConsole
+from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.logs import set_level
 
 if TYPE_CHECKING:
@@ -104,34 +103,18 @@ def train_options(own: Mapping[str, str]) -> dict[str, Any]:
             raise SettingsError(
                 f"--rungs: unknown setting {name!r}{did_you_mean(name, RUNGS)}; choose from {', '.join(RUNGS)}"
             )
-    if own.get("--against", "open_clip") != "open_clip":
-        raise SettingsError(f"--against: expected open_clip, not {own['--against']!r}")
+    choice_flag(own, "--against", ("open_clip",), "open_clip")
     return {
         "rungs": rungs,
-        "rounds": _number(own, "--rounds", 3, least=1),
-        "steps": _number(own, "--steps", 5, least=1),
-        "warmup_steps": _number(own, "--warmup-steps", 2, least=0),
-        "loss_steps": _number(own, "--loss-steps", 20, least=1),
-        "loss_tolerance": _number(own, "--loss-tolerance", 0.01),
+        "rounds": number_flag(own, "--rounds", 3, least=1),
+        "steps": number_flag(own, "--steps", 5, least=1),
+        "warmup_steps": number_flag(own, "--warmup-steps", 2, least=0),
+        "loss_steps": number_flag(own, "--loss-steps", 20, least=1),
+        "loss_tolerance": number_flag(own, "--loss-tolerance", 0.01),
         "open_clip": "--against" in own,
         "csv": output_file(own, "--csv"),
         "yaml": output_file(own, "--yaml"),
     }
-
-
-def _number(own: Mapping[str, str], flag: str, default: float, least: int | None = None) -> Any:
-    """The value of a flag: a whole number of at least `least`; without `least`, any number above 0."""
-    text = own.get(flag)
-    if text is None:
-        return default
-    try:
-        value = float(text) if least is None else int(text)
-    except ValueError:
-        value = -1
-    if not (value > 0 and math.isfinite(value) if least is None else value >= least):
-        expected = "a number above 0" if least is None else f"a whole number, at least {least}"
-        raise SettingsError(f"{flag}: expected {expected}, not {text!r}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -168,8 +151,8 @@ def _bench_input(argv: Sequence[str]) -> int:
     """
     every, argv = take_flag(argv)
     own, flags = own_flags(argv, INPUT_FLAGS)
-    seconds, gpus = _number(own, "--seconds", 10.0), _number(own, "--gpus", 1.0)
-    rates = (_number(own, "--gpu-rate", 0.0),) if "--gpu-rate" in own else USUAL_RATES
+    seconds, gpus = number_flag(own, "--seconds", 10.0), number_flag(own, "--gpus", 1.0)
+    rates = (number_flag(own, "--gpu-rate", 0.0),) if "--gpu-rate" in own else USUAL_RATES
     settings = load(flags)
     set_level(settings.log.level)
     settings.log_notices()
@@ -258,22 +241,20 @@ def needs(measured: Measured, gpus: float, rates: Sequence[float], cores: int) -
 
 
 def _show(found: Sequence[Measured], console: Console) -> None:
-    table = Table(title="Workers", title_justify="left")
-    for column in ("workers", "samples/s", "each", "first batch", "bottleneck"):
-        table.add_column(column, justify="left" if column == "bottleneck" else "right")
+    columns = ("workers", "samples/s", "each", "first batch", "bottleneck")
+    rates = result_table("Workers", columns, columns[:-1])
     for one in found:
-        table.add_row(
+        rates.add_row(
             str(one.workers), f"{one.rate:,.0f}", f"{one.each:,.0f}", duration(one.first), one.times.longest() or ""
         )
-    console.print(table)
+    console.print(rates)
     last = found[-1]
-    table = Table(title=f"Stages of {last.workers} workers", title_justify="left")
-    for column in ("stage", "share", "a sample", "samples/s alone, a core", "p50", "p99"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
+    parts = ("stage", "share", "a sample", "samples/s alone, a core", "p50", "p99")
+    stages = result_table(f"Stages of {last.workers} workers", parts, parts[1:])
     whole = sum(last.times.seconds.values())
     for stage, took in last.times.summary().items():
         a_sample = took["seconds"] / last.samples
-        table.add_row(
+        stages.add_row(
             stage,
             percent(took["seconds"] / whole),
             milliseconds(a_sample),
@@ -281,7 +262,7 @@ def _show(found: Sequence[Measured], console: Console) -> None:
             milliseconds(took["p50"]),
             milliseconds(took["p99"]),
         )
-    console.print(table)
+    console.print(stages)
 
 
 if __name__ == "__main__":

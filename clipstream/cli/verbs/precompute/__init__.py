@@ -6,7 +6,7 @@ The command line is checked here, before torch is imported; `run` does the work.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point, show_help
-from clipstream.config.flags import own_flags
+from clipstream.config.flags import choice_flag, number_flag, own_flags
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_sources
 from clipstream.distributed.launch import run_ranks
@@ -94,13 +94,13 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     set_level(settings.log.level)
     settings.log_notices()
     teachers = _teachers(own.get("--teacher", ""), settings.model.cache_dir)
-    towers = _choice(own, "--towers", ("image", "text", "both"), "")
+    towers = choice_flag(own, "--towers", ("image", "text", "both"), "")
     if not towers and not teachers:
         raise SettingsError("set --towers image, text or both, or --teacher NAME=MODEL[,PRETRAINED]")
-    chunk_rows = _number(own, "--chunk-rows", CHUNK_ROWS)
+    chunk_rows = number_flag(own, "--chunk-rows", CHUNK_ROWS, least=0)
     if chunk_rows < 1 or chunk_rows % ROWS_MULTIPLE:
         raise SettingsError(f"--chunk-rows: expected a multiple of {ROWS_MULTIPLE}, not {chunk_rows}")
-    views = _number(own, "--views", 0)
+    views = number_flag(own, "--views", 0, least=0)
     if views and not settings.data.augment.enabled:
         raise SettingsError("--views requires data.augment.enabled")
     micro = settings.train.micro_batch_size
@@ -109,10 +109,10 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
         folder=Path(own_path(argv[0])).absolute(),
         towers=chosen[towers],
         views=views,
-        dtype=_choice(own, "--dtype", STORED_DTYPES, "float16"),
-        zstd=_choice(own, "--zstd", ("true", "false"), "false") == "true",
+        dtype=choice_flag(own, "--dtype", STORED_DTYPES, "float16"),
+        zstd=choice_flag(own, "--zstd", ("true", "false"), "false") == "true",
         chunk_rows=chunk_rows,
-        random_weights=_choice(own, "--random-weights", ("true", "false"), "false") == "true",
+        random_weights=choice_flag(own, "--random-weights", ("true", "false"), "false") == "true",
         batch_size=min(micro if isinstance(micro, int) else settings.data.global_batch_size, chunk_rows),
     )
     return settings, options, teachers
@@ -132,15 +132,3 @@ def _teachers(lines: str, cache_dir: str | None) -> dict[str, ModelSettings]:
             raise SettingsError(f"--teacher: the name {name} is already used in the store: use another name")
         teachers[name] = ModelSettings(name=model, pretrained=pretrained or None, cache_dir=cache_dir)
     return teachers
-
-
-def _choice(own: Mapping[str, str], flag: str, choices: Sequence[str], default: str) -> str:
-    if (text := own.get(flag, default)) not in (*choices, default):
-        raise SettingsError(f"{flag}: expected {', '.join(choices)}, not {text!r}")
-    return text
-
-
-def _number(own: Mapping[str, str], flag: str, default: int) -> int:
-    if not re.fullmatch("[0-9]{1,9}", text := own.get(flag, str(default))):
-        raise SettingsError(f"{flag}: expected a whole number, not {text!r}")
-    return int(text)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from rich.table import Table
 
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
@@ -28,9 +27,10 @@ from clipstream.features.tables import SAMPLE, TableWriter, check_suffix
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.text import printable
-from clipstream.utils.console import ResultConsole
+from clipstream.utils.console import ResultConsole, result_table
 
 SHOWN = 25  # rows of a table
+NUMBERS = ("rank", "score", "samples", "rows", "share", "quantile", "pairs", "cluster")  # columns of tables
 CELL = 100  # characters of a caption or query
 QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 RECALL_QUERIES = 100  # of which the recall of an index is measured
@@ -75,7 +75,7 @@ def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.devi
         share = exact.recall(exact.Found(*(of[:RECALL_QUERIES] for of in found)), reference)
         print(f"index {path} ({index.factory}): recall@{options.k} {share:.4f} of {len(reference.rows)} queries")
     names = _names(rows, found.rows)
-    table = _table("Neighbours", "query", "rank", "score", "sample", "caption")
+    table = result_table("Neighbours", ("query", "rank", "score", "sample", "caption"), NUMBERS)
     written: list[dict[str, Any]] = []
     for title, of_query, numbers in zip(titles, found.scores.tolist(), found.rows.tolist(), strict=True):
         for rank, (score, row) in enumerate(zip(of_query, numbers, strict=True), start=1):
@@ -102,7 +102,7 @@ def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.devi
     first, sizes = np.unique(roots, return_counts=True)
     groups = first[sizes > 1][np.argsort(-sizes[sizes > 1], kind="stable")]
     size_of = dict(zip(first.tolist(), sizes.tolist(), strict=True))
-    table = _table("Largest groups", "samples", "first", "others")
+    table = result_table("Largest groups", ("samples", "first", "others"), NUMBERS)
     for root in groups[:SHOWN].tolist():
         some = np.flatnonzero(roots == root)[1:4].tolist()
         labels = [printable(name.label, CELL) for name in rows.names([root, *some])]
@@ -136,7 +136,7 @@ def clusters(options: argparse.Namespace, rows: StoredRows, device: torch.device
     )
     near = exact.search(rows, found.centroids, options.nearest, device=device)
     names = _names(rows, near.rows)
-    table = _table("Clusters", "cluster", "rows", "share", "nearest")
+    table = result_table("Clusters", ("cluster", "rows", "share", "nearest"), NUMBERS)
     for number in found.sizes.sort(descending=True, stable=True).indices.tolist():
         size, labels = int(found.sizes[number]), []
         for name in (names[row] for row in near.rows[number].tolist()):
@@ -175,7 +175,7 @@ def scores(options: argparse.Namespace, images: StoredRows) -> None:
     of_samples = of_samples[:samples]
     if not pairs:
         raise DataError(f"{store.shown} has no image with a caption")
-    table = _table("Cosines", "quantile", "pairs", "best caption of each sample")
+    table = result_table("Cosines", ("quantile", "pairs", "best caption of each sample"), NUMBERS)
     for share in QUANTILES:
         table.add_row(f"{share:g}", *(f"{np.quantile(of, share):.4f}" for of in (every, of_samples)))
     ResultConsole(markup=False).print(table)
@@ -291,11 +291,3 @@ def _by_shard(rows: StoredRows) -> Iterator[tuple[list[Name], np.ndarray[Any, An
 def _samples(names: Sequence[Name]) -> dict[str, list[str]]:
     """The columns of `SAMPLE`."""
     return {column: [getattr(name, column) for name in names] for column, _ in SAMPLE}
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        numbers = column in ("rank", "score", "samples", "rows", "share", "quantile", "pairs", "cluster")
-        table.add_column(column, justify="right" if numbers else "left", overflow="fold", no_wrap=numbers)
-    return table
