@@ -20,7 +20,7 @@ import pyarrow as pa
 from pyarrow import csv, parquet
 
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.features.rows import StoredRows
+from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore
 from clipstream.text import file_name
 from clipstream.utils import atomic_write

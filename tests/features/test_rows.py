@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from clipstream.errors import SettingsError
-from clipstream.features import rows as module
-from clipstream.features.rows import StoredRows, pair_scores
+from clipstream.features import search as module
+from clipstream.features.search import StoredRows, pair_scores
 from tests.support.stored_features import Made, make_store
 
 CASES = [(0, "float32"), (3, "float16"), (2, "int8"), (1, "bfloat16")]

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from clipstream.errors import ClipstreamError, DataError, SettingsError
 from clipstream.features import manifest as module
 from clipstream.features.manifest import PartInfo, _checksum
-from clipstream.features.rows import StoredRows
+from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore
 from clipstream.features.writer import Chunk, StoreWriter, Texts
 from tests.support.features import PARTS, Content, read_all

@@ -21,7 +21,7 @@ from clipstream.data.settings import ModelTokenizer
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.features import search as exact
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
-from clipstream.features.rows import Name, PairScores, StoredRows, pair_scores
+from clipstream.features.search import Name, PairScores, StoredRows, pair_scores
 from clipstream.features.store import FeatureStore
 from clipstream.features.tables import SAMPLE, TableWriter, check_suffix
 from clipstream.models.build import build_towers
