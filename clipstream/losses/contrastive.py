@@ -166,10 +166,7 @@ def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss
                 f"loss.type is {settings.type!r}, but the model was built for {towers_loss_type!r}: leave it at 'auto'"
             )
         return SoftmaxLoss(settings) if isinstance(settings, ClipLossSettings) else SigmoidLoss(settings)
-    try:
-        loss: Any = make_plugin(settings.type, settings)
-    except (SettingsError, ValueError) as error:
-        raise SettingsError(f"loss.type: {error}") from error
+    loss = make_plugin("loss.type", settings)
     if not callable(loss) or not hasattr(loss, "max_logit_scale"):
         raise SettingsError(
             f"loss.type: {settings.type} needs __call__ and max_logit_scale, as ContrastiveLoss has them"

@@ -560,10 +560,7 @@ def _build(
     if settings.type in builtin:
         part = builtin[settings.type](settings)
     else:
-        try:
-            part = make_plugin(settings.type, settings)
-        except (ClipstreamError, ValueError) as error:
-            raise SettingsError(f"{key}: {error}") from error
+        part = make_plugin(key, settings)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from clipstream.errors import ClipstreamError, Dropped
+from clipstream.errors import ClipstreamError, Dropped, SettingsError
 from clipstream.text import printable_lines
 from clipstream.utils.logs import logger
 
@@ -94,20 +94,22 @@ def load_plugin(path: str) -> Any:
     return found
 
 
-def make_plugin(path: str, *arguments: object) -> Any:
-    """Construct the class that `package.module:Name` names with its settings, and what else its kind takes.
+def make_plugin(key: str, settings: Any) -> Any:
+    """Construct the class that `settings.type` names as `package.module:Name`, with the settings.
 
-    Raises:
-        ValueError: as `load_plugin`, or the class raised.
-        ClipstreamError: as the class raised it.
+    Raises SettingsError: there is no such class, or it raised; the message begins with `key`.
     """
-    make = load_plugin(path)
+    path: str = settings.type
     try:
-        return make(*arguments)
-    except ClipstreamError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{path} cannot be made of its settings: {raised(path, error)}") from error
+        make = load_plugin(path)
+        try:
+            return make(settings)
+        except ClipstreamError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{path} cannot be made of its settings: {raised(path, error)}") from error
+    except (SettingsError, ValueError) as error:
+        raise SettingsError(f"{key}: {error}") from error
 
 
 def not_trusted(folder: object, error: Exception) -> str | None:

@@ -149,8 +149,8 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
     if isinstance(settings, JsonCaption):
         return JsonField(settings)
     try:
-        return _OwnExtractor(make_plugin(settings.type, settings))
-    except (SettingsError, ValueError, TypeError) as error:
+        return _OwnExtractor(make_plugin("caption", settings))
+    except TypeError as error:
         raise SettingsError(f"caption: {error}") from error
 
 

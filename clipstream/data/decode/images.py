@@ -22,7 +22,7 @@ from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 
 from clipstream.data.batch import ImageSpec
 from clipstream.data.settings import MAX_PIXELS, ImageTransformSettings, rgb
-from clipstream.errors import Dropped, SettingsError
+from clipstream.errors import Dropped
 from clipstream.utils.content import describe
 from clipstream.utils.plugins import called, make_plugin
 
@@ -108,10 +108,7 @@ class OwnImageTransform:
     ) -> None:
         self._size, self._background, self._upright = spec.size, rgb(background), upright
         self._max_pixels = max_pixels
-        try:
-            self._transform: UserImageTransform = make_plugin(settings.type, settings)
-        except (SettingsError, ValueError) as error:
-            raise SettingsError(f"image_transform: {error}") from error
+        self._transform: UserImageTransform = make_plugin("image_transform", settings)
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: as EvalTransform, `image_transform_error`, or the user's own reason."""

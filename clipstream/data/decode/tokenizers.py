@@ -85,10 +85,7 @@ def build_tokenizer(
     elif settings.type == "model":
         tokenizer = wrap(model_tokenizer, length)
     else:
-        try:
-            tokenizer = make_plugin(settings.type, settings)
-        except (SettingsError, ValueError) as error:
-            raise SettingsError(f"tokenizer: {error}") from error
+        tokenizer = make_plugin("tokenizer", settings)
     # Two texts are encoded now, so that a tokenizer that cannot pad, for example, is an error in the settings.
     who = f"tokenizer ({settings.type})"
     try:
