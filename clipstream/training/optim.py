@@ -557,10 +557,7 @@ def _build(
     key: str, builtin: Mapping[str, Callable[..., Any]], settings: OptimSettings | ScheduleSettings
 ) -> Callable[..., Any]:
     """The part that `settings.type` names, whose own errors are raised as SettingsError."""
-    if settings.type in builtin:
-        part = builtin[settings.type](settings)
-    else:
-        part = make_plugin(key, settings)
+    part = builtin[settings.type](settings) if settings.type in builtin else make_plugin(key, settings)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
