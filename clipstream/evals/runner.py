@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -65,11 +64,7 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
             if other not in settings:
                 hint = did_you_mean(other, settings)
                 raise SettingsError(f"evals.{name}.of: unknown evaluator {other!r}{hint}")
-        try:
-            make = BUILTIN.get(section.type) or partial(make_plugin, section.type)
-            evaluators[name] = make(section)
-        except (SettingsError, ValueError) as error:
-            raise SettingsError(f"evals.{name}: {error}") from error
+        evaluators[name] = make_plugin(f"evals.{name}", section, BUILTIN)
     return evaluators
 
 

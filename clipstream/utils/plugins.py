@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
@@ -94,13 +94,15 @@ def load_plugin(path: str) -> Any:
     return found
 
 
-def make_plugin(key: str, settings: Any) -> Any:
-    """Construct the class that `settings.type` names as `package.module:Name`, with the settings.
+def make_plugin(key: str, settings: Any, builtin: Mapping[str, Callable[[Any], Any]] = {}) -> Any:
+    """Construct the class that `settings.type` names, as in `builtin` or as `package.module:Name`, with the settings.
 
     Raises SettingsError: there is no such class, or it raised; the message begins with `key`.
     """
     path: str = settings.type
     try:
+        if path in builtin:
+            return builtin[path](settings)
         make = load_plugin(path)
         try:
             return make(settings)

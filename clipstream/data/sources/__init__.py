@@ -34,7 +34,7 @@ from clipstream.storage.tar import SampleRef as SampleRef
 from clipstream.storage.tar import ShardIndex as ShardIndex
 from clipstream.storage.transfer import ShardError
 from clipstream.text import counted, printable
-from clipstream.utils.plugins import load_plugin, raised
+from clipstream.utils.plugins import called, load_plugin, raised
 from clipstream.utils.section import with_home
 
 MISSING_IMAGE = "missing_picture"  # the reason for a row whose image file cannot be read
@@ -325,12 +325,7 @@ class _PluginShard(OpenShard):
         self.index = index
 
     def _call(self, function: Callable[..., dict[str, bytes]], *args: object) -> dict[str, bytes]:
-        try:
-            members = function(*args)
-        except Dropped:
-            raise
-        except Exception as error:
-            raise Dropped("source_error", raised(self._type, error)) from error
+        members: dict[str, bytes] = called("source_error", self._type, function, *args)
         mapping = isinstance(members, Mapping)
         odd = {name: value for name, value in members.items() if not isinstance(value, bytes)} if mapping else members
         if odd or not mapping:

@@ -33,6 +33,7 @@ import struct
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -73,28 +74,23 @@ class Identity(NamedTuple):
     version: str | None = None  # of a remote one, if the server gives one
 
 
-class Head(NamedTuple):
-    """The first line of an index."""
+@dataclass(frozen=True)
+class Head:
+    """The first line of an index, as its JSON has it."""
 
-    samples: int  # complete ones
-    of: Identity  # the version of the shard that was indexed
-    fault: Fault | None  # of the shard
-    length: int  # of the rest of the index
-    crc32: int  # of the rest
-    origin: dict[str, object] | None  # of a copy: what it was made from, and how
-
-
-class _Fields(TypedDict):
-    """The JSON of the first line."""
-
-    samples: Count
-    size: int | None
+    samples: Count  # complete ones
+    size: int | None  # these three: the version of the shard that was indexed, see Identity
     mtime: int | None
-    version: InstanceOf[str] | None
-    fault: tuple[InstanceOf[str], InstanceOf[str]] | None
-    length: Count
-    crc32: int
-    origin: NotRequired[dict[str, object]]
+    version: str | None
+    fault: Fault | None  # of the shard
+    length: Count  # of the rest of the index
+    crc32: int  # of the rest
+    origin: dict[str, object] | None = None  # of a copy: what it was made from, and how
+
+    @property
+    def of(self) -> Identity:
+        """The version of the shard that was indexed."""
+        return Identity(self.size, self.mtime, self.version)
 
 
 class _Entry(TypedDict):
@@ -200,10 +196,7 @@ def _head(line: bytes) -> Head:
     checksum, _, text = line.removeprefix(MAGIC).rstrip(b"\n").partition(b" ")
     if not line.startswith(MAGIC) or not line.endswith(b"\n") or b"%08x" % zlib.crc32(text) != checksum:
         raise ValueError("damaged, or not an index of this version")
-    fields = checked(_Fields, json.loads(text))
-    fault = None if fields["fault"] is None else Fault(*fields["fault"])
-    of = Identity(fields["size"], fields["mtime"], fields["version"])
-    return Head(fields["samples"], of, fault, fields["length"], fields["crc32"], fields.get("origin"))
+    return checked(Head, text)
 
 
 def _next(offset: int, size: int) -> int:
