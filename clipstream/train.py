@@ -90,8 +90,7 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
 
     # Model; features may come from stores, in the place of towers or of teachers.
     stored = open_stores(settings.data)
-    reads_shards = stored is None or not stored.replaces_loader
-    settings = settings.model_copy(update={"data": with_workers(settings.data, world, reads_shards=reads_shards)})
+    settings = settings.model_copy(update={"data": with_workers(settings.data, world, stored)})
     if settings.log.audit_precision:
         audit(replace(run, settings=settings), stored, resumed)
     model = build_model(settings, world, stored)

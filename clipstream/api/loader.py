@@ -263,8 +263,7 @@ def build_loader(
         settings = settings_from(*_source(data, overrides, flags), ranks=world.size)
         validate_sources(settings)
         found = with_lanes(settings.data)
-        most = int(found.lanes) // world.size
-        workers = resolve_workers(found, world)[0] if found.workers == "auto" else min(found.workers, most)
+        workers, _ = resolve_workers(found, world)
         settings = settings.model_copy(update={"data": found.model_copy(update={"workers": workers})})
         fitted, ids = _inputs(preprocess, tokenizer, settings, world)
     own = Preprocess(fitted.image, _of_channels("mean", mean, fitted.mean), _of_channels("std", std, fitted.std))

@@ -104,7 +104,7 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     stored = open_stores(settings.data)
     model = build_model(settings, world, stored)
     if settings.data.sources:
-        data = with_workers(settings.data, world, reads_shards=stored is None or not stored.replaces_loader)
+        data = with_workers(settings.data, world, stored)
         with build_loader(settings.model_copy(update={"data": data}), world, model, state) as loader:
             batch = next(loader).clone()
     else:

@@ -30,7 +30,7 @@ from typing import Protocol
 
 from clipstream.data.loader.pipeline import FilledPart, WorkerReport
 from clipstream.data.loader.stage_timing import IDLE, OPEN, Stopwatch
-from clipstream.data.order.lanes import lanes_of_rank
+from clipstream.data.loader.stored import StoredData
 from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.distributed.capabilities import cores
 from clipstream.distributed.world import World
@@ -246,36 +246,32 @@ def _run(make: MakeFiller, connection: Connection, parents_end: Connection, stop
 
 
 def resolve_workers(settings: DataSettings, world: World) -> tuple[int, str]:
-    """Workers of this rank, at most one for each lane; and the reason, in a few words.
+    """Workers of this rank, at most one for each lane; and why it is not the given number, '' if it is.
 
     Args:
         settings: with `lanes` resolved.
-    """
-    lanes = min(len(lanes_of_rank(rank, world.size, int(settings.lanes))) for rank in range(world.size))
-    have, ranks = cores(), world.local_size
-    why = counted(have, "core")
-    why += ", which train as well" if world.device == "cpu" else f" for {counted(ranks, 'rank')}"
-    return min(auto_workers(world), lanes), why
-
-
-def with_workers(settings: DataSettings, world: World, *, reads_shards: bool = True) -> DataSettings:
-    """The settings with `workers` resolved, and no more workers than lanes; rank 0 prints a number that is not given.
-
-    Args:
-        settings: with `lanes` resolved.
-        reads_shards: false where all features come from stores, which takes no worker.
     """
     most = int(settings.lanes) // world.size
-    if not reads_shards:
-        workers, why = 0, "a thread gathers the features"
-    elif settings.workers == "auto":
+    if settings.workers == "auto":
+        of = ", which train as well" if world.device == "cpu" else f" for {counted(world.local_size, 'rank')}"
+        return min(auto_workers(world), most), f"{counted(cores(), 'core')}{of}"
+    if settings.workers <= most:
+        return settings.workers, ""
+    why = f"{settings.lanes} lanes for {settings.workers} workers on each of {world.size} ranks "
+    return most, f"{why}(more with --data.lanes, which changes the order of samples)"
+
+
+def with_workers(settings: DataSettings, world: World, stored: StoredData | None = None) -> DataSettings:
+    """The settings with `workers` resolved; rank 0 prints a number that is not given.
+
+    Args:
+        settings: with `lanes` resolved.
+        stored: features from stores, which take no worker where they replace the shards.
+    """
+    workers, why = 0, "a thread gathers the features"
+    if stored is None or not stored.replaces_loader:
         workers, why = resolve_workers(settings, world)
-    elif settings.workers > most:
-        workers, why = most, f"{settings.lanes} lanes for {settings.workers} workers on each of {world.size} ranks "
-        why += "(more with --data.lanes, which changes the order of samples)"
-    else:
-        return settings
-    if world.is_main:
+    if why and world.is_main:
         announce(f"workers  {workers} a rank: {why}")
     return settings.model_copy(update={"workers": workers})
 

@@ -66,16 +66,16 @@ def test_bfloat16_is_found_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_there_are_no_more_workers_than_lanes_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_workers, "cores", lambda: 5)
-    assert auto_workers.resolve_workers(data("a.tar"), on_gpu()) == (4, "5 cores for 1 rank")
-    assert auto_workers.resolve_workers(data("a.tar", lanes=3), on_gpu())[0] == 3
-    assert auto_workers.resolve_workers(data("a.tar"), on_gpu(2)) == (1, "5 cores for 2 ranks")
+    assert auto_workers.resolve_workers(data("a.tar", workers="auto"), on_gpu()) == (4, "5 cores for 1 rank")
+    assert auto_workers.resolve_workers(data("a.tar", workers="auto", lanes=3), on_gpu())[0] == 3
+    assert auto_workers.resolve_workers(data("a.tar", workers="auto"), on_gpu(2)) == (1, "5 cores for 2 ranks")
 
 
 def test_a_model_on_the_cpu_leaves_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_workers, "cores", lambda: 64)
-    found = auto_workers.resolve_workers(data("a.tar"), World())
+    found = auto_workers.resolve_workers(data("a.tar", workers="auto"), World())
     assert found == (auto_workers.ON_CPU, "64 cores, which train as well")
-    assert auto_workers.resolve_workers(data("a.tar", lanes=1), World())[0] == 1
+    assert auto_workers.resolve_workers(data("a.tar", workers="auto", lanes=1), World())[0] == 1
 
 
 def test_workers_that_cannot_all_be_started_are_told_and_none_is_left(shards: list[str]) -> None:

@@ -244,7 +244,7 @@ class Ladder:
         self.options, self.world = options, world
         self.settings = settings = resolve(settings, world)
         self.stored = open_stores(settings.data)
-        data = with_workers(settings.data, world, reads_shards=self.stored is None or not self.stored.replaces_loader)
+        data = with_workers(settings.data, world, self.stored)
         self.settings = settings = settings.model_copy(update={"data": data})
         wanted = settings.train.precision
         self._usual = resolve_precision("auto", world) if wanted in ("auto", "fp32", "fp64") else wanted
