@@ -20,9 +20,8 @@ from torch import nn
 
 from clipstream.models.build import build_towers
 from clipstream.models.execution.checkpointing import LEVELS, chosen, fit_budgets, measured, set_policy
-from clipstream.models.frozen import TOWERS, Tower
 from clipstream.models.layers import blocks
-from clipstream.models.settings import ModelSettings
+from clipstream.models.settings import TOWERS, ModelSettings, Tower
 from clipstream.models.towers import Towers
 
 

@@ -52,9 +52,9 @@ from made import make
 from torch._C._autograd import DeviceType
 from torch._dynamo.utils import counters
 
+from clipstream.cli.verbs.bench import Options
 from clipstream.cli.verbs.bench.ladder import (
     Ladder,
-    Options,
     Parts,
     Rung,
     explained,

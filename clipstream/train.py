@@ -33,7 +33,7 @@ from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.loader.workers import with_workers
-from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -89,8 +89,7 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
     settings = carried_over(settings, resumed.state, world, own_lanes=own_lanes)
 
     # Model; features may come from stores, in the place of towers or of teachers.
-    stored = open_stores(settings.data)
-    settings = settings.model_copy(update={"data": with_workers(settings.data, world, stored)})
+    settings, stored = with_stores(settings, world)
     if settings.log.audit_precision:
         audit(replace(run, settings=settings), stored, resumed)
     model = build_model(settings, world, stored)
@@ -114,9 +113,20 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
 def audit(run: Run, stored: StoredData | None, resumed: Resumed) -> None:
     """Audit the precision of a step, on a model of its own: the run trains as without an audit."""
     model = build_model(run.settings, run.world, stored)
-    with build_loader(run.settings, run.world, model, resumed.state) as loader:
-        batch = next(loader).clone()
+    batch = first_batch(run.settings, run.world, model, resumed.state)
     audit_run(run.folder, build_step(run.settings, run.world, model), batch, resumed)
+
+
+def with_stores(settings: Settings, world: World) -> tuple[Settings, StoredData | None]:
+    """The feature stores that the settings name, and the settings with the workers that are left to do. Collective."""
+    stored = open_stores(settings.data)
+    return settings.model_copy(update={"data": with_workers(settings.data, world, stored)}), stored
+
+
+def first_batch(settings: Settings, world: World, model: Model, state: TrainState | None) -> Batch:
+    """This rank's batch at the position of `state`. Collective."""
+    with build_loader(settings, world, model, state) as loader:
+        return next(loader).clone()
 
 
 def build_model(settings: Settings, world: World, stored: StoredData | None) -> Model:
@@ -156,17 +166,9 @@ def build_loader(settings: Settings, world: World, model: Model, state: TrainSta
 
     Raises SettingsError: the ranks find different shards.
     """
-    towers, teacher = model.towers, model.teacher
-    inputs = ModelInputs(model.tokenizer, towers.image, features=model.stored, text_lengths=towers.text_lengths)
-    # The teacher gets pixels and ids of its own where those of the model do not fit it.
-    if teacher is not None and teacher.towers.image.size != towers.image.size:
-        inputs = replace(inputs, teacher_image=teacher.towers.image)
-    if teacher is not None and not (settings.tokenizer.type == "model" and teacher.towers.same_tokenizer(towers)):
-        own = tokenizers.wrap(teacher.towers.open_clip_tokenizer(), teacher.towers.context_length)
-        inputs = replace(inputs, teacher_tokenizer=own)
     loader = training_loader(
         settings.data,
-        inputs,
+        own_inputs(settings, model),
         world=world,
         seed=settings.run.seed,
         start=None if state is None else state.data,
@@ -178,6 +180,18 @@ def build_loader(settings: Settings, world: World, model: Model, state: TrainSta
         loader.close()
         raise SettingsError(f"data.sources: rank {other[0]} finds other shards than rank 0: is the folder shared?")
     return loader
+
+
+def own_inputs(settings: Settings, model: Model) -> ModelInputs:
+    """What is made of samples; for the teacher pixels and ids of its own where those of the model do not fit it."""
+    towers, teacher = model.towers, model.teacher
+    inputs = ModelInputs(model.tokenizer, towers.image, features=model.stored, text_lengths=towers.text_lengths)
+    if teacher is not None and teacher.towers.image.size != towers.image.size:
+        inputs = replace(inputs, teacher_image=teacher.towers.image)
+    if teacher is not None and not (settings.tokenizer.type == "model" and teacher.towers.same_tokenizer(towers)):
+        own = tokenizers.wrap(teacher.towers.open_clip_tokenizer(), teacher.towers.context_length)
+        inputs = replace(inputs, teacher_tokenizer=own)
+    return inputs
 
 
 def build_step(settings: Settings, world: World, model: Model) -> TrainStep:
@@ -226,8 +240,11 @@ def fit(
     outputs = Outputs(log, world, info, subject={"run": settings.run.name, "model": settings.model.label})
     evals = build_evals(run, step, tokenizer, outputs)
     writer = build_writer(run, step, resumed, outputs)
-    early_stop.expect(metrics := evals.dry_run())
-    writer.expect(metrics)
+    acted_on = {"train.early_stop.metric": early_stop.metric, "checkpoint.keep_best": settings.checkpoint.best_by}
+    metrics = evals.dry_run()
+    for key, metric in acted_on.items():
+        if metric is not None:
+            metric.expect(key, metrics)
     outputs.begin()
 
     def evaluate(done: int, last: bool) -> None:

@@ -35,7 +35,8 @@ from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
-from clipstream.training.precision import Precision, autocast
+from clipstream.training.precision import autocast
+from clipstream.training.settings import Precision
 from clipstream.utils.logs import on_terminal
 from clipstream.utils.matmul_precision import restored_matmul_precision
 

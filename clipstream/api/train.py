@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.api.run import Run
-from clipstream.checkpoint.run_lock import occupied
+from clipstream.checkpoint.store import occupied
 from clipstream.config.python_settings import Config, Overrides, settings_from
 from clipstream.config.settings import Settings, require_equal, resolve
 from clipstream.config.validate import prepare_run
-from clipstream.distributed.failure import FailureWatch
-from clipstream.distributed.launch import run_embedded
+from clipstream.distributed.launch import FailureWatch, run_embedded
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, Interrupted, Stopped

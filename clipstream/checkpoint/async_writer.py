@@ -14,7 +14,7 @@ import atexit
 import io
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,14 +105,6 @@ class AsyncWriter:
         """Whether to save after `step` steps; the same on all ranks."""
         cadences = (self.settings.every, self.settings.keep_every)
         return step == self._record or any(every and step % every == 0 for every in cadences)
-
-    def expect(self, metrics: Mapping[str, Sequence[str]]) -> None:
-        """Check that `keep_best` names a metric that the evaluators return.
-
-        Raises SettingsError: as `Metric.expect`.
-        """
-        if self._metric is not None:
-            self._metric.expect("checkpoint.keep_best", metrics)
 
     def on_eval(self, records: Iterable[EvalRecord]) -> None:
         """Record evaluations (step, eval, metrics) before the save of their step; the same on all ranks."""

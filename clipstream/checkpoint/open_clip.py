@@ -11,7 +11,7 @@ and the shapes of all moments are compared with those of the parameters. Groups 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,12 +25,10 @@ from clipstream.errors import SettingsError
 from clipstream.models.towers import Towers
 from clipstream.models.weights import finite, named_tensors, of_clip, plain, read_object, without_prefix
 from clipstream.text import shortened
-from clipstream.training.optim import UNDECAYED
+from clipstream.training.optim import UNDECAYED, exempt_patterns
 from clipstream.training.parallel import shard_like
 from clipstream.utils.section import OBJECTS, Count, checked
 
-# Parts of names of Hugging Face text towers' tables, which have no weight decay in open_clip's main branch.
-TABLES = ("position_embeddings", "token_type_embeddings", "relative_attention_bias", "embed_positions")
 SHOWN = 300  # characters of a mismatch that a message repeats
 
 
@@ -58,33 +56,24 @@ class _Optimizer(TypedDict):
 
 
 @pydantic.dataclasses.dataclass(config=OBJECTS)
-class _Content:
-    """What is read of a file beside the weights."""
-
-    epoch: Annotated[Count, BeforeValidator(_number)]
-    optimizer: _Optimizer | None
-    scaler: dict[str, Annotated[int | float, BeforeValidator(_number)]] | None
-    global_step: Annotated[Count | None, BeforeValidator(_number)]
-
-
-@dataclass(frozen=True)
 class OpenClipCheckpoint:
     """Content of a file that open_clip's trainer wrote.
 
     Attributes:
         epoch: epochs done.
-        weights: tensors by open_clip's name.
         optimizer: state_dict of the optimizer, by number or by name; None for weights alone.
-        scaler: state of torch's GradScaler; empty without float16.
-        step: optimizer steps done, which open_clip's main branch saves; None in 3.3.0.
+        scaler: state of torch's GradScaler; None without float16.
+        global_step: optimizer steps done, which open_clip's main branch saves; None in 3.3.0.
+        path: of the file.
+        weights: tensors by open_clip's name.
     """
 
-    path: Path
-    epoch: int
-    weights: dict[str, torch.Tensor]
+    epoch: Annotated[Count, BeforeValidator(_number)]
     optimizer: _Optimizer | None
-    scaler: dict[str, int | float]
-    step: int | None
+    scaler: dict[str, Annotated[int | float, BeforeValidator(_number)]] | None
+    global_step: Annotated[Count | None, BeforeValidator(_number)]
+    path: Path
+    weights: dict[str, torch.Tensor]
 
     @classmethod
     def read(cls, path: Path) -> OpenClipCheckpoint:
@@ -95,7 +84,7 @@ class OpenClipCheckpoint:
         try:
             found = read_object(path)
         except (OSError, ValueError) as error:
-            text = f"--resume {path}: not a checkpoint of clipstream or of open_clip's trainer: {_short(error)}"
+            text = f"--resume {path}: not a checkpoint of clipstream or of open_clip's trainer: {short(error)}"
             raise SettingsError(text) from error
         if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict) or "epoch" not in found:
             raise SettingsError(
@@ -103,12 +92,12 @@ class OpenClipCheckpoint:
                 f"--pretrained {path}"
             )
         try:
-            content = checked(_Content, {key: found.get(key) for key in _Content.__annotations__})
             weights = without_prefix(dict(named_tensors(found["state_dict"])), of_clip, path)
+            values = {key: found.get(key) for key in ("epoch", "optimizer", "scaler", "global_step")}
+            return checked(cls, {**values, "path": path, "weights": weights})
         except ValueError as error:
-            text = f"--resume {path}: not a checkpoint of open_clip's trainer: {_short(error)}"
+            text = f"--resume {path}: not a checkpoint of open_clip's trainer: {short(error)}"
             raise SettingsError(text) from error
-        return cls(path, content.epoch, weights, content.optimizer, content.scaler or {}, content.global_step)
 
     def load(self, towers: Towers, optimizer: torch.optim.Optimizer) -> None:
         """Load weights and moments, on every rank; the optimizer's hyperparameters stay those of the settings.
@@ -120,7 +109,7 @@ class OpenClipCheckpoint:
             saved = towers.not_stored(finite(self.weights.items(), self.path))
             towers.clip.load_state_dict({name: shard_like(tensor, present.get(name)) for name, tensor in saved})
         except RuntimeError as error:
-            raise SettingsError(f"--resume {self.path}: weights do not match the model: {_short(error)}") from error
+            raise SettingsError(f"--resume {self.path}: weights do not match the model: {short(error)}") from error
         if self.optimizer is None:
             raise SettingsError(f"--resume {self.path}: no optimizer state in it: use --pretrained {self.path}")
         names = {id(parameter): name.removeprefix("clip.") for name, parameter in towers.named_parameters()}
@@ -139,7 +128,7 @@ class OpenClipCheckpoint:
         try:
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         except (RuntimeError, ValueError, KeyError) as error:
-            raise SettingsError(f"--resume {self.path}: the optimizer differs: {_short(error)}") from error
+            raise SettingsError(f"--resume {self.path}: the optimizer differs: {short(error)}") from error
 
     def _states(self, names: Sequence[str], towers: Towers) -> dict[str, dict[str, Any]]:
         """The state of each trained parameter by its name.
@@ -175,19 +164,9 @@ class OpenClipCheckpoint:
 
     def _layouts(self, names: Sequence[str], towers: Towers) -> Iterator[list[list[str]]]:
         """The groups of parameters by each rule of open_clip, in the orders that it makes them."""
-        listed = {
-            f"{path}.{name}".removeprefix(".")
-            for path, module in towers.clip.named_modules()
-            for name in getattr(module, "no_weight_decay", set)()
-        }
-        released: list[str] = []
-        main: list[str] = []  # names without weight decay
-        for name in names:
-            tensor = self.weights[name]
-            if tensor.ndim < 2 or any(part in name for part in UNDECAYED):
-                released.append(name)
-            if tensor.ndim < 2 or name in listed or any(part in name for part in TABLES):
-                main.append(name)
+        patterns, flat = exempt_patterns(towers.clip), {name for name in names if self.weights[name].ndim < 2}
+        released = [name for name in names if name in flat or any(part in name for part in UNDECAYED)]
+        main = [name for name in names if name in flat or any(fnmatchcase(name, pattern) for pattern in patterns)]
         for exempt in (released, main):
             groups = [exempt, [name for name in names if name not in set(exempt)]]
             groups = [group for group in groups if group]
@@ -209,5 +188,6 @@ def _fitted(value: Any, parameter: nn.Parameter) -> Any:
     return shard_like(value, parameter).clone() if value.ndim else value.clone()
 
 
-def _short(error: Exception) -> str:
+def short(error: Exception) -> str:
+    """The message of a mismatch."""
     return shortened(str(error), SHOWN) or type(error).__name__

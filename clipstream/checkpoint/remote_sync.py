@@ -136,9 +136,16 @@ def with_retries(act: Callable[[], _Result]) -> _Result:
     )
 
 
-def message_of(error: Exception) -> str:
-    """The message of a backend's error, without credentials."""
-    return redact(str(error)) or type(error).__name__
+@contextmanager
+def told(remote: RemoteDir, verb: str, where: str = "") -> Iterator[None]:
+    """Raise errors of backends, which have types of their own, as SettingsError: the remote folder cannot be read."""
+    try:
+        yield
+    except SettingsError:
+        raise
+    except Exception as error:
+        why = redact(str(error)) or type(error).__name__
+        raise SettingsError(f"{remote.setting}: cannot {verb} {remote.shown}{where}: {why}") from error
 
 
 def download(remote: RemoteDir, folder: Path) -> Path | None:
@@ -163,7 +170,7 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
                 return [(part / name, marker) for name, marker in whole.items()]
         return []
 
-    try:
+    with told(remote, "copy", f" to {folder}"):
         found = with_retries(candidates)
         for candidate, marker in found:
             here = folder / candidate.name
@@ -179,10 +186,6 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
                 return store.commit(draft, marker)
             store.remove(draft)
             logger.warning(f"{candidate.shown} is damaged ({damage})")
-    except SettingsError:
-        raise
-    except Exception as error:  # backends raise errors of their own types
-        raise SettingsError(f"{remote.setting}: cannot copy {remote.shown} to {folder}: {message_of(error)}") from error
     if found:
         names = ", ".join(candidate.name for candidate, _ in found)
         raise SettingsError(f"{remote.setting}: all checkpoints in {remote.shown} are incomplete ({names})")

@@ -18,7 +18,7 @@ from clipstream.checkpoint.remote_sync import (
     RemoteDir,
     RemoteSync,
     download,
-    message_of,
+    told,
     with_retries,
 )
 from clipstream.checkpoint.state import CheckpointMeta, load, read_meta
@@ -59,7 +59,7 @@ class Resumed:
         if not self.checkpoint.is_file():
             return replace(self, meta=read_meta(self.checkpoint))
         theirs = OpenClipCheckpoint.read(self.checkpoint)
-        step = theirs.step
+        step = theirs.global_step
         if step is None:
             if train.epoch_samples is None:
                 raise SettingsError(f"--resume {self.checkpoint}: requires --train-num-samples")
@@ -67,7 +67,7 @@ class Resumed:
         if world.is_main:
             name = f"{self.checkpoint} of open_clip: epoch {theirs.epoch}, step {step}"
             announce(f"resume   {name}; the data start anew")
-        scaler = StepState(scaler=theirs.scaler if train.precision == "fp16" else {})
+        scaler = StepState(scaler=theirs.scaler or {} if train.precision == "fp16" else {})
         samples = data.samples_before(step)
         start = TrainState(step=step, samples=samples, data=DataState(step=step), train_step=scaler)
         return replace(self, meta=CheckpointMeta(start))
@@ -110,11 +110,8 @@ def find(settings: CheckpointSettings, run_folder: Path, world: World) -> Resume
     def on_main() -> Path | None:
         if remote_sync is not None:
             remote = remote_sync.remote
-            try:
+            with told(remote, "read"):
                 whole = with_retries((remote / CHECKPOINTS).whole)
-            except Exception as error:  # every backend has errors of its own
-                text = f"--remote-sync: cannot read {remote.shown}: {message_of(error)}"
-                raise SettingsError(text) from error
             if whole and resume is None:
                 raise SettingsError(
                     f"--remote-sync: {remote.shown} has a run: continue it with --resume auto, or choose another --name"
@@ -125,15 +122,16 @@ def find(settings: CheckpointSettings, run_folder: Path, world: World) -> Resume
             if found is None:
                 raise SettingsError(f"--resume: no complete checkpoint in {RemoteDir(resume, '').shown}")
             return found
+        intact = None
         if remote_sync is not None and resume in ("latest", "auto"):
-            download_newer(remote_sync, run_folder)
-        return store.find(folder, resume)
+            intact = newest_intact(remote_sync, run_folder)
+        return store.find(folder, resume, intact=intact)
 
     return Resumed(store.agree(on_main, world), remote_sync)
 
 
-def download_newer(remote_sync: RemoteSync, run_folder: Path) -> None:
-    """Download the newest remote checkpoint if it is newer than all intact ones here.
+def newest_intact(remote_sync: RemoteSync, run_folder: Path) -> Path | None:
+    """The newest intact checkpoint here, once the newest remote one is downloaded if that is newer; None without one.
 
     Raises SettingsError: the download fails, and there is no intact checkpoint here.
     """
@@ -141,20 +139,18 @@ def download_newer(remote_sync: RemoteSync, run_folder: Path) -> None:
     found = next((path for path in store.whole(folder) if store.fault(path) is None), None)
     marker = None if found is None else store.marker_of(found)
     if remote_sync.last_serial <= (0 if marker is None else marker.serial):
-        return
+        return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The run appends to these files. They are downloaded before the checkpoint: a process that is killed in between
         # still finds the remote checkpoint newer, and downloads both again.
         for name in (METRICS, f"{CHECKPOINTS}/{store.BEST}"):
-            try:
+            with told(remote, "copy"):
                 if (content := with_retries((remote / name).read)) is not None:
                     atomic_write.replace(run_folder / name, content)
-            except Exception as error:  # every backend has errors of its own
-                text = f"--remote-sync: cannot copy {remote.shown}: {message_of(error)}"
-                raise SettingsError(text) from error
-        download(remote, folder)
+        return download(remote, folder) or found
     except SettingsError as error:
         if found is None:
             raise
         logger.warning(f"{error}; the newest local checkpoint is used")
+        return found

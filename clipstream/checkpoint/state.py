@@ -25,13 +25,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from clipstream.checkpoint import store
-from clipstream.checkpoint.open_clip import OpenClipCheckpoint
+from clipstream.checkpoint.open_clip import OpenClipCheckpoint, short
 from clipstream.distributed.run_record import versions
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.towers import Towers
 from clipstream.models.weights import finite, read_object
-from clipstream.text import shortened
 from clipstream.training.optim import CONSTRUCTED, groups_from_json
 from clipstream.training.parallel import shard_like
 from clipstream.training.precision import RandomState, set_random_state
@@ -45,7 +44,6 @@ WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.sa
 VERSION = 1  # of state.json
 GROUPS = "groups"
 NUMBERS: dict[str, type[float]] = {"int": int, "float": float, "bool": bool}  # in an optimizer's state
-MISMATCH_SHOWN = 300  # characters of a mismatch that a message repeats
 
 Tensors = Mapping[str, torch.Tensor]
 DTYPES = {
@@ -260,8 +258,9 @@ def load(
     except OSError as error:
         raise SettingsError(f"cannot read {checkpoint}: {error}") from error
     except (RuntimeError, ValueError, LookupError, TypeError, SafetensorError) as error:
-        message = shortened(str(error), MISMATCH_SHOWN)
-        raise SettingsError(f"{checkpoint} does not match the model and optimizer of this run: {message}") from error
+        raise SettingsError(
+            f"{checkpoint} does not match the model and optimizer of this run: {short(error)}"
+        ) from error
     set_random_state_of(checkpoint / RANDOM, world)
     return state
 
@@ -273,9 +272,9 @@ def set_random_state_of(path: Path, world: World) -> None:
             raise ValueError("an empty list")
         if world.rank < len(states):
             set_random_state(states[world.rank], world.device)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: bytes that are no state of torch
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # of torch: bytes, or numbers, that are no state
         text = f"{RANDOM} in {path.parent} is invalid: use another checkpoint"
-        raise SettingsError(f"{text} ({shortened(str(error), MISMATCH_SHOWN)})") from error
+        raise SettingsError(f"{text} ({short(error)})") from error
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, torch.Tensor | float]]) -> None:

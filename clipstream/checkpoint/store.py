@@ -1,21 +1,30 @@
-"""The folder of checkpoints: which are whole, newest and best, and which are kept. Imports no torch.
+"""The folder of checkpoints: which are whole, newest and best, and which are kept; and the lock of a run's folder.
+
+Imports no torch, as settings are checked with it.
 
     checkpoints/step_00000100/   whole if its COMPLETE lists files that exist with these sizes
     checkpoints/latest, best     names of checkpoints
 
 A new checkpoint's folder has the suffix `.tmp` until its files are complete and flushed. It is then renamed, and only
 after that the one that it replaces is removed: a crash at any moment leaves a whole checkpoint.
+
+The lock is `flock` and not filelock's `FileLock`: forked data workers must hold it too, so that a killed run's folder
+is free only when they have ended; other processes only probe it, by a shared lock; the file names its holder, which
+filelock 3.13 truncates at each attempt; and file systems without locks still have to work.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +42,12 @@ from clipstream.utils.section import Count, checked
 MARKER, LATEST, BEST = "COMPLETE", "latest", "best"
 NAME = re.compile(r"step_(\d{8})(\.old)?")  # .old: moved aside for a new save of the same step
 DRAFT, ASIDE = ".tmp", ".old"
+LOCK = ".lock"
+WORKERS_END = 30.0  # s for a dead process's data workers to end; they hold its lock as well
+# Files that a run may have written before its first step.
+_EARLY = {
+    LOCK, "config.yaml", "metrics.jsonl", "quarantine.jsonl", "report.html", "tensorboard", "pictures", "out.log"
+}  # fmt: skip
 
 
 def _inside(name: str) -> str:
@@ -159,14 +174,14 @@ def pointed(pointer: Path) -> Path | None:
     return aside if aside.is_dir() and not named.is_dir() else named
 
 
-def newest(folder: Path, files: Collection[str] | None = None) -> Path | None:
-    """The newest checkpoint without a `fault`; warns of newer ones that are damaged."""
+def newest(folder: Path, files: Collection[str] | None = None, intact: Path | None = None) -> Path | None:
+    """The newest checkpoint without a `fault`, as `intact` is known to be; warns of newer ones that are damaged."""
     found = whole(folder)
     last = pointed(folder / LATEST)
     faults = [(last, "it is incomplete")] if last is not None and last not in found else []
     taken = None
     for path in found:
-        if (damage := fault(path, files)) is None:
+        if (damage := None if path == intact else fault(path, files)) is None:
             taken = path
             break
         faults.append((path, damage))
@@ -176,7 +191,9 @@ def newest(folder: Path, files: Collection[str] | None = None) -> Path | None:
     return taken
 
 
-def find(folder: Path, resume: str | None, files: Collection[str] | None = None) -> Path | None:
+def find(
+    folder: Path, resume: str | None, files: Collection[str] | None = None, intact: Path | None = None
+) -> Path | None:
     """The checkpoint to resume from.
 
     Args:
@@ -184,13 +201,14 @@ def find(folder: Path, resume: str | None, files: Collection[str] | None = None)
         resume: 'latest' (there must be one), 'auto' (if there is one), the path of a checkpoint, of a file `latest` or
             `best`, or of a run's folder (its newest), or None.
         files: the files to be read, which must be intact; all by default.
+        intact: a checkpoint of `folder` whose files were read already.
 
     Raises SettingsError: there is none, or the named one is incomplete or damaged.
     """
     if resume is None:
         return None
     if resume in ("latest", "auto"):
-        taken = newest(folder, files)
+        taken = newest(folder, files, intact)
         if taken is None and resume == "latest":
             raise SettingsError(f"--resume latest: no complete checkpoint in {folder}; --resume auto starts a new run")
         if taken is None and (damaged := candidates(folder)):
@@ -323,7 +341,7 @@ def clear(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a checkpoint; its marker first, so that a partly deleted one does not count."""
     if path.is_dir():
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             (path / MARKER).unlink()
         shutil.rmtree(path)
     else:
@@ -389,3 +407,90 @@ def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, *, av
             "allow_mismatch": tokenizer_fits or model.allow_mismatch,
         }
     )
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether a new run would overwrite a checkpoint, a training record, or files that are not a run's."""
+    if not folder.is_dir():
+        return folder.exists()
+    names = {path.name for path in folder.iterdir()}
+    if any(name not in _EARLY and not re.fullmatch(r"out-\d+\.log", name) for name in names):
+        return True
+    metrics = folder / "metrics.jsonl"
+    return bool(names) and (b'"loss"' in metrics.read_bytes() if metrics.is_file() else bool(names - {LOCK}))
+
+
+def is_occupied(folder: Path) -> bool:
+    """Whether a process holds the folder's lock; true, too, if the file system has no locks."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep other processes from training in it while the context is open.
+
+    Raises SettingsError: it cannot be made, or another process trains in it.
+    """
+    advice = "wait for it, stop it, or use another --name"
+    with held(folder, "--logs: the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
+        yield
+
+
+@contextmanager
+def held(folder: Path, called: str, busy: Callable[[str], str]) -> Iterator[None]:
+    """Make the folder, and lock it while the context is open.
+
+    Args:
+        called: describes the folder, for messages.
+        busy: makes the message if another process, which is its argument, holds the lock.
+
+    Raises SettingsError: the folder cannot be made, or another process holds the lock.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise SettingsError(f"{called} cannot create {folder}: {error.strerror}") from error
+    try:
+        limit = time.monotonic() + WORKERS_END
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+                if not _is_dead(holder) or time.monotonic() > limit:
+                    raise SettingsError(busy(holder or "another process")) from None
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
+        with suppress(OSError):  # the disk is full: the holder stays unnamed
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_dead(holder: str) -> bool:
+    """Whether the process named in a lock file ran on this machine and has ended."""
+    match = re.fullmatch(r"process (\d+) on (.+)", holder)
+    if match is None or match[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's process
+        pass
+    return False

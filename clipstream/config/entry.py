@@ -25,7 +25,7 @@ from typing import Any
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.help import help_text
 from clipstream.config.settings import Settings, load
-from clipstream.distributed.failure import tell_once
+from clipstream.distributed.launch import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
 from clipstream.errors import INTERRUPTED, ClipstreamError, SettingsError, Stopped

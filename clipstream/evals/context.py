@@ -35,9 +35,10 @@ from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Features
 from clipstream.storage.shard_url import redact
-from clipstream.training.precision import Precision, autocast, check_device, prepare_towers, resolve_precision
-from clipstream.training.settings import TrainSettings
+from clipstream.training.precision import autocast, check_device, prepare_towers, resolve_precision
+from clipstream.training.settings import Precision, TrainSettings
 
+PROMPTS = 256  # encoded at once
 AT_ONCE = 1 << 18  # elements summed at once: fits a CPU's cache, which is five times as fast
 
 
@@ -222,7 +223,7 @@ class EvalContext:
         """int [n, T] -> L2-normalised float32 [n, D] on the world's device, without gradient."""
         return self._encode(self.towers.encode_text, ids)
 
-    def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
+    def encode_prompts(self, prompts: Sequence[str]) -> torch.Tensor:
         """Texts [n] -> L2-normalised float32 [n, D] on every rank; each rank encodes its share.
 
         Collective, with the same texts (at least one) on all ranks.
@@ -230,10 +231,8 @@ class EvalContext:
         rank, size = self.world.rank, self.world.size
         mine = prompts[len(prompts) * rank // size : len(prompts) * (rank + 1) // size]
         texts = mine or prompts[:1]  # a rank without a share encodes one text to know D
-        parts = [
-            self.encode_text(torch.from_numpy(self.tokenizer.encode(texts[start : start + batch_size])))
-            for start in range(0, len(texts), batch_size)
-        ]
+        some = (texts[start : start + PROMPTS] for start in range(0, len(texts), PROMPTS))
+        parts = [self.encode_text(torch.from_numpy(self.tokenizer.encode(part))) for part in some]
         return self.world.gather_rows(torch.cat(parts)[: len(mine)])
 
     @torch.no_grad()
@@ -319,7 +318,7 @@ class DryRun(EvalContext):
         data = context.data.model_copy(update={"workers": 0})
         return cls(**{**kept, "data": data, "examples_wanted": 0, "name": name})
 
-    def encode_prompts(self, prompts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
+    def encode_prompts(self, prompts: Sequence[str]) -> torch.Tensor:
         """Constant features [n, WIDTH]."""
         return self._unit(len(prompts))
 

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
+from statistics import fmean
 from typing import Any, Protocol
 
 from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating, of_tokenizer
-from clipstream.evals.evaluators.frozen_features import Neighbours
-from clipstream.evals.evaluators.linear_probe import LinearProbe
-from clipstream.evals.evaluators.mean import Mean
+from clipstream.evals.evaluators.frozen_features import LinearProbe, Neighbours
 from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.evaluators.validation_loss import ValidationLoss
 from clipstream.evals.evaluators.zero_shot import ZeroShot
@@ -41,6 +40,36 @@ class Evaluator(Protocol):
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate. Collective: every rank calls this and yields the same pairs."""
+
+
+class Mean:
+    """Yields mean and sets (the number of evaluators), from their metrics at the same step.
+
+    It fails if one of them has none, as a mean over fewer sets is another metric.
+    """
+
+    def __init__(self, settings: MeanSettings) -> None:
+        self.of = {name: [metrics] if isinstance(metrics, str) else metrics for name, metrics in settings.of.items()}
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        """The mean over the evaluators, of which those with several metrics count with their mean.
+
+        Raises:
+            DataError: one has no metrics at this step.
+            SettingsError: one has no such metric.
+        """
+        means = []
+        for name, metrics in self.of.items():
+            figures = context.figures.get(name)
+            if figures is None:
+                raise DataError(f"{name} has no metrics at this step: it failed, or is evaluated less often")
+            for metric in metrics:
+                if metric not in figures:
+                    hint = did_you_mean(metric, figures)
+                    raise SettingsError(f"of: {name} has no metric {metric!r}; choose from {', '.join(figures)}{hint}")
+            means.append(fmean(figures[metric] for metric in metrics))
+        yield "mean", fmean(means)
+        yield "sets", len(means)
 
 
 BUILTIN: dict[str, Callable[[Any], Evaluator]] = {

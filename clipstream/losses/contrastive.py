@@ -73,16 +73,19 @@ class ContrastiveLoss(Protocol):
 
 
 class _BuiltinLoss:
+    kind: Kind
+
     def __init__(self, settings: ClipLossSettings | SiglipLossSettings) -> None:
         self.max_logit_scale: float | None = settings.max_logit_scale
         self.min_logit_scale: float | None = settings.min_logit_scale
         self.gather_gib: float | None = settings.gather_gib
         self._settings = settings
 
-    def _share(self, kind: Kind, features: Features, batch: Batch, world: World) -> torch.Tensor:
+    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
+        """See ContrastiveLoss."""
         duplicates = self._settings.duplicates
         labels = None if duplicates == "negatives" else _labels(batch, self._settings.duplicates_by)
-        return loss_share(kind, features, batch.weights, world, labels, duplicates, self.gather_gib)
+        return loss_share(self.kind, features, batch.weights, world, labels, duplicates, self.gather_gib)
 
 
 def loss_share(
@@ -128,9 +131,7 @@ class SoftmaxLoss(_BuiltinLoss):
     and a few vectors of B. Arithmetic: 4 n B D multiply-adds. Memory: see `tiled`.
     """
 
-    def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
-        """See ContrastiveLoss."""
-        return self._share("softmax", features, batch, world)
+    kind = "softmax"
 
 
 class SigmoidLoss(_BuiltinLoss):
@@ -145,11 +146,13 @@ class SigmoidLoss(_BuiltinLoss):
     of B. Arithmetic: 3 n B D multiply-adds. Memory: see `tiled`.
     """
 
+    kind = "sigmoid"
+
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss. Raises SettingsError: the model has no logit bias."""
         if features.logit_bias is None:
             raise SettingsError("the sigmoid loss needs a model with a logit bias: build it with loss_type='siglip'")
-        return self._share("sigmoid", features, batch, world)
+        return super().__call__(features, batch, world)
 
 
 def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss:

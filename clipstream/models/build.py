@@ -22,11 +22,10 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.checkpointing import checkpoint_blocks
 from clipstream.models.execution.text_buckets import TextBuckets
-from clipstream.models.frozen import TOWERS
 from clipstream.models.layers import ChannelsLast
 from clipstream.models.model_config import Config, ModelConfig
 from clipstream.models.pretrained import ModelFiles, TokenizerChoice, fetch, resolve_loss, timm_entry
-from clipstream.models.settings import NO_PATCHES, ModelSettings
+from clipstream.models.settings import NO_PATCHES, TOWERS, ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.models.weights import load_image_weights, load_weights, read_weights
 

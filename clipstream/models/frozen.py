@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import RERUN
+from clipstream.models.settings import FrozenPrecision, Tower
 
-FrozenPrecision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -88,8 +88,10 @@ class FrozenTower:
             self._originals[name].copy_(tensor)
 
 
-Tower = Literal["image", "text"]
-TOWERS: tuple[Tower, ...] = ("image", "text")
+def ids_of_own(towers: Any) -> set[int]:
+    """The ids of the tensors of towers in a precision of their own; none of another module."""
+    frozen = getattr(towers, "own_precision", {}).values()
+    return {id(tensor) for tower in frozen for tensor in tower.tensors(towers.clip)}
 
 
 class StoredTower:

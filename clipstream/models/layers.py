@@ -16,6 +16,8 @@ from timm.models import group_parameters
 from torch import nn
 
 from clipstream.errors import SettingsError
+from clipstream.models.frozen import members
+from clipstream.models.settings import Tower
 
 
 def blocks(towers: nn.Module) -> list[nn.Module]:
@@ -27,20 +29,21 @@ def blocks(towers: nn.Module) -> list[nn.Module]:
     return [block for child in towers.children() for block in blocks(child)]
 
 
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """The parts of a module that are batch norms."""
+    return [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+
+
 Member = nn.Module | nn.Parameter | None
 
 
-def tower_parameters(clip: Any, tower: Literal["image", "text"]) -> Iterator[tuple[str, nn.Parameter]]:
+def tower_parameters(clip: Any, tower: Tower) -> list[tuple[str, nn.Parameter]]:
     """The parameters of a tower and its projection, without scale and bias of the logits."""
-    custom = hasattr(clip, "text")
-    for name, parameter in clip.named_parameters():
-        image = name.startswith("visual.")
-        text = name.startswith("text.") if custom else not image and not name.startswith("logit_")
-        if image if tower == "image" else text:
-            yield name, parameter
+    own = members(clip, tower)
+    return [(name, parameter) for name, parameter in clip.named_parameters() if name.partition(".")[0] in own]
 
 
-def tower_layers(clip: Any, tower: Literal["image", "text"], *, own_pooler: bool = False) -> list[list[nn.Parameter]]:
+def tower_layers(clip: Any, tower: Tower, *, own_pooler: bool = False) -> list[list[nn.Parameter]]:
     """All parameters of a tower, each once, by layer: embeddings, blocks, and the head with the projection.
 
     The last normalization belongs to the last block.
@@ -53,15 +56,15 @@ def tower_layers(clip: Any, tower: Literal["image", "text"], *, own_pooler: bool
     own = [parameter for _, parameter in tower_parameters(clip, tower)]
     if not own:
         raise SettingsError(f"there is no {tower} tower in the model, as its features come from a store")
-    members = _image_layers(clip.visual) if tower == "image" else _text_layers(clip, own_pooler)
-    layers = [list(_parameters(layer)) for layer in members]
+    below = _image_layers(clip.visual) if tower == "image" else _text_layers(clip, own_pooler)
+    layers = [list(_parameters(layer)) for layer in below]
     placed = {id(parameter) for layer in layers for parameter in layer}
     head = [parameter for parameter in own if id(parameter) not in placed]
     return [*layers, head] if head else layers
 
 
-def _parameters(members: Iterable[Member]) -> Iterator[nn.Parameter]:
-    for member in members:
+def _parameters(layer: Iterable[Member]) -> Iterator[nn.Parameter]:
+    for member in layer:
         if isinstance(member, nn.Parameter):
             yield member
         elif member is not None:

@@ -11,6 +11,9 @@ from typing_extensions import Self
 
 from clipstream.utils.section import SET, ConfigPathText, Conflict, Is, PathText, Section
 
+Tower = Literal["image", "text"]
+TOWERS: tuple[Tower, ...] = ("image", "text")
+FrozenPrecision = Literal["fp32", "bf16", "fp16"]
 Level = Annotated[float, Field(ge=0, le=1)]
 Deviation = Annotated[float, Field(gt=0, le=1)]
 
@@ -74,7 +77,7 @@ NOTHING_COMPILED = Conflict(  # of TrainSettings
 class TowerSettings(Section):
     """Settings of one tower, where they differ from those of the model or of training."""
 
-    precision: Literal["fp32", "bf16", "fp16"] | None = Field(
+    precision: FrozenPrecision | None = Field(
         None,
         description="precision of a locked tower's weights and passes (checkpoints keep the loaded weights); default: "
         "train.precision",
@@ -200,16 +203,15 @@ class ModelSettings(Section):
         PADDING_COUNTS,
     )  # fmt: skip
 
-    def recomputed(self, tower: Literal["image", "text"]) -> Recomputed:
+    def recomputed(self, tower: Tower) -> Recomputed:
         """grad_checkpointing of a tower."""
         own: TowerSettings = getattr(self, tower)
         return self.grad_checkpointing if own.grad_checkpointing is None else own.grad_checkpointing
 
     @property
-    def own_precisions(self) -> dict[Literal["image", "text"], Literal["fp32", "bf16", "fp16"]]:
+    def own_precisions(self) -> dict[Tower, FrozenPrecision]:
         """The precision of each tower that has its own."""
-        towers: tuple[Literal["image", "text"], ...] = ("image", "text")
-        wanted = {tower: getattr(self, tower).precision for tower in towers}
+        wanted = {tower: getattr(self, tower).precision for tower in TOWERS}
         return {tower: precision for tower, precision in wanted.items() if precision is not None}
 
     def not_trained(self) -> Self:

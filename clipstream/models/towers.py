@@ -22,18 +22,11 @@ from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import decode_rows
 from clipstream.models.execution.text_buckets import Lengths, TextBuckets
-from clipstream.models.frozen import (
-    TOWERS,
-    FrozenPrecision,
-    FrozenTower,
-    StoredTower,
-    Tower,
-    arithmetic,
-    members,
-)
-from clipstream.models.layers import ChannelsLast, tower_parameters
+from clipstream.models.frozen import FrozenTower, StoredTower, arithmetic, members
+from clipstream.models.layers import ChannelsLast, batch_norms, tower_parameters
 from clipstream.models.model_config import CONFIG_FILE, WEIGHT_FILES, ModelConfig
 from clipstream.models.pretrained import TEXT_CONFIG, TOKENIZER_CONFIG
+from clipstream.models.settings import TOWERS, FrozenPrecision, Tower
 from clipstream.utils.plugins import not_trusted
 from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD
 from clipstream.utils.timing.step_timer import begin
@@ -237,8 +230,7 @@ class Towers(nn.Module):
     @property
     def has_batch_norm(self) -> bool:
         """Whether a sample's features depend, in some step, on the other samples of its micro-batch."""
-        norm, frozen = nn.modules.batchnorm._BatchNorm, self.frozen
-        return any(isinstance(module, norm) and module not in frozen for module in self.modules())
+        return not self.frozen.issuperset(batch_norms(self))
 
     @property
     def frozen(self) -> set[nn.Module]:

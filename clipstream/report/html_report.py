@@ -21,7 +21,7 @@ import yaml
 from typing_extensions import TypedDict
 
 from clipstream import __version__
-from clipstream.checkpoint.run_lock import is_occupied
+from clipstream.checkpoint.store import is_occupied
 from clipstream.errors import SettingsError
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, groups, way_of
 from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, Page, Record, Sink, flat, lines

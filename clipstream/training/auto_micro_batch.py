@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,6 @@ from clipstream.utils.logs import logger
 if TYPE_CHECKING:
     from clipstream.models.towers import Features
 
-MicroBatch = int | Literal["auto"] | None
 FINENESS = 8  # the size found is at most 1/8 below the largest that fits
 TRUSTED = 8  # steps in a row that fitted on all ranks, after which gradients are summed during the backward pass
 FIRST = 8  # samples of the first trial: with huge batches, some libraries fail with errors other than out of memory

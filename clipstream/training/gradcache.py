@@ -31,7 +31,8 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.training.parallel import is_sharded, no_sync, sums_gradients
-from clipstream.training.precision import Precision, autocast, set_torch_state, torch_state
+from clipstream.training.precision import autocast, set_torch_state, torch_state
+from clipstream.training.settings import Precision
 from clipstream.utils.timing import BACKWARD, COMMUNICATION, FORWARD, LOSS
 from clipstream.utils.timing.step_timer import begin_when_backward_ends, timed
 

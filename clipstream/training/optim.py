@@ -150,7 +150,7 @@ def parameter_groups(
     """
     named = [] if settings is None else settings.wd_exclude
     excluded = [pattern for pattern in named if pattern != MAIN_RULE]
-    declared = _declared(module) if MAIN_RULE in named else None
+    declared = exempt_patterns(module) if MAIN_RULE in named else None
     scales = {} if settings is None else _scales(module, settings)
     groups: dict[tuple[float, bool, int], list[nn.Parameter]] = {}
     unmatched = {"wd_exclude": set(excluded), "fallback": set(fallback)}
@@ -185,7 +185,7 @@ def parameter_groups(
     return made
 
 
-def _declared(module: nn.Module) -> set[str]:
+def exempt_patterns(module: nn.Module) -> set[str]:
     """Patterns of the parameters that the parts of a model declare to have no weight decay.
 
     As in open_clip_train/optim.py of the main branch: the names of each part's `no_weight_decay` (open_clip and timm),
@@ -310,7 +310,23 @@ class AdamSettings(TowerRates):
         return f", betas {beta1:g} {beta2:g}, eps {eps:g}{super().summary(model)}"
 
 
-class AdamW:
+class _Builtin:
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    def _adam(self, name: str, towers: nn.Module, model: str, **options: Any) -> torch.optim.Optimizer:
+        """The optimizer of torch with this name."""
+        import torch
+
+        own, (betas, eps) = self.settings, self.settings.defaults(model)
+        options = {"betas": betas, "eps": eps, **options, **own.kwargs}
+        made: torch.optim.Optimizer = getattr(torch.optim, name)(
+            parameter_groups(towers, own.wd, own), lr=own.lr, **options
+        )
+        return made
+
+
+class AdamW(_Builtin):
     """AdamW (arXiv:1711.05101) with open_clip's defaults: torch.optim.AdamW, fused unless set otherwise."""
 
     class Settings(AdamSettings):
@@ -319,18 +335,11 @@ class AdamW:
         type: Literal["adamw"] = "adamw"
         fused: bool = Field(True, description="use torch's fused implementation")
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
     def __call__(self, towers: nn.Module, model: str) -> torch.optim.Optimizer:
-        from torch.optim import AdamW as TorchAdamW
-
-        own, (betas, eps) = self.settings, self.settings.defaults(model)
-        options = {"betas": betas, "eps": eps, "fused": own.fused, **own.kwargs}
-        return TorchAdamW(parameter_groups(towers, own.wd, own), lr=own.lr, **options)
+        return self._adam("AdamW", towers, model, fused=self.settings.fused)
 
 
-class NAdamW:
+class NAdamW(_Builtin):
     """NAdam with decoupled weight decay: torch.optim.NAdam, as `--opt nadamw` of open_clip's main branch."""
 
     class Settings(AdamSettings):
@@ -338,18 +347,11 @@ class NAdamW:
 
         type: Literal["nadamw"] = "nadamw"
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
     def __call__(self, towers: nn.Module, model: str) -> torch.optim.Optimizer:
-        from torch.optim import NAdam
-
-        own, (betas, eps) = self.settings, self.settings.defaults(model)
-        options = {"betas": betas, "eps": eps, "decoupled_weight_decay": True, **own.kwargs}
-        return NAdam(parameter_groups(towers, own.wd, own), lr=own.lr, **options)
+        return self._adam("NAdam", towers, model, decoupled_weight_decay=True)
 
 
-class Timm:
+class Timm(_Builtin):
     """An optimizer of timm, made by timm.optim.create_optimizer_v2."""
 
     class Settings(TowerRates):
@@ -380,9 +382,6 @@ class Timm:
         def summary(self, model: str) -> str:
             """The name, for the line at the start of a run."""
             return f", {self.name}{super().summary(model)}"
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
 
     def __call__(self, towers: nn.Module, model: str) -> torch.optim.Optimizer:
         from timm.optim import create_optimizer_v2

@@ -40,9 +40,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.layers import blocks
-from clipstream.training.precision import Precision, same_randomness
-from clipstream.training.settings import FP16_SHARDS, SHARDED_NORMS, TrainSettings
+from clipstream.models.frozen import ids_of_own
+from clipstream.models.layers import batch_norms, blocks
+from clipstream.training.precision import same_randomness
+from clipstream.training.settings import FP16_SHARDS, SHARDED_NORMS, Precision, TrainSettings
 
 # torch 2.13 renamed the argument.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -165,8 +166,7 @@ class ShardedTowers:
         reduce_dtype = torch.float32 if precision in ("bf16", "pure_bf16") else None
         policy = of_blocks = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         if precision == "bf16" and _SELECTS_DTYPES:
-            frozen = getattr(towers, "own_precision", {}).values()
-            own = {id(tensor) for tower in frozen for tensor in tower.tensors(towers.clip)}
+            own = ids_of_own(towers)
 
             def unchanged(parameter: nn.Parameter) -> torch.dtype | None:
                 return parameter.dtype if parameter.ndim < 2 or id(parameter) in own else None
@@ -269,8 +269,7 @@ def synchronize_batch_norm(module: nn.Module, world: World, frozen: Collection[n
 
     Raises SettingsError: on the CPU, for which torch has no such batch norm.
     """
-    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    if world.size == 1 or all(part in frozen for part in norms):
+    if world.size == 1 or all(part in frozen for part in batch_norms(module)):
         return
     if not world.device.startswith("cuda"):
         raise SettingsError(
@@ -281,5 +280,4 @@ def synchronize_batch_norm(module: nn.Module, world: World, frozen: Collection[n
 
 def batch_statistics(module: nn.Module) -> list[torch.Tensor]:
     """The tensors that a training forward pass changes: running means, variances and their counts."""
-    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    return [tensor for norm in norms for tensor in norm.buffers()]
+    return [tensor for norm in batch_norms(module) for tensor in norm.buffers()]

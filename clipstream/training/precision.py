@@ -24,13 +24,13 @@ from typing_extensions import NotRequired, TypedDict
 from clipstream.distributed.capabilities import computes_bf16
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.frozen import arithmetic
+from clipstream.models.frozen import arithmetic, ids_of_own
+from clipstream.training.settings import Precision
 
 if TYPE_CHECKING:
     from clipstream.models.settings import ModelSettings
     from clipstream.models.towers import Towers
 
-Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TF32_CAPABILITY = (8, 0)  # of the first GPUs with TF32 (Ampere)
 TWISTER = 624  # words of the state of a Mersenne Twister
@@ -69,8 +69,7 @@ def prepare(module: nn.Module, precision: Precision) -> nn.Module:
     still, as the change of a step is below its last digit. Towers in a precision of their own (`Towers.set_precision`)
     stay as they are.
     """
-    frozen = getattr(module, "own_precision", {}).values()
-    own = {id(tensor) for tower in frozen for tensor in tower.tensors(module.clip)}
+    own = ids_of_own(module)
     wide = torch.float64 if precision == "fp64" else torch.float32
     for part in module.modules():
         batch_norm = isinstance(part, nn.modules.batchnorm._BatchNorm)

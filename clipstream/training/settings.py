@@ -18,6 +18,7 @@ from clipstream.errors import SettingsError, did_you_mean
 from clipstream.models.settings import CUDA_GRAPHS, NOTHING_COMPILED
 from clipstream.utils.section import GIVEN, SET, UNSET, Conflict, Is, PathText, Section, other_than
 
+Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 # true and false: YAML's reading of `on` and `off`
 Compiled = Annotated[
     Literal["off", "blocks", "towers", "step"],
@@ -168,11 +169,6 @@ class EarlyStop:
             else:
                 self.state.stale += 1
 
-    def expect(self, metrics: Mapping[str, Sequence[str]]) -> None:
-        """See `Metric.expect`."""
-        if self.metric is not None:
-            self.metric.expect("train.early_stop.metric", metrics)
-
     def summary(self) -> dict[str, str | float | None]:
         """Why the run stopped, for its last record; best and best_step are None if no value was finite."""
         state = self.state
@@ -186,7 +182,7 @@ class TrainSettings(Section):
     samples: int | None = Field(None, ge=1, description="training samples in total, rounded up to full steps")
     epochs: float | None = Field(None, gt=0, description="passes over epoch_samples samples")
     epoch_samples: int | None = Field(None, ge=1, description="samples per epoch (--train-num-samples)")
-    precision: Literal["auto", "fp32", "bf16", "fp16", "pure_bf16", "fp64"] = Field(
+    precision: Literal["auto", Precision] = Field(
         "auto",
         description="bf16, fp16: autocast with float32 weights (fp16 with a gradient scaler); pure_bf16: weights and "
         "moments in bfloat16; fp64: for checks; auto: bf16 if the device supports it, else fp16 on a GPU and fp32 on a "
@@ -300,7 +296,7 @@ class TrainSettings(Section):
     )  # fmt: skip
 
     @property
-    def arithmetic(self) -> Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]:
+    def arithmetic(self) -> Precision:
         """The precision, once `auto` is resolved."""
         assert self.precision != "auto", "resolve_precision comes first"
         return self.precision

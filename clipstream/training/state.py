@@ -6,11 +6,11 @@ except `TrainState.data` are the same on every rank.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from clipstream.data.order.lanes import DataState
 from clipstream.training.settings import EarlyStopState
-from clipstream.utils.section import Count, checked
+from clipstream.utils.section import Count
 
 SourceCounts = dict[str, int | str | dict[str, int | str]]  # as clipstream.data.loader.health.merge_counts
 
@@ -65,12 +65,3 @@ class TrainState:
     rollback: RollbackState = field(default_factory=RollbackState)
     early_stop: EarlyStopState = field(default_factory=EarlyStopState)
     train_step: StepState = field(default_factory=StepState)
-
-    def to_json(self) -> dict[str, object]:
-        """As nested dictionaries."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: object) -> TrainState:
-        """The state that `to_json` wrote. Raises ValueError: a value has another type."""
-        return checked(cls, values)

@@ -1,11 +1,17 @@
 """The feature stores of a training run: opened, compared with the run's settings, and put in the place of towers.
 
-Settings and towers enter; a StoredData leaves, or an error that names what differs.
+Settings and towers enter; a StoredData leaves, or an error that names what differs. A store keeps a fingerprint of each
+part (`features.manifest.PartInfo.fingerprint`): all of a model that its features depend on, as JSON values. Unlike the
+sums of `evals.context`, the digest of the weights in it is cryptographic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+
+import torch
 
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.loader.stored import StoredData
@@ -16,11 +22,15 @@ from clipstream.features.manifest import IDS, IMAGE, MODEL, TEXT, differences
 from clipstream.features.store import FeatureStore
 from clipstream.losses.settings import DistillSettings
 from clipstream.models.execution.batch_features import NAME as LIVE
-from clipstream.models.fingerprint import image_fingerprint, same_text_weights, text_fingerprint
-from clipstream.models.model_config import WEIGHT_FILES
+from clipstream.models.frozen import members
+from clipstream.models.model_config import WEIGHT_FILES, Config
+from clipstream.models.settings import Tower
 from clipstream.models.towers import Towers
 
 PRECISION = "precision"  # of the forward pass that made the features; training may compute in another one
+Fingerprint = dict[str, object]
+# Settings of text_cfg that say where files are, or only matter for a model without weights.
+PLACES = ("hf_model_name", "hf_model_pretrained", "hf_tokenizer_name")
 
 
 def open_stores(data: DataSettings) -> StoredData | None:
@@ -106,3 +116,74 @@ def _compare(store: FeatureStore, what: str, then: Mapping[str, object], now: Ma
             f"the feature store {store.shown} was made with other settings of {what}:{listed}\n"
             "train with those, or compute the features again, into another folder"
         )
+
+
+def image_fingerprint(towers: Towers, *, precision: str, transform: Mapping[str, object]) -> Fingerprint:
+    """Fingerprint of the features of an image tower.
+
+    Args:
+        towers: as `build_towers` returns them, before they are converted to another dtype.
+        precision: of the forward pass, as in training.
+        transform: what else decides the pixels, as `data.order_plan.views_of` gives it.
+    """
+    spec, preprocess = towers.image, towers.config.preprocess_cfg
+    resize = {"interpolation": spec.interpolation, "resize_mode": spec.resize_mode, "fill": spec.fill}
+    return _fingerprint(
+        towers,
+        "image",
+        mean=preprocess["mean"],
+        std=preprocess["std"],
+        size=spec.size,
+        **({} if transform.get("views") else {"preprocessing": resize}),  # which a random crop does not use
+        precision=precision,
+        transform=dict(transform),
+    )
+
+
+def text_fingerprint(towers: Towers, *, precision: str, tokenizer: str) -> Fingerprint:
+    """Fingerprint of the features of a text tower.
+
+    Args:
+        towers: as in `image_fingerprint`.
+        precision: of the forward pass, as in training.
+        tokenizer: `data.order_plan.tokenizer_identity` of the tokenizer.
+    """
+    length = towers.context_length
+    return _fingerprint(towers, "text", context_length=length, tokenizer=tokenizer, precision=precision)
+
+
+def _fingerprint(towers: Towers, tower: Tower, **more: object) -> Fingerprint:
+    """Of a tower's configuration and weights, and more values; as it is read back from JSON: tuples equal lists."""
+    model: Config = towers.config.model_cfg
+    section = model["vision_cfg" if tower == "image" else "text_cfg"]
+    values = {
+        "config": {key: value for key, value in section.items() if key not in PLACES},
+        "embed_dim": model["embed_dim"],
+        "quick_gelu": bool(model.get("quick_gelu", False)),
+        "weights": weights_digest(tower_state(towers, tower).items()),
+    }
+    found: Fingerprint = json.loads(json.dumps(values | more))
+    return found
+
+
+def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 of tensors, in hexadecimal digits: of their names in order, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        value = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def tower_state(towers: Towers, tower: Tower) -> dict[str, torch.Tensor]:
+    """The tensors of one tower, by their names in open_clip's model; without the scalars of the logits."""
+    own = members(towers.clip, tower)
+    return {name: tensor for name, tensor in towers.clip.state_dict().items() if name.partition(".")[0] in own}
+
+
+def same_text_weights(towers: Towers, digest: object) -> bool:
+    """Whether a digest is of the text tower's weights, as a module of its own (`text.`) or not."""
+    state = {name.removeprefix("text."): tensor for name, tensor in tower_state(towers, "text").items()}
+    named = (((f"{prefix}{name}", tensor) for name, tensor in state.items()) for prefix in ("", "text."))
+    return any(weights_digest(tensors) == digest for tensors in named)

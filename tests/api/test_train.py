@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import clipstream
-from clipstream.checkpoint.run_lock import is_occupied
+from clipstream.checkpoint.store import is_occupied
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from tests.support.forks import ROOT, TIMEOUT, Fork

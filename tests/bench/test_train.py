@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.cli.verbs.bench import RUNGS, main
+from clipstream.cli.verbs.bench import RUNGS, Options, main
 from clipstream.cli.verbs.bench.ladder import (
     BASELINE,
     CHOSEN,
     Ladder,
-    Options,
     Row,
     settings_to_use,
     tables,

@@ -21,9 +21,8 @@ import torch
 from torch.distributed import HashStore, distributed_c10d
 
 from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
-from clipstream.distributed import failure
-from clipstream.distributed.failure import POLL, FailureWatch
-from clipstream.distributed.launch import run_ranks
+from clipstream.distributed import launch
+from clipstream.distributed.launch import POLL, FailureWatch, run_ranks
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
@@ -127,7 +126,7 @@ def test_ends_that_all_ranks_agree_on(kind: str, code: int) -> None:
 def hang(world: World) -> int:
     """A run in which a kernel of the GPU waits for ever when rank 1 fails, and rank 0 waits in its main thread too."""
     patches = pytest.MonkeyPatch()
-    patches.setattr(failure, "CLEANUP", 12.0)
+    patches.setattr(launch, "CLEANUP", 12.0)
     FakeCuda(patches)  # its unregistration blocks
     world.start()
     watch = FailureWatch(world)
@@ -232,7 +231,7 @@ def test_a_rank_that_nccl_waits_for_is_named_before_its_watchdog_aborts(kind: st
 
 
 def test_ranks_that_called_as_many_collectives_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "LONG_SILENCE", POLL)
+    monkeypatch.setattr(launch, "LONG_SILENCE", POLL)
     calls, store = [7, 7, 6], HashStore()
     watches = [FailureWatch(World(rank, 3)) for rank in range(3)]
     for rank, watch in enumerate(watches):

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution.checkpointing import Held, chosen, fit_budgets
-from clipstream.models.frozen import TOWERS, Tower
-from clipstream.models.settings import ModelSettings
+from clipstream.models.settings import TOWERS, ModelSettings, Tower
 from clipstream.training.precision import autocast
 from tests.support import hubtree
 from tests.support.model_files import VIT, build, write

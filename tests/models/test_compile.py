@@ -21,7 +21,8 @@ from clipstream.models.execution.checkpointing import enabled_backends
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling
 from clipstream.models.settings import CUDA_GRAPHS
 from clipstream.models.towers import Towers
-from clipstream.training.precision import Precision, autocast
+from clipstream.training.precision import autocast
+from clipstream.training.settings import Precision
 from tests.support.model_files import TEXT, VIT, build, write
 
 TOKENS = 20

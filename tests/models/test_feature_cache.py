@@ -14,7 +14,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.batch_features import ENTRY, FeatureCache
-from clipstream.models.frozen import TOWERS, Tower
+from clipstream.models.settings import TOWERS, Tower
 from clipstream.utils.logs import logger
 from tests.support.model_files import build, write
 from tests.support.ranks import run_ranks

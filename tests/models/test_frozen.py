@@ -11,9 +11,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from clipstream.errors import SettingsError
-from clipstream.models.frozen import TOWERS, Tower
+from clipstream.models.settings import TOWERS, Tower
 from clipstream.models.towers import Towers
-from clipstream.training.precision import Precision, autocast, prepare
+from clipstream.training.precision import autocast, prepare
+from clipstream.training.settings import Precision
 from tests.support import hubtree
 from tests.support.model_files import build, write
 

@@ -10,7 +10,7 @@ import torch
 
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import encode_rows
-from clipstream.models.frozen import Tower
+from clipstream.models.settings import Tower
 from clipstream.models.towers import Towers
 from tests.support import model_files
 

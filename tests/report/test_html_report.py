@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clipstream.checkpoint.run_lock import occupied
+from clipstream.checkpoint.store import occupied
 from clipstream.cli.verbs.compare import main as compare
 from clipstream.cli.verbs.evaluate_watch import WatchedRun, _Watcher
 from clipstream.config.settings import load

@@ -28,8 +28,8 @@ from clipstream.models.towers import Features
 from clipstream.report.precision_audit import Audit, GradientGroup, Recorder, Severity, audit_step
 from clipstream.report.sinks import AUDIT_FILE
 from clipstream.training.optim import parameter_groups
-from clipstream.training.precision import Precision, autocast, prepare
-from clipstream.training.settings import TrainSettings
+from clipstream.training.precision import autocast, prepare
+from clipstream.training.settings import Precision, TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.model_files import build, write
 from tests.support.runs import flags as run_flags

@@ -128,6 +128,27 @@ def test_what_is_missing_is_told_at_once_with_the_way_to_get_it(sets: Path, caps
     assert "warning: robustness is the mean of 2 of 5 sets" in capsys.readouterr().err
 
 
+def test_sets_of_any_source_type_are_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Folders of images, a plug-in whose names are no paths, and sets that are made when they are read."""
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "1.jpg").write_bytes(b"")
+    plugin = "tests.data.sources.test_registry:Letters"
+    sections = {
+        "folder": {"type": "folder", "shards": str(tmp_path / "images")},
+        "plugin": {"type": plugin, "shards": ["no/path"]},
+        "toy": {"shards": "toy:val"},
+    }
+    evals = {name: {"type": "retrieval", "data": data} for name, data in sections.items()}
+    (tmp_path / "own.yaml").write_text(json.dumps({"evals": evals}))
+    suite = ["--suite", str(tmp_path / "own.yaml"), "--print-config"]
+    assert main(suite) == 0
+    shutil.rmtree(tmp_path / "images")
+    assert main(suite) == 2
+    told = capsys.readouterr().err
+    assert "1 of 3 data sets are missing" in told and f"the folder {tmp_path}/images does not exist" in told
+
+
 def test_what_is_asked_wrong_is_told(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         (["--suite", ROBUSTNESS], "set --evals-root FOLDER, or CLIPSTREAM_EVALS"),

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from clipstream.checkpoint.run_lock import held
+from clipstream.checkpoint.store import held
 from clipstream.cli.verbs.stage import main
 from clipstream.config.settings import load
 from clipstream.data.sources import expand, indexes

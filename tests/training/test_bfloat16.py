@@ -13,8 +13,8 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
-from clipstream.training.precision import Precision, prepare
-from clipstream.training.settings import TrainSettings
+from clipstream.training.precision import prepare
+from clipstream.training.settings import Precision, TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.model_files import TEXT, build, write
 

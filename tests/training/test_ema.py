@@ -17,11 +17,10 @@ from clipstream.cli.verbs.train import main
 from clipstream.distributed.world import World
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.training.ema import WeightAverages
 from clipstream.training.parallel import FullTowers, full_tensor, parallelize
-from clipstream.training.precision import Precision, prepare
-from clipstream.training.settings import TrainSettings
-from clipstream.training.step import TrainStep
+from clipstream.training.precision import prepare
+from clipstream.training.settings import Precision, TrainSettings
+from clipstream.training.step import TrainStep, WeightAverages
 from tests.support.pictures import make_shards
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, flags, lines, same_weights, weights

@@ -23,8 +23,7 @@ from clipstream.models.build import build_towers
 from clipstream.models.layers import blocks
 from clipstream.models.settings import ModelSettings
 from clipstream.training.parallel import ShardedTowers, parallelize, shard_like, synchronize_batch_norm, wrap
-from clipstream.training.precision import Precision
-from clipstream.training.settings import TrainSettings
+from clipstream.training.settings import Precision, TrainSettings
 from clipstream.training.step import TrainStep
 from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks, run_ranks

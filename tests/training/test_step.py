@@ -13,12 +13,10 @@ from torch.distributed.tensor import DTensor
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.training.auto_micro_batch import MicroBatch
-from clipstream.training.ema import WeightAverages
 from clipstream.training.parallel import parallelize
-from clipstream.training.precision import Precision, prepare
-from clipstream.training.settings import TrainSettings
-from clipstream.training.step import SMALLEST_SCALE, StepResult, TrainStep
+from clipstream.training.precision import prepare
+from clipstream.training.settings import Precision, TrainSettings
+from clipstream.training.step import SMALLEST_SCALE, StepResult, TrainStep, WeightAverages
 from tests.support.ranks import run_ranks
 from tests.support.steps import (
     LOSSES,
@@ -94,7 +92,7 @@ def test_micro_batches_replay_dropout(size: int, kept: int, sizes: list[int]) ->
 
 
 @pytest.mark.parametrize("micro", [2, "auto"])
-def test_batch_norm_refuses_micro_batches(micro: MicroBatch) -> None:
+def test_batch_norm_refuses_micro_batches(micro: Any) -> None:
     model = TinyTowers(batch_norm=True)
     with pytest.raises(SettingsError, match="micro_batch_size"):
         TrainStep(model, LOSSES["clip"], sgd(model), World(), TrainSettings(precision="fp32", micro_batch_size=micro))

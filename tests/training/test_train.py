@@ -19,7 +19,7 @@ import torch
 import yaml
 from PIL import Image
 
-from clipstream.checkpoint.run_lock import holds_a_run, occupied
+from clipstream.checkpoint.store import holds_a_run, occupied
 from clipstream.cli.verbs.train import main
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -221,7 +221,7 @@ def test_results_that_are_read_late_change_nothing(end: int) -> None:
         with nullcontext() if end > 14 else pytest.raises(DataError):
             run.go()
         order = [line["step"] if "loss" in line or "stages" in line else {**line, "time": None} for line in run.lines]
-        states = [save.state.to_json() for save in run.saves]
+        states = [asdict(save.state) for save in run.saves]
         courses.append(json.dumps([run.training_lines(), order, states, run.trainer.samples]))
         courses.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
     assert courses[0] == courses[2] and torch.equal(courses[1], courses[3])

@@ -16,18 +16,15 @@ from clipstream.config.entry import entry_point, show_help
 from clipstream.config.flags import output_file, own_flags
 from clipstream.config.settings import Settings, carried_over, load, require_equal, resolve
 from clipstream.config.validate import preflight_models, validate_sources
-from clipstream.data.batch import Batch
-from clipstream.distributed.failure import FailureWatch
-from clipstream.distributed.launch import run_ranks
+from clipstream.data.batch import Batch, ImageSpec
+from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import set_level
 
 if TYPE_CHECKING:
-    from clipstream.data.decode.tokenizers import Tokenizer
-    from clipstream.models.execution.batch_features import Teacher
-    from clipstream.models.towers import Towers
+    from clipstream.data.loader.pipeline import ModelInputs
 
 TOPIC = "precision"
 OWN_FLAGS = {
@@ -91,24 +88,20 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     """
     from clipstream.checkpoint.resume import load_into
     from clipstream.checkpoint.state import read_meta
-    from clipstream.data.loader.workers import with_workers
     from clipstream.report.precision_audit import audit_step
-    from clipstream.train import build_loader, build_model, build_step
-    from clipstream.training.stored_features import open_stores
+    from clipstream.train import build_model, build_step, first_batch, own_inputs, with_stores
 
     require_equal(settings, world)
     run = Path(own["--run"]) if "--run" in own else None
     found = None if run is None else store.agree(lambda: store.newest(run / "checkpoints"), world)
     state = None if found is None else read_meta(found).train
     settings = carried_over(resolve(settings, world), state, world, own_lanes=settings.data.lanes != "auto")
-    stored = open_stores(settings.data)
+    settings, stored = with_stores(settings, world) if settings.data.sources else (settings, None)
     model = build_model(settings, world, stored)
     if settings.data.sources:
-        data = with_workers(settings.data, world, stored)
-        with build_loader(settings.model_copy(update={"data": data}), world, model, state) as loader:
-            batch = next(loader).clone()
+        batch = first_batch(settings, world, model, state)
     else:
-        batch = synthetic_batch(settings, world, model.towers, model.tokenizer, model.teacher)
+        batch = synthetic_batch(settings, world, own_inputs(settings, model))
     step = build_step(settings, world, model)
     step.unlock(0 if found is None else load_into(step, found).step)
     result = audit_step(step, batch)
@@ -123,29 +116,24 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
         raise ClipstreamError(f"16-bit computations where float32 is required: {result.verdict}")
 
 
-def synthetic_batch(
-    settings: Settings, world: World, towers: Towers, tokenizer: Tokenizer, teacher: Teacher | None
-) -> Batch:
+def synthetic_batch(settings: Settings, world: World, inputs: ModelInputs) -> Batch:
     """This rank's part of a batch of random images, and of texts of 3 to 20 words."""
     import torch
-
-    from clipstream.data.decode.tokenizers import wrap
 
     size = settings.data.global_batch_size
     start, stop = (size * rank // world.size for rank in (world.rank, world.rank + 1))
     draw = torch.Generator().manual_seed(settings.run.seed * 1000 + world.rank)
     texts = [" ".join(["word"] * int(n)) for n in torch.randint(*LENGTHS, (stop - start,), generator=draw)]
 
-    def pixels(like: Towers) -> torch.Tensor:
-        return torch.randint(0, 256, (stop - start, 3, *like.image.size), dtype=torch.uint8, generator=draw)
+    def pixels(like: ImageSpec) -> torch.Tensor:
+        return torch.randint(0, 256, (stop - start, 3, *like.size), dtype=torch.uint8, generator=draw)
 
-    ids = torch.from_numpy(tokenizer.encode(texts)).int()
+    ids = torch.from_numpy(inputs.tokenizer.encode(texts)).int()
     others: dict[str, torch.Tensor] = {}
-    if teacher is not None and teacher.towers.image.size != towers.image.size:
-        others["teacher_pixels"] = pixels(teacher.towers)
-    if teacher is not None and not teacher.towers.same_tokenizer(towers):
-        encode = wrap(teacher.towers.open_clip_tokenizer(), teacher.towers.context_length).encode
-        others["teacher_ids"] = torch.from_numpy(encode(texts)).int()
+    if inputs.teacher_image is not None:
+        others["teacher_pixels"] = pixels(inputs.teacher_image)
+    if inputs.teacher_tokenizer is not None:
+        others["teacher_ids"] = torch.from_numpy(inputs.teacher_tokenizer.encode(texts)).int()
     keys = tuple(f"synthetic/{number}" for number in range(start, stop))
     one = torch.ones(stop - start)
-    return Batch(pixels(towers), ids, one, keys, torch.zeros_like(one, dtype=torch.uint8), 0, size, **others)  # type: ignore[arg-type]
+    return Batch(pixels(inputs.image), ids, one, keys, torch.zeros_like(one, dtype=torch.uint8), 0, size, **others)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from clipstream.checkpoint.store import Subject, locate, model_in
 from clipstream.cli.verbs.evaluate_watch import OWN_FLAGS as WATCH_FLAGS
-from clipstream.cli.verbs.evaluate_watch import follow
+from clipstream.cli.verbs.evaluate_watch import follow, has_own_tokenizer
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point, show_help
 from clipstream.config.error_messages import enumerate_words
@@ -26,8 +26,7 @@ from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import expand
-from clipstream.distributed.failure import FailureWatch
-from clipstream.distributed.launch import run_ranks
+from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each
 from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
@@ -207,12 +206,12 @@ class Suites:
 
 
 def _missing(source: SourceSettings) -> str | None:
-    """Why a data set cannot be read; None if it exists, or is remote, as only a download would tell."""
+    """Why a data set cannot be read; None if it exists, is remote, as only a download would tell, or of a plug-in."""
     try:
-        shards = expand(source.shards)
+        shards = expand(source.shards, source.type, write=False)
     except SettingsError as error:
         return str(error)
-    local = [path for shard in shards if (path := ShardURL(shard).path) is not None]
+    local = () if ":" in source.type else (path for shard in shards if (path := ShardURL(shard).path) is not None)
     lost = [path for path in local if not os.path.exists(path)]
     more = " …" * (len(lost) > 1)
     return f"{len(lost)} of {len(shards)} shards do not exist: {lost[0]}{more}" if lost else None
@@ -239,8 +238,7 @@ def _evaluate_one(own: Mapping[str, str], flags: Sequence[str], suites: Suites, 
     _check_settings(settings, subject, trained, report)
     model = settings.model
     if subject.checkpoint is not None:
-        # A run's own tokenizer fits its weights.
-        fits = bool(trained) and load(["--config", *trained]).tokenizer == settings.tokenizer
+        fits = bool(trained) and has_own_tokenizer(settings, trained[0])
         model = model_in(subject.checkpoint, model, fits, averaged=weights == "averaged")
     elif weights == "averaged":
         raise SettingsError("--weights averaged requires --checkpoint")

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, get_args
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.remote_sync import CHECKPOINTS
-from clipstream.checkpoint.run_lock import held as locked
 from clipstream.checkpoint.store import MARKER, Marker, model_in
+from clipstream.checkpoint.store import held as locked
 from clipstream.config.dump import print_config
 from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
-from clipstream.distributed.failure import FailureWatch
-from clipstream.distributed.launch import run_ranks
+from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, Stopped
@@ -87,7 +86,7 @@ def follow(own: Mapping[str, str], settings_of: Callable[[str], Settings], every
             ways = "--val-data SHARDS, --suite FILE, or --config with a section evals"
             raise SettingsError(f"no evaluation data: set {ways}")
         validate_evals(settings, shown=True)
-        fits = load(["--config", config]).tokenizer == settings.tokenizer
+        fits = has_own_tokenizer(settings, config)
 
         def body(world: World, watch: FailureWatch) -> None:
             require_equal(settings, world)
@@ -104,6 +103,11 @@ def follow(own: Mapping[str, str], settings_of: Callable[[str], Settings], every
                 raise ClipstreamError(text) from error
 
         return run_ranks(settings.run, body)
+
+
+def has_own_tokenizer(settings: Settings, config: str) -> bool:
+    """Whether the tokenizer is that of a run's settings, which fits the run's weights."""
+    return load(["--config", config]).tokenizer == settings.tokenizer
 
 
 class _Watcher(SinkGroup):

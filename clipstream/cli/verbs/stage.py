@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 from rich.filesize import decimal
 
-from clipstream.checkpoint.run_lock import held
+from clipstream.checkpoint.store import held
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point, show_help

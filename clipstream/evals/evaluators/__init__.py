@@ -1,1 +1,1 @@
-"""The evaluators that come with clipstream, one file each."""
+"""The evaluators that come with clipstream; the mean of others is in `runner`."""

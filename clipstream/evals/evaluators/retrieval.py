@@ -49,11 +49,11 @@ class Retrieval:
         for batch in context.batches(
             self.source, settings.batch_size, target=target, tokenizer=encoder, max_samples=settings.max_samples
         ):
-            assert batch.pixels is not None and batch.pictures is not None, "an evaluation source gives pixels"
+            assert batch.pictures is not None, "an evaluation source gives images"
             checksums.append(batch.pictures.clone())
             captions = batch.ids.view(len(batch), -1, length)
             there = captions[:, :, 0] != NO_CAPTION
-            images.append(context.encode_image(batch.pixels))
+            images.append(context.encode_image(batch.images))
             texts += [context.encode_text(some) for some in torch.split(captions[there], settings.batch_size)]
             counts.append(there.sum(dim=1))
             kept.add(batch)

@@ -41,8 +41,8 @@ class ValidationLoss:
         world, images, texts, numbers = context.world, [], [], []
         keys: list[str] = []
         for batch in context.batches(self.source, self.settings.batch_size, max_samples=self.settings.max_samples):
-            assert batch.pixels is not None and batch.pictures is not None, "an evaluation source gives pixels"
-            images.append(context.encode_image(batch.pixels))
+            assert batch.pictures is not None, "an evaluation source gives images"
+            images.append(context.encode_image(batch.images))
             texts.append(context.encode_text(batch.ids))
             marks = torch.from_numpy(of_samples(batch)[1].astype(np.int64))
             numbers.append(torch.cat([marks[:, None], batch.pictures[:, None], batch.ids.long()], dim=1))

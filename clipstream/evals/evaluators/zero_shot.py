@@ -50,9 +50,8 @@ class ZeroShot:
         true: list[torch.Tensor] = []
         guessed: list[torch.Tensor] = []
         for batch in self.labelling.batches(context, self.source, self.settings.batch_size):
-            assert batch.pixels is not None, "an evaluation source gives pixels"
             labels = batch.ids[:, 0].to(classifier.device, torch.int64)
-            images = context.encode_image(batch.pixels)
+            images = context.encode_image(batch.images)
             tally.index_add_(0, labels, score(images, classifier, labels))
             if kept.add(batch):
                 first.append(images)
@@ -75,8 +74,7 @@ class ZeroShot:
         labels = [torch.zeros((0, len(classifier)), dtype=torch.bool)]
         matches = Matches(context, self.settings.prompts)
         for batch in self.labelling.batches(context, self.source, self.settings.batch_size):
-            assert batch.pixels is not None, "an evaluation source gives pixels"
-            images.append(context.encode_image(batch.pixels))
+            images.append(context.encode_image(batch.images))
             labels.append(batch.ids.bool())
             matches.add(images[-1], batch, partial(self._words, batch))
         total = sum(context.world.gather_objects(sum(map(len, images))))

@@ -18,8 +18,7 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.frozen import TOWERS, Tower
-from clipstream.models.settings import ModelSettings, TowerSettings
+from clipstream.models.settings import TOWERS, ModelSettings, Tower, TowerSettings
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
 from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD

@@ -16,32 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 from torch import nn
+from torch.backends import cuda
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from clipstream.errors import SettingsError
-from clipstream.models.frozen import TOWERS, Tower
-from clipstream.models.layers import blocks
-
-if TYPE_CHECKING:
-    from clipstream.models.settings import ModelSettings
-    from clipstream.models.towers import Towers
-
-from functools import partial
-from types import MethodType
-
-from torch.backends import cuda
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from clipstream.errors import SettingsError
 from clipstream.models.execution.text_buckets import VARLEN
-from clipstream.models.settings import NO_BLOCKS, RECOMPUTED_NORMS
+from clipstream.models.layers import batch_norms, blocks
+from clipstream.models.settings import NO_BLOCKS, RECOMPUTED_NORMS, TOWERS, ModelSettings, Tower
 
+if TYPE_CHECKING:
+    from clipstream.models.towers import Towers
+
+Level = Literal["off", "matmuls", "all"]
 Policy = str | int | float  # 'off', 'all', 'matmuls', every N-th block, or a budget
 
 _suspended = False  # within `suspended`; a plain variable, since older torch.compile does not capture a ContextVar
@@ -84,14 +80,14 @@ def checkpoint_blocks(tower: nn.Module, policy: Policy, key: str) -> None:
     found = blocks(tower)
     if not found:
         raise NO_BLOCKS.error(key, policy, type(tower).__name__)
-    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for block in found for part in block.modules()):
+    if any(map(batch_norms, found)):
         raise RECOMPUTED_NORMS.error(key, policy, type(tower).__name__)
     if policy in ("all", "matmuls") or isinstance(policy, int):  # a budget is for `fit_budgets`
         for block in found[:: policy if isinstance(policy, int) else 1]:
             set_policy(block, "matmuls" if policy == "matmuls" else "all")
 
 
-def set_policy(block: nn.Module, policy: Literal["off", "matmuls", "all"]) -> None:
+def set_policy(block: nn.Module, policy: Level) -> None:
     """Let a block recompute its activations, or all but the results of its matrix products, or nothing."""
     vars(block).pop("forward", None)
     if policy != "off":  # a method, so that a deep copy runs its own weights
@@ -149,7 +145,6 @@ def _attending(backends: list[SDPBackend], forward: Callable[..., Any], *args: A
         return forward(*args, **kwargs)
 
 
-Level = Literal["off", "matmuls", "all"]
 LEVELS: tuple[Level, ...] = ("off", "matmuls", "all")
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 Held = dict[Level, list[float]]  # bytes of a sample that each block holds for the backward pass

@@ -21,8 +21,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.models.execution.checkpointing import suspended
 from clipstream.models.execution.text_buckets import STEP, TextBuckets
-from clipstream.models.frozen import Tower
-from clipstream.models.settings import ModelSettings
+from clipstream.models.settings import ModelSettings, Tower
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
 

@@ -12,8 +12,15 @@ import torch
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals.classes import Labelling
-from clipstream.evals.evaluators.frozen_features import Labelled, Neighbours, labelled, measure, nearest
-from clipstream.evals.evaluators.linear_probe import Fit, LinearProbe
+from clipstream.evals.evaluators.frozen_features import (
+    Fit,
+    Labelled,
+    LinearProbe,
+    Neighbours,
+    labelled,
+    measure,
+    nearest,
+)
 from clipstream.evals.metrics import average_precision
 from clipstream.evals.settings import EvalSettings, LinearProbeSettings, NeighboursSettings
 from tests.support.evaluating import context_of

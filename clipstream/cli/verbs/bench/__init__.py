@@ -10,9 +10,10 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -65,6 +66,21 @@ USUAL_RATES = (500.0, 1000.0, 2000.0, 4000.0)
 GENERATED = "toy:train"  # source of the batches of `bench train` where no shards are given
 
 
+@dataclass(frozen=True)
+class Options:
+    """What `bench train` measures, and where it is written."""
+
+    rungs: tuple[str, ...] = RUNGS
+    rounds: int = 3
+    steps: int = 5
+    warmup_steps: int = 2
+    loss_steps: int = 20
+    loss_tolerance: float = 0.01
+    open_clip: bool = False
+    csv: Path | None = None
+    yaml: Path | None = None
+
+
 @entry_point
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code."""
@@ -84,19 +100,19 @@ def _bench_train(argv: Sequence[str]) -> int:
     if every is not None:
         return print_config(settings, "bench train", every)
     if not settings.data.sources:
-        options["rungs"] = tuple(name for name in options["rungs"] if name != "shards")
+        options = replace(options, rungs=tuple(name for name in options.rungs if name != "shards"))
         source = SourceSettings.model_validate({"shards": GENERATED})
         data = settings.data.model_copy(update={"sources": {"train": source}})
         settings = settings.model_copy(update={"data": data})
     validate_sources(settings)
     preflight_models(settings)
-    from clipstream.cli.verbs.bench.ladder import Options, run
+    from clipstream.cli.verbs.bench.ladder import run
 
-    return run_ranks(settings.run, partial(run, settings, Options(**options)))
+    return run_ranks(settings.run, partial(run, settings, options))
 
 
-def train_options(own: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `ladder.Options` that the verb's own flags give. Raises SettingsError: a flag has a wrong value."""
+def train_options(own: Mapping[str, str]) -> Options:
+    """The options that the verb's own flags give. Raises SettingsError: a flag has a wrong value."""
     rungs = tuple(own["--rungs"].split(",")) if "--rungs" in own else RUNGS
     for name in rungs:
         if name not in RUNGS:
@@ -104,17 +120,17 @@ def train_options(own: Mapping[str, str]) -> dict[str, Any]:
                 f"--rungs: unknown setting {name!r}{did_you_mean(name, RUNGS)}; choose from {', '.join(RUNGS)}"
             )
     choice_flag(own, "--against", ("open_clip",), "open_clip")
-    return {
-        "rungs": rungs,
-        "rounds": number_flag(own, "--rounds", 3, least=1),
-        "steps": number_flag(own, "--steps", 5, least=1),
-        "warmup_steps": number_flag(own, "--warmup-steps", 2, least=0),
-        "loss_steps": number_flag(own, "--loss-steps", 20, least=1),
-        "loss_tolerance": number_flag(own, "--loss-tolerance", 0.01),
-        "open_clip": "--against" in own,
-        "csv": output_file(own, "--csv"),
-        "yaml": output_file(own, "--yaml"),
-    }
+    return Options(
+        rungs,
+        number_flag(own, "--rounds", Options.rounds, least=1),
+        number_flag(own, "--steps", Options.steps, least=1),
+        number_flag(own, "--warmup-steps", Options.warmup_steps, least=0),
+        number_flag(own, "--loss-steps", Options.loss_steps, least=1),
+        number_flag(own, "--loss-tolerance", Options.loss_tolerance),
+        "--against" in own,
+        output_file(own, "--csv"),
+        output_file(own, "--yaml"),
+    )
 
 
 @dataclass(frozen=True)

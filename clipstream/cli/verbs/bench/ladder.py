@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,23 +25,22 @@ import torch._dynamo
 from pydantic import ValidationError
 from rich.table import Table
 
+from clipstream.cli.verbs.bench import Options
 from clipstream.cli.verbs.bench.open_clip_step import OpenClipStep
 from clipstream.config.config_sources import Node, to_yaml
 from clipstream.config.error_messages import format_errors
 from clipstream.config.settings import Settings, by_key, require_equal, resolve
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
-from clipstream.data.loader.workers import with_workers
-from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.models.execution.flops import ModelFlops, Work, count_flops, peak_tflops
 from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
 from clipstream.text import shortened
-from clipstream.train import build_loader, build_model, build_step
+from clipstream.train import build_loader, build_model, build_step, with_stores
 from clipstream.training.precision import resolve_precision
 from clipstream.training.settings import TrainSettings
-from clipstream.training.stored_features import open_stores
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import logger
 from clipstream.utils.matmul_precision import restored_matmul_precision
@@ -73,21 +71,6 @@ PLAIN: dict[str, Changes] = {
     "fsdp": {"train.parallel": "ddp"},
     "patch-dropout": {"model.patch_dropout": None},
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is measured, and where it is written."""
-
-    rungs: tuple[str, ...] = ()
-    rounds: int = 3
-    steps: int = 5
-    warmup_steps: int = 2
-    loss_steps: int = 20
-    loss_tolerance: float = 0.01
-    open_clip: bool = False
-    csv: Path | None = None
-    yaml: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -242,10 +225,8 @@ class Ladder:
 
     def __init__(self, settings: Settings, options: Options, world: World) -> None:
         self.options, self.world = options, world
-        self.settings = settings = resolve(settings, world)
-        self.stored = open_stores(settings.data)
-        data = with_workers(settings.data, world, self.stored)
-        self.settings = settings = settings.model_copy(update={"data": data})
+        settings, self.stored = with_stores(resolve(settings, world), world)
+        self.settings = settings
         wanted = settings.train.precision
         self._usual = resolve_precision("auto", world) if wanted in ("auto", "fp32", "fp64") else wanted
         self.plain = {key: value for name in options.rungs for key, value in PLAIN.get(name, {}).items()}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point, show_help
@@ -22,7 +22,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight
-from clipstream.models.settings import ModelSettings
+from clipstream.models.settings import ModelSettings, Tower
 from clipstream.utils.logs import set_level
 from clipstream.utils.section import own_path
 
@@ -47,7 +47,7 @@ class StoreOptions:
     """The store to write."""
 
     folder: Path  # of the store, absolute
-    towers: tuple[Literal["image", "text"], ...]  # of the settings' model; none to store teachers alone
+    towers: tuple[Tower, ...]  # of the settings' model; none to store teachers alone
     views: int  # augmented views of each image; 0: the image as evaluations preprocess it
     dtype: str  # of STORED_DTYPES
     zstd: bool  # whether files are compressed

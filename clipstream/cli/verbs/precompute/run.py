@@ -41,7 +41,7 @@ from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import reading_of, stable_names, tokenizer_identity, views_of
 from clipstream.data.settings import JsonCaption, TokenizerSettings
 from clipstream.data.sources import Source
-from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Interrupted, SettingsError, Stopped
@@ -62,15 +62,15 @@ from clipstream.features.manifest import (
 from clipstream.features.writer import Chunk, StoreWriter, Texts
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.build import build_towers
-from clipstream.models.fingerprint import image_fingerprint, text_fingerprint, tower_state, weights_digest
-from clipstream.models.frozen import TOWERS
 from clipstream.models.model_config import WEIGHT_FILES
-from clipstream.models.settings import ModelSettings
+from clipstream.models.settings import TOWERS, ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted, duration, listed_lines, printable, printable_lines
-from clipstream.training.precision import Precision, autocast, check_device, prepare, resolve_precision
+from clipstream.training.precision import autocast, check_device, prepare, resolve_precision
+from clipstream.training.settings import Precision
+from clipstream.training.stored_features import image_fingerprint, text_fingerprint, tower_state, weights_digest
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ProgressBar
 from clipstream.utils.logs import announce, logger
