@@ -8,7 +8,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from clipstream.utils.openmp import wait_passively
+from clipstream.utils.torch_state import wait_passively
 
 if TYPE_CHECKING:
     from clipstream import errors as errors
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from clipstream.cli.verbs.check import CheckReport as CheckReport
     from clipstream.cli.verbs.check import check as check
     from clipstream.cli.verbs.evaluate import evaluate as evaluate
-    from clipstream.config.python_settings import load_settings as load_settings
     from clipstream.config.settings import Settings as Settings
+    from clipstream.config.settings import load_settings as load_settings
 
 __version__ = "0.1.0"
 __all__ = [
@@ -59,7 +59,7 @@ _PLACES = {  # of what is not a module of its own name
     "evaluate": "clipstream.cli.verbs.evaluate",
     "Run": "clipstream.api.run",
     "Settings": "clipstream.config.settings",
-    "load_settings": "clipstream.config.python_settings",
+    "load_settings": "clipstream.config.settings",
     **dict.fromkeys(("BatchLoader", "ImageTextBatch", "build_loader"), "clipstream.api.loader"),
     **dict.fromkeys(
         ("Model", "Preprocess", "TextTokenizer", "ZeroShotClassifier", "load_model", "zero_shot"),

@@ -21,8 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from timm.layers import to_2tuple
 
 from clipstream.api.model import Model, Preprocess, TextTokenizer, usable_device
-from clipstream.config.python_settings import Config, Overrides, settings_from
-from clipstream.config.settings import Settings, open_sources, with_lanes
+from clipstream.config.settings import Config, Overrides, Settings, open_sources, settings_from, with_lanes
 from clipstream.config.validate import validate_sources
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import training_loader

@@ -38,7 +38,7 @@ from clipstream.models.towers import Towers
 from clipstream.training.precision import autocast
 from clipstream.training.settings import Precision
 from clipstream.utils.logs import on_terminal
-from clipstream.utils.matmul_precision import restored_matmul_precision
+from clipstream.utils.torch_state import restored_matmul_precision
 
 ImageLike: TypeAlias = "Image.Image | str | os.PathLike[str] | bytes | torch.Tensor"
 FILES = (Image.Image, str, os.PathLike, bytes)  # what an image is decoded from

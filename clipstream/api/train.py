@@ -10,8 +10,7 @@ from typing import Any
 
 from clipstream.api.run import Run
 from clipstream.checkpoint.store import occupied
-from clipstream.config.python_settings import Config, Overrides, settings_from
-from clipstream.config.settings import Settings, require_equal, resolve
+from clipstream.config.settings import Config, Overrides, Settings, require_equal, resolve, settings_from
 from clipstream.config.validate import prepare_run
 from clipstream.distributed.launch import FailureWatch, run_embedded
 from clipstream.distributed.signals import StopSignals

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import braceexpand
-from pydantic_core import PydanticUndefined
 
 from clipstream.checkpoint import store
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.settings import Settings, by_key, open_sources, shown
+from clipstream.config.settings import Settings, by_key, changed, open_sources, shown
 from clipstream.data.settings import DataSettings, PathTokenizer, SourceSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
@@ -37,7 +36,7 @@ from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
 from clipstream.utils.plugins import is_plugin
-from clipstream.utils.section import PluginSection, Section, Tree, entries_of, section_of
+from clipstream.utils.section import Section, Tree
 
 if TYPE_CHECKING:
     from clipstream.models.towers import Towers
@@ -230,25 +229,6 @@ def print_config(settings: Settings, verb: str, every: bool) -> int:
     tree = settings.model_dump(mode="json") if every else changed(settings)
     print(to_yaml(tree), end="")
     return 0
-
-
-def changed(section: Section) -> Tree:
-    """The settings that differ from the defaults, as a tree for YAML; plug-ins always have their `type`."""
-    dumped = section.model_dump(mode="json")
-    tree: Tree = {}
-    for name, field in type(section).model_fields.items():
-        value, default = getattr(section, name), field.get_default(call_default_factory=True)
-        # The types of a source share its class, and so need not be named.
-        typed = name == "type" and isinstance(section, PluginSection) and "builtin" not in vars(type(section))
-        if value == default and default is not PydanticUndefined and not typed:
-            continue
-        if isinstance(value, Section):
-            tree[name] = changed(value)
-        elif section_of(entries_of(field.annotation)) is not None:
-            tree[name] = {key: changed(part) for key, part in value.items()}
-        else:
-            tree[name] = dumped[name]
-    return tree
 
 
 def noted(settings: Settings) -> dict[str, object]:

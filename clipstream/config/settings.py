@@ -1,6 +1,7 @@
 """The tree of all settings: how it is loaded, resolved, compared between ranks and written as YAML.
 
-A command line enters; a frozen `Settings` leaves.
+A command line, or what Python gives (files, mappings, `Settings` and keyword arguments, which are the short flags),
+enters; a frozen `Settings` leaves.
 """
 
 from __future__ import annotations
@@ -8,25 +9,34 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
+from pydantic_core import PydanticUndefined
 
-from clipstream.config.config_sources import Node, merged, plain, read_yaml
-from clipstream.config.error_messages import enumerate_words, format_errors, format_problem
+from clipstream.config.config_sources import (
+    Node,
+    enumerate_words,
+    format_errors,
+    format_problem,
+    merged,
+    plain,
+    read_yaml,
+)
 from clipstream.config.flags import flag_tree, split
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import DataSettings, TokenizerSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, each, wrong_type
 from clipstream.evals.settings import EvalSettings
 from clipstream.losses.settings import DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
@@ -35,7 +45,7 @@ from clipstream.storage.shard_url import redact
 from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
 from clipstream.utils.logs import logger
-from clipstream.utils.section import SET, Conflict, Is, Path, Section, Tree
+from clipstream.utils.section import SET, Conflict, Is, Path, PluginSection, Section, Tree, entries_of, section_of
 
 if TYPE_CHECKING:
     from clipstream.data.order.windows import EpochPlan
@@ -190,6 +200,25 @@ def by_key(settings: Settings) -> dict[str, object]:
     return dict(below("", json.loads(text, parse_constant=str)))  # JSON has no infinity
 
 
+def changed(section: Section) -> Tree:
+    """The settings that differ from the defaults, as a tree for YAML; plug-ins always have their `type`."""
+    dumped = section.model_dump(mode="json")
+    tree: Tree = {}
+    for name, info in type(section).model_fields.items():
+        value, default = getattr(section, name), info.get_default(call_default_factory=True)
+        # The types of a source share its class, and so need not be named.
+        typed = name == "type" and isinstance(section, PluginSection) and "builtin" not in vars(type(section))
+        if value == default and default is not PydanticUndefined and not typed:
+            continue
+        if isinstance(value, Section):
+            tree[name] = changed(value)
+        elif section_of(entries_of(info.annotation)) is not None:
+            tree[name] = {key: changed(part) for key, part in value.items()}
+        else:
+            tree[name] = dumped[name]
+    return tree
+
+
 def shown(value: Any) -> str:
     """A setting's value for messages."""
     return redact(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
@@ -313,3 +342,95 @@ def open_sources(settings: Settings) -> dict[str, Source]:
         name: Source(source, SourceContext(cache=data.cache, key=f"data.sources.{name}"))
         for name, source in sorted(data.sources.items())
     }
+
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+Config: TypeAlias = "PathLike | Sequence[PathLike] | Mapping[str, Any] | Settings | None"
+Overrides: TypeAlias = "Mapping[str, Any] | None"
+
+
+def load_settings(config: Config = None, overrides: Overrides = None, /, **flags: Any) -> Settings:
+    """The settings of a run, validated: defaults, under `config`, under `overrides`, under `flags`.
+
+    Args:
+        config: a YAML file, several of them, a mapping of sections, or `Settings`.
+        overrides: keys of the settings and their values: `{"optim.lr": 1e-3}`, or nested as in YAML. A class of your
+            own may stand where settings take `module:Name`.
+        flags: short flags of the command line, with underscores: `train_data="shards/*.tar"`, `batch_size=256`; None
+            stands for a flag that is not given.
+
+    Raises:
+        SettingsError: the settings are wrong; the message has a line for each mistake.
+
+    Examples:
+        >>> import clipstream
+        >>> settings = clipstream.load_settings({"train": {"steps": 100}}, {"optim.lr": 1e-3}, batch_size=64)
+        >>> settings.data.global_batch_size, settings.optim.lr
+        (64, 0.001)
+    """
+    return settings_from(config, overrides, flags)
+
+
+def settings_from(
+    config: Config, overrides: Overrides, flags: Mapping[str, Any], *, ranks: int | None = None, trains: bool = True
+) -> Settings:
+    """As `load_settings`; `ranks` and `trains` are as `config.settings.load` takes them."""
+    if not isinstance(overrides, Mapping | None):
+        raise wrong_type("overrides", "a mapping of keys such as 'optim.lr' to values", overrides)
+    files: list[str] = []
+    trees: list[Node] = []
+    if isinstance(config, Settings):
+        if not overrides and not flags:
+            return config
+        trees.append(config.places if config.places.value else _tree(changed(config)))
+    elif isinstance(config, Mapping):
+        trees.append(_tree(config))
+    elif config is not None:
+        expected = "a YAML file, several, a mapping of sections, or Settings"
+        files = [os.fspath(file) for file in each("config", expected, config, (str, os.PathLike))]
+    if "overrides" in flags:
+        raise SettingsError("overrides is a positional argument, as in train(None, {'optim.lr': 1e-3})")
+    own = dict(overrides or {})
+    argv = [f"--config={file}" for file in files]
+    for name, value in flags.items():
+        if name in Settings.model_fields and isinstance(value, Mapping):
+            own[name] = value
+        elif value is not None:
+            argv.append(f"--{name.replace('_', '-')}={_text(name, value)}")
+    return load(argv, trees=[*trees, _tree(own)] if own else trees, ranks=ranks, trains=trains)
+
+
+def _tree(values: Mapping[str, Any]) -> Node:
+    """The nodes of values by dotted key, or nested."""
+    tree = Node()
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise SettingsError(f"expected a key such as 'optim.lr', not {key!r}")
+        tree.put_keys(tuple(key.split(".")), Node.of(_plain(value), ""))
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    """A Python value as YAML has it; a class or function becomes its 'module:Name'."""
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    """A keyword's value as the command line has it."""
+    value = _plain(value)
+    if isinstance(value, str):
+        return value
+    if name in ("train_data", "val_data") and isinstance(value, list):
+        return "::".join(map(str, value))
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise SettingsError(f"{name}: invalid value of type {type(value).__name__}: {error}") from error

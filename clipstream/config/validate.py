@@ -14,7 +14,7 @@ from typing import Any
 
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.store import holds_a_run
-from clipstream.config.error_messages import enumerate_words, format_problem
+from clipstream.config.config_sources import enumerate_words, format_problem
 from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import SourceSettings

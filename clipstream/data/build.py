@@ -44,7 +44,7 @@ from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.transfer import GIB, ShardError
 from clipstream.text import listed
 from clipstream.utils.logs import logger
-from clipstream.utils.openmp import spinning_notice
+from clipstream.utils.torch_state import spinning_notice
 
 SALT = 7  # hashed with the seed where an order is restarted
 

@@ -44,8 +44,8 @@ from clipstream.distributed.world import DUMP, World
 from clipstream.errors import INTERRUPTED, ClipstreamError, DataError, DivergedError, SettingsError, Stopped
 from clipstream.text import counted, printable_lines
 from clipstream.utils.logs import logger, on_terminal
-from clipstream.utils.matmul_precision import restored_matmul_precision
 from clipstream.utils.processes import many_files
+from clipstream.utils.torch_state import restored_matmul_precision
 
 PR_SET_PDEATHSIG = 1
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # which torch's deterministic algorithms need

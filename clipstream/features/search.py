@@ -27,7 +27,7 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IMAGE, TEXT, decode_rows
 from clipstream.features.store import FeatureStore, Numbers, StoredSource
 from clipstream.utils import atomic_write
-from clipstream.utils.matmul_precision import restored_matmul_precision
+from clipstream.utils.torch_state import restored_matmul_precision
 
 BLOCK = 16384  # rows of a block, by default
 TILE = 1 << 22  # scores computed at once

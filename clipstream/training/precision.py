@@ -127,7 +127,7 @@ def prepare_towers(
     """
     matmul = torch.backends.cuda.matmul
     if torch.device(device).type == "cuda" and (matmul.fp32_precision == "tf32") is not tf32:
-        matmul.allow_tf32 = tf32  # see utils.matmul_precision
+        matmul.allow_tf32 = tf32  # see utils.torch_state
     for tower, own in model.own_precisions.items():
         check_device(device, own, f"model.{tower}.precision")
         towers.set_precision(tower, own, keep=keep)

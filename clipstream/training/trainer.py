@@ -27,8 +27,7 @@ from clipstream.training.settings import EarlyStop, EarlyStopSettings, TrainSett
 from clipstream.training.state import IntervalState, RollbackState, SourceCounts, TrainState
 from clipstream.training.step import StepResult, TrainStep
 from clipstream.utils.timing import DATA, PARTS
-from clipstream.utils.timing.step_profile import StepProfiler
-from clipstream.utils.timing.step_timer import StepTimer, timed
+from clipstream.utils.timing.step_timer import StepProfiler, StepTimer, timed
 from clipstream.utils.timing.usage import Usage, over_ranks
 
 if TYPE_CHECKING:

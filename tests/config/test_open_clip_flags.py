@@ -14,8 +14,7 @@ from clipstream.cli import main
 from clipstream.config.settings import Settings, load
 from clipstream.data.settings import JsonCaption, TextCaption
 from clipstream.errors import SettingsError
-from clipstream.open_clip.aliases import BY_FLAG
-from clipstream.open_clip.fates import MAIN, NOTICES, RELEASED, fate, notice, refusal, table
+from clipstream.open_clip.aliases import BY_FLAG, MAIN, NOTICES, RELEASED, fate, notice, refusal, table
 from clipstream.open_clip.translate import DEFAULTS
 from clipstream.training.optim import AdamW, Timm
 from clipstream.utils.section import leaves
@@ -52,7 +51,7 @@ def test_every_flag_of_the_installed_open_clip_is_known(monkeypatch: pytest.Monk
     assert len(actions) > 80
     for action in actions:
         for flag in action.option_strings:
-            assert fate(flag) is not None, f"{flag} is new in open_clip: give it a place in clipstream.open_clip.fates"
+            assert fate(flag) is not None, f"{flag} is new in open_clip: give it a place in open_clip.aliases"
             assert flag in (*MAIN, *RELEASED), flag
 
 
@@ -75,7 +74,7 @@ def test_what_is_said_names_flags_that_exist() -> None:
 
 def test_the_page_of_the_flags_is_current() -> None:
     page = ROOT / "docs/open_clip_flags.md"
-    assert page.read_text(encoding="utf-8") == table(), "python -m clipstream.open_clip.fates > docs/open_clip_flags.md"
+    assert page.read_text(encoding="utf-8") == table(), "python -m clipstream.open_clip.aliases > the page"
     assert sum(line.split(" | ")[0].count("`--") for line in table().splitlines() if line.startswith("| `")) == 145
 
 

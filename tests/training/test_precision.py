@@ -16,7 +16,7 @@ from clipstream.cli.verbs.train import main
 from clipstream.errors import SettingsError
 from clipstream.features.search import duplicates
 from clipstream.training.precision import check_device, prepare_towers
-from clipstream.utils.matmul_precision import restored_matmul_precision
+from clipstream.utils.torch_state import restored_matmul_precision
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags, place
 from tests.support.stored_features import TensorRows

@@ -14,8 +14,7 @@ import torch
 from clipstream.cli.verbs.train import main
 from clipstream.report.html_report import read_run, render
 from clipstream.report.settings import LogSettings
-from clipstream.utils.timing.step_profile import StepProfiler, dearest, table
-from clipstream.utils.timing.step_timer import StepTimer, timed
+from clipstream.utils.timing.step_timer import StepProfiler, StepTimer, dearest, table, timed
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags, furnish, lines, train_on
 

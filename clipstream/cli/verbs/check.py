@@ -24,8 +24,7 @@ from rich.console import Console
 
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point
-from clipstream.config.python_settings import PathLike
-from clipstream.config.settings import load
+from clipstream.config.settings import PathLike, load
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
 from clipstream.data.decode.images import check_shape, converted, loaded, opaque, opened
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile

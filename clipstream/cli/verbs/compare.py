@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import entry_point
-from clipstream.config.error_messages import enumerate_words
 from clipstream.errors import SettingsError
 from clipstream.report.html_report import read_run, write_comparison
 from clipstream.utils.logs import logger

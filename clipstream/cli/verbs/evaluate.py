@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from clipstream.checkpoint.store import Subject, locate, model_in
 from clipstream.cli.verbs.evaluate_watch import OWN_FLAGS as WATCH_FLAGS
 from clipstream.cli.verbs.evaluate_watch import follow, has_own_tokenizer
+from clipstream.config.config_sources import enumerate_words
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point, show_help
-from clipstream.config.error_messages import enumerate_words
 from clipstream.config.flags import own_flags
-from clipstream.config.python_settings import Config, settings_from
-from clipstream.config.settings import Settings, load, require_equal
+from clipstream.config.settings import Config, Settings, load, require_equal, settings_from
 from clipstream.config.validate import validate_evals
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import expand

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from clipstream.config.dump import dump
-from clipstream.config.python_settings import load_settings
-from clipstream.config.settings import load, with_known_epoch
+from clipstream.config.settings import load, load_settings, with_known_epoch
 from clipstream.config.validate import validate_run
 from clipstream.data.build import training_loader
 from clipstream.data.settings import CaptionSettings, DataSettings, SourceSettings

@@ -27,8 +27,7 @@ from rich.table import Table
 
 from clipstream.cli.verbs.bench import Options
 from clipstream.cli.verbs.bench.open_clip_step import OpenClipStep
-from clipstream.config.config_sources import Node, to_yaml
-from clipstream.config.error_messages import format_errors
+from clipstream.config.config_sources import Node, format_errors, to_yaml
 from clipstream.config.settings import Settings, by_key, require_equal, resolve
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
@@ -43,8 +42,8 @@ from clipstream.training.precision import resolve_precision
 from clipstream.training.settings import TrainSettings
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import logger
-from clipstream.utils.matmul_precision import restored_matmul_precision
 from clipstream.utils.timing.usage import GIB, PeakMemory
+from clipstream.utils.torch_state import restored_matmul_precision
 
 Changes = Mapping[str, object]  # dotted keys of settings -> values
 
