@@ -53,9 +53,9 @@ def counted(count: float, noun: str, form: str = "") -> str:
     return f"{count:{form}} {noun}{'' if count == 1 else 's'}"
 
 
-def listed(items: Sequence[str], most: int) -> str:
+def listed(items: Sequence[str], most: int = 5, noun: str = "") -> str:
     """The first items by commas, and how many more there are: `a, b and 1,998 more`."""
-    return ", ".join(items[:most]) + (f" and {len(items) - most:,} more" if len(items) > most else "")
+    return ", ".join(items[:most]) + (f" and {len(items) - most:,} more{noun}" if len(items) > most else "")
 
 
 def listed_lines(lines: Sequence[str], most: int, noun: str = "") -> list[str]:

@@ -42,6 +42,7 @@ from clipstream.losses.settings import DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
 from clipstream.storage.shard_url import redact
+from clipstream.text import listed
 from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
 from clipstream.utils.logs import logger
@@ -55,7 +56,6 @@ INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
     {"train.epoch_samples": SET, "data.sampling.mode": Is("indexed")},
     "not supported in mode indexed, where the data determine the length of an epoch: remove it",
 )
-DIFFERENCES = 5  # between ranks, in the message
 OF_A_NODE = re.compile(
     r"run\.(device|threads|debug)|model\.cache_dir|data\.(cache|cache_gib)|data\.sources\..*\.(shards|folder)"
 )
@@ -244,10 +244,8 @@ def require_equal(settings: Settings, world: World) -> None:
         for key in dict.fromkeys((*first, *second))
         if first.get(key) != second.get(key)
     ]
-    more = f", and {len(different) - DIFFERENCES} more" * (len(different) > DIFFERENCES)
     raise SettingsError(
-        f"ranks have different settings: {', '.join(different[:DIFFERENCES])}{more}; start all ranks with "
-        "the same command line and files"
+        f"ranks have different settings: {listed(different)}; start all ranks with the same command line and files"
     )
 
 

@@ -7,6 +7,7 @@ open_clip's names and templates.
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources.tars import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError, each
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
-from clipstream.text import printable
+from clipstream.text import listed, printable
 from clipstream.utils.content import read_text
 from clipstream.utils.logs import logger
 
@@ -34,6 +35,7 @@ Template = Callable[[str], str]
 Labels = Literal["one", "list", "multi_hot"]
 NAME_COLUMNS = ("name", "class_name", "classname", "class", "label", "text", "template", "prompt", "category", "title")
 NUMBER_COLUMNS = ("id", "index", "idx", "number", "class_id", "class_idx", "class_index", "label_id", "label", "")
+INNER = ("names", "classes", "classnames", "labels", "id2label", "templates")  # fields with the list or map
 OF_OPEN_CLIP = ("imagenet", "openai", "simple")
 
 
@@ -86,10 +88,8 @@ def repeated(settings: LabelledSettings) -> str | None:
     names = class_names(settings.classes or [])
     counts = Counter(name.strip().casefold() for name in names)
     twice = [repr(name) for name in names if counts.pop(name.strip().casefold(), 0) > 1]
-    if not twice:
-        return None
-    shown = ", ".join(printable(name, 80) for name in twice[:5]) + (f" and {len(twice) - 5} more" * (len(twice) > 5))
-    return f"duplicate class names: {shown}"
+    shown = listed([printable(name, 80) for name in twice])
+    return f"duplicate class names: {shown}" if twice else None
 
 
 def unreadable(settings: LabelledSettings) -> dict[str, str]:
@@ -154,7 +154,8 @@ def text_list(text: str, suffix: str = "") -> list[str]:
     """The texts of a file, in the order of their numbers.
 
     They are one a line (`0 cat`, `1: dog` and `n02123045 tabby` without what is before the name), a list, a map from
-    numbers or to numbers (JSON, or as Python prints it), or the column of a table with a header.
+    numbers or to numbers (JSON, or as Python prints it; also as a field such as `id2label`, or with pairs of WordNet's
+    number and name), or the column of a table with a header.
 
     Args:
         text: of the file.
@@ -167,13 +168,20 @@ def text_list(text: str, suffix: str = "") -> list[str]:
     if suffix in (".yaml", ".yml"):
         raise ValueError("YAML is not supported: write one text per line, or JSON")
     if suffix == ".json" or text.startswith("[") or (text.startswith("{") and not all(map(has_place, lines))):
-        found = structure(text)
+        try:
+            found = structure(text) or json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"invalid JSON: {error}") from None
+        if isinstance(found, dict):
+            found = next((found[key] for key in INNER if isinstance(found.get(key), dict | list)), found)
         if isinstance(found, dict):
             keys, values = [str(key) for key in found], list(found.values())
             if values and all(isinstance(value, int) for value in values):
                 keys, values = [str(value) for value in values], keys
             found = _in_order(keys, values)
-        if found is None or not all(isinstance(one, str) for one in found):
+        if isinstance(found, list):  # ImageNet's class index has pairs ["n01440764", "tench"]
+            found = [one[1] if isinstance(one, list) and len(one) == 2 else one for one in found]
+        if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
             raise ValueError("expected a JSON list of texts or a map from numbers to texts")
         return [one.strip() for one in found]
     rows = list(csv.reader(lines, delimiter="\t" if "\t" in (lines or [""])[0] else ","))

@@ -34,6 +34,7 @@ from timm.layers import resample_abs_pos_embed
 
 from clipstream.errors import SettingsError
 from clipstream.models.pretrained import ModelFiles
+from clipstream.text import listed
 from clipstream.utils.content import HEAD, describe
 from clipstream.utils.logs import logger
 
@@ -286,9 +287,9 @@ def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> I
             broken.append(name)
         yield name, tensor
     if broken:
-        listed = ", ".join(broken[:SHOWN]) + f" and {len(broken) - SHOWN} more" * (len(broken) > SHOWN)
         raise SettingsError(
-            f"{where} holds weights that are NaN or infinite: {listed}; take other weights, as of an earlier checkpoint"
+            f"{where} holds weights that are NaN or infinite: {listed(broken, SHOWN)}; take other weights, as of an "
+            "earlier checkpoint"
         )
 
 

@@ -28,7 +28,7 @@ from rich.table import Column
 
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
 from clipstream.storage.shard_url import redact
-from clipstream.text import counted, duration, percent, printable_lines
+from clipstream.text import counted, duration, listed, percent, printable_lines
 from clipstream.utils.logs import Tee, below, log_displayed, logger
 
 RECENT = 10  # training lines whose mean speed gives the time left
@@ -278,11 +278,9 @@ def is_minor(metric: str) -> bool:
 def nonfinite_line(record: Record) -> str:
     """A skipped step as text."""
     skipped = record["nonfinite"]
-    keys = skipped["keys"]
-    more = f" and {len(keys) - SHOWN_KEYS} more in {NONFINITE_FILE}" if len(keys) > SHOWN_KEYS else ""
     return (
         f"warning: step {record['step']} is left out: loss {skipped['loss']}, norm of the gradients "
-        f"{skipped['grad_norm']}; its samples: {', '.join(keys[:SHOWN_KEYS])}{more}"
+        f"{skipped['grad_norm']}; its samples: " + listed(skipped["keys"], SHOWN_KEYS, f" in {NONFINITE_FILE}")
     )
 
 

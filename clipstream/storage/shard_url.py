@@ -21,6 +21,7 @@ from urllib.request import url2pathname
 import braceexpand
 
 from clipstream.errors import SettingsError
+from clipstream.text import listed
 from clipstream.utils.section import with_home
 
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
@@ -265,4 +266,7 @@ def _suggestion(folder: Path) -> str:
             return f", e.g. '{folder}/*{suffix}' ({suffixes[suffix]} files)"
     if suffixes.keys() & {".jpg", ".jpeg", ".png", ".webp"}:
         return " (it holds images and no tar: name a table of their paths and captions, such as a CSV)"
-    return " (it holds no tar)"
+    inner = sorted(path for path in folder.iterdir() if path.is_dir())
+    if having := [path.name for path in inner if any(path.glob("*.tar"))]:
+        return f" (it holds no tar itself; its folders with tars: {listed(having)}, as '{folder / having[0]}/*.tar')"
+    return f" (it holds no tar{'; its folders: ' if inner else ''}{listed([path.name for path in inner])})"

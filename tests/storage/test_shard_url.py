@@ -40,15 +40,19 @@ def test_simple_names_expand_as_in_webdataset() -> None:
 
 
 def test_globs_are_sorted_and_a_folder_is_answered_with_what_it_holds(tmp_path: Path) -> None:
-    for name in ("00002.tar", "00000.tar", "00001.tar", "sizes.json", "pictures/0.PNG", "saved/data.arrow", "empty/x"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    tars = "00002.tar", "00000.tar", "00001.tar", "data/a/0.tar", "data/b/0.tar"
+    others = "classes/cat/0.jpg", "classes/dog/0.jpg", "classes/@eaDir/x", "data/c/x"
+    for name in (*tars, *others, "sizes.json", "pictures/0.PNG", "saved/data.arrow", "empty/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     assert [Path(p).name for p in expand(f"{tmp_path}/*.tar")] == ["00000.tar", "00001.tar", "00002.tar"]
     for spec, told in {
         "": r"is a folder: .*, e\.g\. '.*/\*\.tar' \(3 files\)",
         "/saved": r"e\.g\. '.*saved/\*\.arrow'",
         "/pictures": "it holds images and no tar: name a table",
-        "/empty": "it holds no tar",
+        "/empty": r"\(it holds no tar\)",
+        "/data": r"itself; its folders with tars: a, b, as '.*data/a/\*\.tar'",
+        "/classes": r"no tar; its folders: @eaDir, cat, dog\)",
         "/*.tgz": r"no file matches .*tgz, e\.g\. .*\*\.tar",
         "/gone/*.tar": "the folder .*gone does not exist",
     }.items():

@@ -160,6 +160,8 @@ NAMES = ["red", "lime, green", "blue"]
         *((f"{name}.{end}", json.dumps(value, indent=indent)) for end in ("json", "txt") for indent in (None, 2)
           for name, value in [
             ("list", NAMES), ("map", {"0": NAMES[0], "1": NAMES[1], "2": NAMES[2]}),
+            ("id2label", {"model_type": "vit", "id2label": {str(n): name for n, name in enumerate(NAMES)}}),
+            ("index", {str(n): [f"n{n:08d}", name] for n, name in enumerate(NAMES)}),
             ("inverse", {name: n for n, name in reversed(list(enumerate(NAMES)))}),
           ]),
         ("printed.txt", repr(NAMES)), ("printed_map.txt", repr(dict(enumerate(NAMES)))),
@@ -183,8 +185,8 @@ def test_class_names_in_any_form(tmp_path: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.json", "[\n 'a',\n lambda c: c\n]", "expected a JSON list of texts or a map"),
-        ("a.txt", '[\n "a",\n "b"\n', "expected a JSON list of texts or a map"),
+        ("a.py", "[\n 'a',\n lambda c: c\n]", "invalid JSON: .*line 2 column 2"),
+        ("a.txt", '[\n "a",\n "b"\n', "invalid JSON: .*line"),
         ("a.json", '{"0": "a", "2": "b"}', "not numbered from 0 to 1"),
         ("a.json", '{"a": "b"}', "not numbered from 0"), ("a.json", "[1, 2]", "expected a JSON list"),
         ("a.csv", "x,y\n1,2\n", r"none of its columns \(x, y\)"), ("a.yaml", "names: [a, b]", "YAML"),
