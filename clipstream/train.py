@@ -274,7 +274,7 @@ def fit(
     watch.on_exit(writer.close)
     watch.step = lambda: trainer.step
     if isinstance(ending := watch.on_end, Ending):
-        outputs.ending, ending.step = ending, lambda: trainer.step
+        outputs.stamped, ending.step = ending.stamped, lambda: trainer.step
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
         write_config(settings)
     with closing(outputs), writer:

@@ -30,7 +30,7 @@ from clipstream.evals.settings import FrozenSettings, LabelledSettings, ZeroShot
 from clipstream.losses.settings import DistillSettings
 from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
-from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact, redact_value
+from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact, redact_tree, redact_value
 from clipstream.text import counted
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
@@ -87,15 +87,7 @@ def write_config(settings: Settings) -> None:
 
 def redacted(settings: Settings) -> Tree:
     """The settings as nested mappings without credentials, for the files and services that show a run."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [clean(item) for item in value]
-        return redact_value(value) if isinstance(value, str) else value
-
-    tree: Tree = clean(settings.model_dump(mode="json"))
+    tree: Tree = redact_tree(settings.model_dump(mode="json"))
     return tree
 
 
@@ -233,10 +225,9 @@ def print_config(settings: Settings, verb: str, every: bool) -> int:
 
 def noted(settings: Settings) -> dict[str, object]:
     """The settings that determine the weights, by dotted key, for a checkpoint's state."""
-    values = by_key(portable(settings))
     return {
         key: redact_value(value) if isinstance(value, str) else value
-        for key, value in values.items()
+        for key, value in by_key(portable(settings)).items()
         if TRAINS.match(key) and not BESIDES.fullmatch(key)
     }
 

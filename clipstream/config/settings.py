@@ -46,7 +46,18 @@ from clipstream.text import listed
 from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
 from clipstream.utils.logs import logger
-from clipstream.utils.section import SET, Conflict, Is, Path, PluginSection, Section, Tree, entries_of, section_of
+from clipstream.utils.section import (
+    SET,
+    Conflict,
+    Is,
+    Path,
+    PluginSection,
+    Section,
+    Tree,
+    entries_of,
+    mapped,
+    section_of,
+)
 
 if TYPE_CHECKING:
     from clipstream.data.order.windows import EpochPlan
@@ -410,15 +421,13 @@ def _tree(values: Mapping[str, Any]) -> Node:
 
 def _plain(value: Any) -> Any:
     """A Python value as YAML has it; a class or function becomes its 'module:Name'."""
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}:{value.__qualname__}"
-    return value
+
+    def leaf(value: Any) -> Any:
+        if callable(value) and hasattr(value, "__qualname__"):
+            return f"{value.__module__}:{value.__qualname__}"
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    return mapped(value, leaf)
 
 
 def _text(name: str, value: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from clipstream.distributed.run_record import versions
 from clipstream.report.sinks import AppendedFile, JsonLines, Record, flat, json_line, lines
-from clipstream.storage.shard_url import redact
+from clipstream.storage.shard_url import redact_tree
 from clipstream.utils import atomic_write
 
 FIGURES_FILE = "evaluations.jsonl"
@@ -44,7 +44,7 @@ def traced(record: Record, about: Record, subject: Record) -> Record:
         **record,
         **subject,
         **about,
-        "settings": _without_credentials(about["settings"]),
+        "settings": redact_tree(about["settings"]),
         "metrics": [name for name in record if name not in NO_METRIC],
         "time": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "versions": versions(),
@@ -133,17 +133,6 @@ def table_lines(*evaluations: Record, head: bool) -> str:
         }
         writer.writerows({**rest, "metric": name, "value": one[name]} for name in one.get("metrics", []))
     return out.getvalue()
-
-
-def _without_credentials(tree: Any) -> Any:
-    """Settings with credentials in shard URLs masked."""
-    if not isinstance(tree, dict):
-        return tree
-    shown = {key: _without_credentials(value) for key, value in tree.items()}
-    if "shards" in tree:
-        shards = tree["shards"]
-        shown["shards"] = [redact(spec) for spec in shards] if isinstance(shards, list) else redact(shards)
-    return shown
 
 
 def _is_source(value: Any) -> bool:

@@ -28,7 +28,7 @@ from clipstream.errors import SettingsError
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import raised
-from clipstream.utils.section import Count, checked
+from clipstream.utils.section import Count, checked, mapped
 
 if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table
@@ -83,18 +83,11 @@ class Sink(Protocol):
         return None
 
 
-class Stamp(Protocol):
-    """See `SinkGroup.ending`."""
-
-    def stamped(self, record: Record) -> Record:
-        """The record; if it is an end, with the seconds that the process took."""
-
-
 class SinkGroup(Sink):
     """Passes everything to several sinks, and keeps a failing one from ending the run.
 
     Attributes:
-        ending: adds the duration of the process to the record of its end.
+        stamped: adds the duration of the process to the record of its end, and returns other records unchanged.
 
     Args:
         plugins: names of the sinks of `log.sinks`, which may fail in any way. Of the others only images and a full
@@ -103,12 +96,12 @@ class SinkGroup(Sink):
 
     def __init__(self, plugins: Collection[str]) -> None:
         self.sinks: dict[str, Sink] = {}  # by name, in the order in which they are called
-        self.ending: Stamp | None = None
+        self.stamped: Callable[[Record], Record] = lambda record: record
         self._plugins = plugins
         self._failing: set[str] = set()  # sinks whose last call failed
 
     def write(self, record: Record) -> None:
-        record = record if self.ending is None else self.ending.stamped(record)
+        record = self.stamped(record)
         for name, sink in self.sinks.items():
             own = deepcopy(record) if name in self._plugins else record  # which a user's sink may change
             self.call(name, partial(sink.write, own))
@@ -394,7 +387,11 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 def json_line(record: Record) -> str:
     """A record as a line of JSON; NaN and infinity become null."""
-    return json.dumps(_jsonable(record), allow_nan=False) + "\n"
+
+    def finite(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(mapped(record, finite), allow_nan=False) + "\n"
 
 
 def flat(tree: Record, prefix: str = "", separator: str = "/") -> Record:
@@ -518,13 +515,3 @@ class _Line(TypedDict, total=False):
     stages: dict[str, _Stage]
     profile: _Profile
     seconds: float
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -382,15 +382,14 @@ def run_log(folder: Path, name: str = LOG_FILE) -> Iterator[None]:
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(min(level or logging.INFO, logging.INFO))
-    before = sys.stdout, sys.stderr
-    tees: Any = [Tee(stream) for stream in before]
-    sys.stdout, sys.stderr = tees
+    out: Any = Tee(sys.stdout)
+    error: Any = Tee(sys.stderr)
     try:
-        yield
+        with redirect_stdout(out), redirect_stderr(error):
+            yield
     finally:
-        for tee in tees:
-            tee.finish()
-        sys.stdout, sys.stderr = before
+        out.finish()
+        error.finish()
         logger.removeHandler(handler)
         logger.setLevel(level)
         handler.close()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -22,7 +23,7 @@ import braceexpand
 
 from clipstream.errors import SettingsError
 from clipstream.text import listed
-from clipstream.utils.section import with_home
+from clipstream.utils.section import mapped, with_home
 
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
 PATH_SCHEMES = ("folder", "imagenet", "benchmark")  # take a path
@@ -124,6 +125,11 @@ def redact(url: str) -> str:
 def redact_value(text: str) -> str:
     """As `redact`, for a setting that may be something else than a URL or a command."""
     return redact(text) if "://" in text or "pipe:" in text else text
+
+
+def redact_tree(tree: Any) -> Any:
+    """As `redact_value`, for all texts of nested mappings and lists."""
+    return mapped(tree, lambda value: redact_value(value) if isinstance(value, str) else value)
 
 
 def has_secret(text: str) -> bool:

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from typing import Any, TextIO
 
@@ -125,13 +125,10 @@ class LossyStream:
 @contextmanager
 def lossy_output() -> Iterator[None]:
     """A context in which standard output and standard error are `LossyStream`s."""
-    before = sys.stdout, sys.stderr
-    streams: Any = LossyStream(before[0], "standard output"), LossyStream(before[1], "standard error")
-    sys.stdout, sys.stderr = streams
-    try:
+    out: Any = LossyStream(sys.stdout, "standard output")
+    error: Any = LossyStream(sys.stderr, "standard error")
+    with redirect_stdout(out), redirect_stderr(error):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 class Tee:

@@ -279,6 +279,13 @@ def below(value: Any, part: str | int) -> Any:
     return value[part] if isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value) else None
 
 
+def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A tree of mappings and lists, with `leaf` applied to all other values."""
+    if isinstance(tree, Mapping):
+        return {key: mapped(value, leaf) for key, value in tree.items()}
+    return [mapped(value, leaf) for value in tree] if isinstance(tree, list | tuple) else leaf(tree)
+
+
 def types_of(section: type[Section]) -> dict[str, type[PluginSection]]:
     """The built-in types of a family whose types have classes of their own."""
     builtin = section.builtin if issubclass(section, PluginSection) else {}

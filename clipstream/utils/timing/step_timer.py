@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,21 +38,8 @@ SHOWN = 20  # operations in the record; the text file has all
 _OWN = (RANGE, "ProfilerStep")  # of names that are ranges, not operations
 
 
-class Mark(Protocol):
-    """A moment, with the interface of torch.cuda.Event."""
-
-    def record(self, stream: Any) -> None:
-        """Take the moment, in a stream."""
-
-    def query(self) -> bool:
-        """Whether the moment has passed, without waiting for it."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this moment to `end`."""
-
-
 class HostMark:
-    """A moment of the host's clock."""
+    """A moment of the host's clock, with the interface of torch.cuda.Event, in ms."""
 
     seconds = 0.0
 
@@ -79,12 +66,12 @@ class StepTimer:
     def __init__(self, device: str) -> None:
         cuda: Any = torch.cuda  # untyped in torch
         self._stream: Callable[[], Any] = lambda: None
-        self._make_mark: Callable[[], Mark] = HostMark
+        self._make_mark: Callable[[], Any] = HostMark
         if torch.device(device).type == "cuda":
             self._stream = partial(cuda.current_stream, torch.device(device))
             self._make_mark = partial(cuda.Event, enable_timing=True)
-        self._free: list[Mark] = []  # read, to be taken again
-        self._marks: list[tuple[str | None, Mark]] = []  # and the part that begins; None for a pause
+        self._free: list[Any] = []  # read, to be taken again
+        self._marks: list[tuple[str | None, Any]] = []  # and the part that begins; None for a pause
         self._ends: list[int] = []  # places in `_marks` at which steps end
         self._totals: dict[str, float] = {}  # of the steps whose marks were read
         self._steps = 0  # number of these
