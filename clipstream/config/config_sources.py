@@ -86,6 +86,7 @@ class Node:
     written: str = field(default="", compare=False)  # as `place`, but empty for such a mapping
     text: str | None = field(default=None, compare=False)  # a plain scalar as it was written
     bare: bool = field(default=False, compare=False)  # set by a flag without a value
+    notices: list[str] = field(default_factory=list, compare=False)  # of a whole tree: on flags without effect
 
     @classmethod
     def of(cls, value: object, place: str) -> Node:

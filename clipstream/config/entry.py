@@ -87,9 +87,7 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names may be unprintable
         sys.stdout.reconfigure(errors="backslashreplace")
-    world = World()
-    with contextlib.suppress(SettingsError):
-        world = World.from_env()
+    world = _world()
     rank = world.rank if world.size > 1 else None
     said, trace = None, ""
     try:
@@ -141,15 +139,19 @@ def handle_signals(verb: str) -> None:
     global _own_process
     _own_process = True
     if verb == "train":
-        world = World()
-        with contextlib.suppress(SettingsError):
-            world = World.from_env()
-        end = EndProcess(Stopped.exit_code, str(Stopped.before_training("{}")) if world.is_main else "")
+        end = EndProcess(Stopped.exit_code, str(Stopped.before_training("{}")) if _world().is_main else "")
         for number in SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, end)
     elif verb in ("bench", "export", "search") and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _stop)
+
+
+def _world() -> World:
+    """The ranks of the launcher; one rank if its variables are wrong, as settings say later."""
+    with contextlib.suppress(SettingsError):
+        return World.from_env()
+    return World()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -64,9 +64,8 @@ def flag_tree(
     problems: list[str],
     *,
     trains: bool = True,
-    notices: list[str] | None = None,
 ) -> Node:
-    """The tree of all flags except `--config`.
+    """The tree of all flags except `--config`, with notices about those that have no effect.
 
     Args:
         root: the class of the whole tree.
@@ -74,9 +73,7 @@ def flag_tree(
         ranks: processes of the run, for `--batch-size`.
         problems: mistakes are added to it.
         trains: whether there is a source to train on; if not, flags of the training source describe --val-data.
-        notices: lines about flags that have no effect are added to it.
     """
-    notices = [] if notices is None else notices
     tree = Node()
     aliased: dict[str, str] = {}
     for flag, text in given:
@@ -86,9 +83,9 @@ def flag_tree(
         elif alias is not None:
             aliased[alias.flag] = "true" if text is None else text
             if (told := value_notice(alias.flag, aliased[alias.flag])) is not None:
-                notices.append(f"{alias.flag}: {told}")
+                tree.notices.append(f"{alias.flag}: {told}")
         elif "." not in flag and (told := notice(flag.replace("_", "-"))) is not None:
-            notices.append(f"{flag}: {told}")
+            tree.notices.append(f"{flag}: {told}")
         elif "." not in flag and flag.removeprefix("--") not in root.model_fields:
             problems.append(f"{flag}: {advice(root, flag)}")
         else:
@@ -106,7 +103,7 @@ def flag_tree(
     section = merged(root, [*files, tree]).at(("evals",))
     evaluators = set(section.value) if section is not None and isinstance(section.value, dict) else set()
     aliased = _with_defaults(aliased, tree, files, problems)
-    for flag, path, value in translate(aliased, Around(evaluators, ranks, notices), problems):
+    for flag, path, value in translate(aliased, Around(evaluators, ranks, tree.notices), problems):
         node = Node.of_text(str(value), flag) if isinstance(value, Typed) else Node.of(value, flag)
         before = tree.at(path)
         if before is not None and path not in (CAPTION, ("tokenizer",)) and before.place != flag:

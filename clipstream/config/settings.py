@@ -12,7 +12,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
 from pathlib import Path as FilePath
@@ -72,13 +71,6 @@ OF_A_NODE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Notices:
-    """Lines about flags that have no effect. Excluded from comparison: settings are equal if their values are."""
-
-    lines: list[str] = field(default_factory=list, compare=False)
-
-
 class Settings(Section):
     """All settings of a run."""
 
@@ -98,7 +90,6 @@ class Settings(Section):
     log: LogSettings = Field(default_factory=LogSettings)
 
     _places: Node = PrivateAttr(default_factory=Node)
-    _notices: Notices = PrivateAttr(default_factory=lambda: Notices())
     _epoch_from_data: bool = PrivateAttr(default=False)  # whether the data determined `train.epoch_samples`
     _epochs: EpochPlan | None = PrivateAttr(default=None)
 
@@ -107,14 +98,9 @@ class Settings(Section):
         """The settings as they were written, with their places."""
         return self._places
 
-    @property
-    def notices(self) -> list[str]:
-        """Lines about flags of open_clip that have no effect."""
-        return self._notices.lines
-
     def log_notices(self) -> None:
-        """Log these lines on rank 0."""
-        for text in self.notices if World.from_env().is_main else ():
+        """Log the lines about flags of open_clip that have no effect, on rank 0."""
+        for text in self.places.notices if World.from_env().is_main else ():
             logger.info(f"notice: {text}")
 
     @property
@@ -150,8 +136,7 @@ def load(argv: Sequence[str], *, trees: Sequence[Node] = (), ranks: int | None =
     configs, given = split(argv, problems)
     files = [*(read_yaml(file, problems) for file in configs), *trees]
     ranks = World.from_env().size if ranks is None else ranks
-    notices: list[str] = []
-    flags = flag_tree(Settings, given, files, ranks, problems, trains=trains, notices=notices)
+    flags = flag_tree(Settings, given, files, ranks, problems, trains=trains)
     places = merged(Settings, [*files, flags])
     bare: list[str] = []
     tree: Tree = plain(Settings, places, bare)
@@ -164,7 +149,8 @@ def load(argv: Sequence[str], *, trees: Sequence[Node] = (), ranks: int | None =
         problems += [line for line in lines if line.partition(":")[0] not in said]
     if problems:
         raise SettingsError(enumerate_words(problems))
-    settings._places, settings._notices = places, Notices(list(dict.fromkeys(notices)))
+    places.notices = list(dict.fromkeys(flags.notices))
+    settings._places = places
     return settings
 
 

@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -493,13 +493,8 @@ class Chart:
         spans = f'data-x0="{x0}" data-x1="{x1}" data-y0="{y0}" data-y1="{y1}"'
         label = f'role="img" aria-label="{escape(self.title)}" data-share="{str(self.share).lower()}"'
         parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {label} {spans} data-inner="{inner}">']
-        for tick in ticks:
-            y, shown = at(x0, tick)[1], f"{100 * tick:.3g}%" if self.share else short(tick)
-            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>')
-        for x, anchor in ((x0, "start"), (x1, "end")):
-            place = f'x="{at(x, y0)[0]:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}"'
-            parts.append(f'<text class="tick" {place}>{short(x)}</text>')
+        labels = (f"{100 * tick:.3g}%" if self.share else short(tick) for tick in ticks)
+        parts += _axes({at(x0, tick)[1]: label for tick, label in zip(ticks, labels, strict=True)}, x0, x1)
         if self.chance is not None:
             y = at(x0, self.chance)[1]
             parts.append(f'<line class="chance" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -514,6 +509,15 @@ class Chart:
                 else:
                     parts.append(f'<polyline {about} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in positions)}"/>')
         return "".join([*parts, "</svg>"])
+
+
+def _axes(ticks: dict[float, str], first: float, last: float) -> Iterator[str]:
+    """SVG of the y axis, with labels by their height in the drawing, and of the first and the last step below."""
+    for y, shown in ticks.items():
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>'
+    for step, x, anchor in ((first, LEFT, "start"), (last, WIDTH - RIGHT, "end")):
+        yield f'<text class="tick" x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{short(step)}</text>'
 
 
 @dataclass(frozen=True)
@@ -561,12 +565,8 @@ class StepTimes:
             shape = f'<polygon class="part {escape(part)}" points="{" ".join(outline)}">'
             parts.append(f"{shape}<title>{escape(part.replace('_', ' '))}</title></polygon>")
             below = above
-        for share in (0.0, 0.5, 1.0):
-            y = bottom - share * (bottom - TOP)
-            parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{share:.0%}</text>')
-        for step, x, anchor in ((steps[0], LEFT, "start"), (steps[-1], right, "end")):
-            parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{short(step)}</text>')
+        ticks = {bottom - share * (bottom - TOP): f"{share:.0%}" for share in (0.0, 0.5, 1.0)}
+        parts += _axes(ticks, steps[0], steps[-1])
         return "".join([*parts, "</svg>"])
 
 

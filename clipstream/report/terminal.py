@@ -77,7 +77,7 @@ class ProgressDisplay(Sink):
         self._problems: dict[str, int] = {}
         self._bar: RichProgress | None = None
         self._above = ExitStack()
-        self._notebook: _NotebookOutput | None = None
+        self._notebook: Any = None  # an output of a notebook's cell
         if self.mode == "bar":
             console = get_console() if in_notebook else Console(file=below(self.stream), force_terminal=True)
             logged = isinstance(self.stream, Tee)
@@ -93,7 +93,10 @@ class ProgressDisplay(Sink):
             )
             self._task = self._bar.add_task("", total=total, completed=start)
             if in_notebook:
-                self._notebook = _NotebookOutput(self._bar)
+                from IPython.display import display
+
+                # rich's own display needs ipywidgets, and leaves nothing in the saved notebook.
+                self._notebook, self._drawn = display(self._bar, display_id=True), time.monotonic()  # type: ignore[no-untyped-call]
                 return
             self._bar.start()
             if logged:
@@ -145,7 +148,7 @@ class ProgressDisplay(Sink):
     def close(self) -> None:
         self._above.close()
         if self._notebook is not None:
-            self._notebook.update()
+            self._notebook.update(self._bar)
         elif self._bar is not None:
             self._bar.stop()
 
@@ -184,11 +187,9 @@ class ProgressDisplay(Sink):
         """The exponential average of the loss, with a decay of exp(-n / ema_samples) over n samples."""
         loss, samples = record["loss"], int(record.get("samples") or 0)
         if isinstance(loss, float) and math.isfinite(loss):
-            decay = 0.0 if math.isnan(self._ema) else math.exp(-(samples - self._samples) / self.ema_samples)
-            self._ema, self._samples = (
-                decay * (0.0 if math.isnan(self._ema) else self._ema) + (1 - decay) * loss,
-                samples,
-            )
+            decay = math.exp(-(samples - self._samples) / self.ema_samples)
+            self._ema = loss if math.isnan(self._ema) else decay * self._ema + (1 - decay) * loss
+            self._samples = samples
         return self._ema
 
     def _draw(self) -> None:
@@ -200,29 +201,9 @@ class ProgressDisplay(Sink):
         rest = width - len(text) - 2 * len(str(self.total)) - 5
         self._bar_column.bar_width = min(max(rest, BAR_WIDTHS[0]), BAR_WIDTHS[1])
         self._bar.update(self._task, description=text, refresh=True)
-        if self._notebook is not None:
-            self._notebook.update(at_least_after=REDRAWN)
-
-
-class _NotebookOutput:
-    """An output of a notebook's cell that is redrawn in place.
-
-    rich's own live display in a notebook needs ipywidgets, in the kernel and in the browser, and leaves nothing in the
-    saved notebook.
-    """
-
-    def __init__(self, bar: RichProgress) -> None:
-        from IPython.display import display
-
-        self._bar, self._drawn = bar, time.monotonic()
-        self._handle: Any = display(bar, display_id=True)  # type: ignore[no-untyped-call]
-
-    def update(self, at_least_after: float = 0.0) -> None:
-        """Draw the current state, unless the last one was drawn less than so many seconds ago."""
-        now = time.monotonic()
-        if now - self._drawn >= at_least_after:
-            self._drawn = now
-            self._handle.update(self._bar)
+        if self._notebook is not None and time.monotonic() - self._drawn >= REDRAWN:
+            self._drawn = time.monotonic()
+            self._notebook.update(self._bar)
 
 
 def evaluation_line(record: Record, width: int = OFF_TERMINAL) -> str:

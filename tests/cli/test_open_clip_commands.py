@@ -323,8 +323,8 @@ def value(settings: Settings, key: str) -> Any:
 def test_commands_are_read_as_they_stand(command: str, expected: dict[str, Any], notices: list[str]) -> None:
     settings = load(arguments(command), ranks=2)
     assert {key: value(settings, key) for key in expected} == expected
-    assert sorted(line.partition(":")[0] for line in settings.notices) == sorted(notices)
-    assert all("\n" not in line for line in settings.notices)
+    assert sorted(line.partition(":")[0] for line in settings.places.notices) == sorted(notices)
+    assert all("\n" not in line for line in settings.places.notices)
 
 
 @pytest.mark.parametrize(

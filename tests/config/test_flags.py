@@ -226,7 +226,7 @@ def test_intervals_of_0_are_at_the_end_only(tmp_path: Path) -> None:
     assert (off.checkpoint.every, off.evals["val"].every, off.evals["val"].every_epochs) == (0, 0, None)
     assert "imagenet" not in load(["--zeroshot-frequency=0"]).evals
     other = load(["--val-frequency=2", "--evals.heldout.type=loss", "--evals.heldout.data.shards=v.tar"])
-    (notice,) = other.notices
+    (notice,) = other.places.notices
     assert (
         other.evals["heldout"].every_epochs is None and "--val-frequency: has no effect without --val-data;" in notice
     )

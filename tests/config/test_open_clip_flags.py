@@ -82,11 +82,11 @@ def test_flags_without_work_are_answered_by_one_line() -> None:
     words = "--local-loss --gather_with_grad --dist-url tcp://a:1 --local-loss --bucket-pool 7 --no-set-device-rank"
     settings = load(words.split())
     assert settings == load([])
-    assert [line.partition(":")[0] for line in settings.notices] == [
+    assert [line.partition(":")[0] for line in settings.places.notices] == [
         "--local-loss", "--gather_with_grad", "--dist-url", "--bucket-pool", "--no-set-device-rank"
     ]  # fmt: skip
     for flag in (flag for patterns in NOTICES for flag in patterns.split() if "*" not in flag):
-        (line,) = load([flag]).notices
+        (line,) = load([flag]).places.notices
         assert line.startswith(f"{flag}: not needed: ")
 
 
@@ -152,7 +152,7 @@ def test_optimizers() -> None:
     )
     assert isinstance(plain.optim, AdamW.Settings)
     assert (plain.optim.wd_exclude, plain.optim.text_layer_decay) == (["*.bias", "visual.proj*"], 0.65)
-    assert plain.notices[0].startswith("--momentum: has no effect")
+    assert plain.places.notices[0].startswith("--momentum: has no effect")
     assert load(["--visual-layer-decay=0.5"]).optim.model_dump()["image_layer_decay"] == 0.5
     for words, said in (
         ("--opt sgd", "expected adamw, nadamw, timm/NAME"),
@@ -172,7 +172,7 @@ def test_captions_by_open_clips_flags() -> None:
     assert caption("--json-text-key a-b;c.d;e --json-text-key-probs 0.2 0.8") == expected
     assert caption("--json-text-key a --text-key txt") == JsonCaption(path="a")
     settings = load(["--json-text-key=a", "--text-key=txt", "--train-data=a.tar", "--val-data=v.tar"])
-    assert settings.notices[0].startswith("--text-key: has no effect")
+    assert settings.places.notices[0].startswith("--text-key: has no effect")
     assert settings.evals["val"].data is not None and settings.evals["val"].data.caption == JsonCaption(path="a")
     for words, said in (
         ("--json-text-key a --json-text-key-probs 1 2", "2 numbers for 1 fields"),
@@ -207,7 +207,7 @@ def test_trackers() -> None:
     assert log.tensorboard and list(log.sinks) == ["wandb"]
     assert load(["--report-to", ""]).log.tensorboard is False
     alone = load(["--wandb-notes=n"])
-    assert alone.log.sinks == {} and alone.notices == ["--wandb-notes: has no effect without --report-to wandb"]
+    assert alone.log.sinks == {} and alone.places.notices == ["--wandb-notes: has no effect without --report-to wandb"]
 
 
 def test_switches_and_intervals() -> None:
@@ -215,7 +215,7 @@ def test_switches_and_intervals() -> None:
         _words("--skip-scheduler --warmup 100 --lr-scheduler cosine --debug --fsdp --fsdp-no-reshard-after-forward")
     )
     assert (settings.schedule.type, settings.schedule.warmup) == ("constant", 0)
-    assert [line.partition(":")[0] for line in settings.notices] == ["--warmup", "--lr-scheduler"]
+    assert [line.partition(":")[0] for line in settings.places.notices] == ["--warmup", "--lr-scheduler"]
     assert (settings.log.level, settings.run.debug) == ("debug", True)
     assert (settings.train.parallel, settings.train.reshard_after_forward) == ("fsdp", False)
     settings = load(["--delete-previous-checkpoint", "--log-every-n-steps", "100", "--log-metric-every-n-steps", "10"])
@@ -272,7 +272,7 @@ def test_other_defaults_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("flag", ["--val-retrieval-chunk-size 128", "--val-retrieval-precision model"])
 def test_flags_of_retrieval_take_their_values_with_them(flag: str) -> None:
     settings = load([*_words(flag), "--lr=0.1"])
-    assert settings.optim.lr == 0.1 and len(settings.notices) == 1 and "in float32" in settings.notices[0]
+    assert settings.optim.lr == 0.1 and len(settings.places.notices) == 1 and "in float32" in settings.places.notices[0]
 
 
 def test_the_page_has_the_defaults_of_both() -> None:

@@ -130,7 +130,7 @@ def test_flags_of_imagenet(tmp_path: Path) -> None:
         assert one.data is not None and one.data.shards == f"imagenet:{tmp_path}"
     idle = load(["--zeroshot-frequency=1", "--val-frequency=1"])
     assert not idle.evals
-    assert [line.partition(" without ")[0] for line in idle.notices] == [
+    assert [line.partition(" without ")[0] for line in idle.places.notices] == [
         f"--{name}-frequency: has no effect" for name in ("val", "zeroshot")
     ]
 
