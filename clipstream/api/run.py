@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from clipstream.checkpoint import store
 from clipstream.config.settings import Settings, load
 from clipstream.errors import SettingsError, wrong_type
-from clipstream.report.html_report import REPORT_FILE, read_run, render, write_report
+from clipstream.report.html_report import REPORT_FILE, read_run, render, write_page
 from clipstream.report.sinks import METRICS_FILE, lines
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Run:
         """The path of report.html, which is written if it is not there."""
         path = self.folder / REPORT_FILE
         if not path.is_file():
-            write_report(self.folder, path)
+            write_page(path, [read_run(self.folder)])
         return path
 
     def _repr_html_(self) -> str:

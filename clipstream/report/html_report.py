@@ -249,46 +249,20 @@ class Report(Sink):
 
     def close(self) -> None:
         try:
-            write_report(self.folder, self.path)
+            write_page(self.path, [read_run(self.folder)])
         except Exception as error:
             logger.warning(f"{self.path} could not be written: {error}")
         self._made = time.monotonic()
 
 
-def write_report(folder: Path, path: Path) -> None:
-    """Write the report of one run.
-
-    Raises:
-        SettingsError: the folder holds no run.
-        OSError: the file cannot be written.
-    """
-    atomic_write.replace(path, render([read_run(folder)]).encode(errors="backslashreplace"))
-
-
-def write_comparison(runs: Sequence[RunContents], path: Path) -> list[str]:
-    """Write the page of several runs; returns which of their metrics may not be compared, in words.
+def write_page(path: Path, runs: Sequence[RunContents], *, trained: bool = True) -> list[str]:
+    """Write the page of runs, see `render`; returns which of their metrics may not be compared, in words.
 
     Raises OSError: the file cannot be written.
     """
-    atomic_write.replace(path, render(runs).encode(errors="backslashreplace"))
+    atomic_write.replace(path, render(runs, trained=trained).encode(errors="backslashreplace"))
     names = _distinct([run.name for run in runs])
     return [f"{one['name']} of {told}" for one in _evaluations(runs, names) for told in one["others"].values()]
-
-
-def write_evaluations(path: Path, name: str, records: Sequence[Record], pages: Sequence[Page]) -> None:
-    """Write a page of evaluations without a training run.
-
-    Args:
-        records: of the evaluations, as in metrics.jsonl.
-        pages: their images and tables.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    run = RunContents(name, pages=[*pages])
-    for record in records:
-        take(run, record)
-    atomic_write.replace(path, render([run], trained=False).encode(errors="backslashreplace"))
 
 
 def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:

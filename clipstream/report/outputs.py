@@ -19,7 +19,7 @@ from clipstream.distributed.run_record import command_line, end_record, start_re
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, traced
-from clipstream.report.html_report import REPORT_FILE, Report, write_report
+from clipstream.report.html_report import REPORT_FILE, Report, read_run, write_page
 from clipstream.report.settings import LogSettings, TrackioSettings, WandbSettings
 from clipstream.report.sinks import (
     METRICS_FILE,
@@ -306,7 +306,7 @@ class Ending:
                 line = json_line(self.stamped(end_record(step, code, error)))
                 file.write(("\n" * bool(torn) + line).encode())
             if self._report:
-                write_report(self.folder, self.folder / REPORT_FILE)
+                write_page(self.folder / REPORT_FILE, [read_run(self.folder)])
         except Exception as failure:  # the process ends with the first error
             logger.warning(f"the end could not be written to {self.folder}: {failure}")
 

@@ -35,7 +35,7 @@ from clipstream.report.html_report import (
     read_run,
     render,
     short,
-    write_comparison,
+    write_page,
 )
 from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, MetricsFile
 from tests.support.browser import look, needs_browser
@@ -376,7 +376,7 @@ def test_records_with_any_value_are_shown_or_refused(tmp_path: Path, data: st.Da
     new = WatchedRun(tmp_path / "new")
     shown = load(["--train-data", "synthetic:", "--log.tensorboard", "false"])
     try:
-        write_comparison([read_run(tmp_path / "other"), read_run(new.folder)], tmp_path / "page.html")
+        write_page(tmp_path / "page.html", [read_run(tmp_path / "other"), read_run(new.folder)])
     except SettingsError as error:
         assert "is not what clipstream wrote" in str(error)
     try:

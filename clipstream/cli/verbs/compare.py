@@ -9,7 +9,7 @@ from pathlib import Path
 from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import entry_point
 from clipstream.errors import SettingsError
-from clipstream.report.html_report import read_run, write_comparison
+from clipstream.report.html_report import read_run, write_page
 from clipstream.utils.logs import logger
 from clipstream.utils.section import own_path, with_home
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     for text in wrong:
         print(f"warning: {text}; skipped", file=sys.stderr, flush=True)
     try:
-        others = write_comparison(runs, Path(options.out))
+        others = write_page(Path(options.out), runs)
     except OSError as error:
         raise SettingsError(f"--out: cannot write {options.out}: {error.strerror}") from error
     for text in others:

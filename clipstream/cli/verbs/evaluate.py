@@ -31,7 +31,7 @@ from clipstream.errors import ClipstreamError, SettingsError, each
 from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
 from clipstream.models.pretrained import preflight
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced
-from clipstream.report.html_report import write_evaluations
+from clipstream.report.html_report import RunContents, take, write_page
 from clipstream.report.sinks import Page, Record
 from clipstream.report.terminal import table
 from clipstream.storage.shard_url import ShardURL
@@ -340,8 +340,11 @@ class _Results:
         if succeeded := [record for record in records if "error" not in record]:
             print(table(succeeded), flush=True)
         if self.report is not None:
+            run = RunContents(title, pages=self._pages)
+            for record in records:
+                take(run, record)
             try:
-                write_evaluations(self.report, title, records, self._pages)
+                write_page(self.report, [run], trained=False)
             except OSError as error:
                 self._lose(self.report, error)
         there = [str(path) for path in (*self.outputs, self.report) if path is not None and path not in self._lost]
