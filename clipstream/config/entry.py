@@ -17,12 +17,14 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
 from clipstream.config.dump import print_config, take_flag
+from clipstream.config.flags import own_flags
 from clipstream.config.help import help_text
 from clipstream.config.settings import Settings, load
 from clipstream.distributed.launch import tell_once
@@ -36,38 +38,56 @@ from clipstream.utils.processes import many_files
 _own_process = False  # whether its signals are handled here
 
 
-def load_or_help(verb: str, argv: Sequence[str]) -> Settings | None:
-    """The settings of a verb, or None for --help or --print-config, which have been handled.
+class Printed(Exception):
+    """Help or settings, which the command line requests, are printed: the verb ends with exit code 0."""
 
-    Raises SettingsError: as `load`, or as `show_help`.
-    """
-    if show_help(verb, argv):
-        return None
-    every, argv = take_flag(argv)
-    settings = load(argv)
-    set_level(settings.log.level)
-    settings.log_notices()
-    if every is None:
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The command line of a verb that has settings."""
+
+    verb: str
+    own: dict[str, str]  # the verb's own flags with their values
+    flags: list[str]  # the rest
+    print_all: bool | None  # whether --print-config prints all settings; None without it
+
+    def load(self, flags: Sequence[str] | None = None, ranks: int | None = None) -> Settings:
+        """The settings of flags, `self.flags` unless given. Sets the level of messages, and logs notices.
+
+        Raises:
+            SettingsError: as `load`.
+            Printed: by --print-config.
+        """
+        settings = load(self.flags if flags is None else flags, ranks=ranks)
+        set_level(settings.log.level)
+        settings.log_notices()
+        self.print_settings(settings)
         return settings
-    print_config(settings, verb, every)
-    return None
+
+    def print_settings(self, settings: Settings) -> None:
+        """Print the settings and raise `Printed`, if --print-config was given."""
+        if self.print_all is not None:
+            print_config(settings, self.verb, self.print_all)
+            raise Printed
 
 
-def show_help(verb: str, argv: Sequence[str], own: Mapping[str, str] | None = None) -> bool:
-    """Print help for `--help`, `--help all` or `--help SECTION`, and return whether one of them was given.
+def command_line(
+    verb: str, argv: Sequence[str], meanings: Mapping[str, str] | None = None, many: Collection[str] = ()
+) -> CommandLine:
+    """Split a command line; `meanings` and `many` as `own_flags` takes them.
 
-    Args:
-        own: the verb's own flags -> their meanings.
-
-    Raises SettingsError: there is no such section.
+    Raises:
+        SettingsError: a flag of the verb has no value, or there is no such section of help.
+        Printed: by `--help`, `--help all` or `--help SECTION`.
     """
     for flag, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         name, equals, topic = flag.partition("=")
         if name in ("--help", "-h"):
             topic = topic if equals or following.startswith("-") else following
-            sys.stdout.write(help_text(Settings, verb, topic, own))
-            return True
-    return False
+            sys.stdout.write(help_text(Settings, verb, topic, meanings))
+            raise Printed
+    print_all, rest = take_flag(argv)
+    return CommandLine(verb, *own_flags(rest, meanings or {}, many), print_all)
 
 
 def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
@@ -89,9 +109,9 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         sys.stdout.reconfigure(errors="backslashreplace")
     world = _world()
     rank = world.rank if world.size > 1 else None
-    said, trace = None, ""
+    said, trace, code = None, "", 0
     try:
-        with on_terminal(rank), many_files():
+        with on_terminal(rank), many_files(), contextlib.suppress(Printed):
             code = main(argv)
         sys.stdout.flush()
     except ClipstreamError as error:
@@ -101,7 +121,6 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         said, code = "interrupted", INTERRUPTED
     except BrokenPipeError:
         drop_output(sys.stdout)  # the reader (`| head`) has gone
-        code = 0
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

@@ -187,7 +187,7 @@ def test_bugs_and_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ranks_sign_their_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert entry.run_main(lambda argv: int(entry.load_or_help("train", argv) is None), ["--run.sed", "3"]) == 2
+    assert entry.run_main(lambda argv: int(entry.command_line("train", argv).load() is None), ["--run.sed", "3"]) == 2
     assert capsys.readouterr().err.startswith("[rank 1] error: --run.sed: unknown key; did you mean 'seed'?")
 
 

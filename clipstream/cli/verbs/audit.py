@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipstream.checkpoint import store
-from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import entry_point, show_help
-from clipstream.config.flags import output_file, own_flags
-from clipstream.config.settings import Settings, carried_over, load, require_equal, resolve
+from clipstream.config.entry import command_line, entry_point
+from clipstream.config.flags import output_file
+from clipstream.config.settings import Settings, carried_over, require_equal, resolve
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.utils.console import ResultConsole
-from clipstream.utils.logs import set_level
 
 if TYPE_CHECKING:
     from clipstream.data.loader.pipeline import ModelInputs
@@ -39,22 +37,17 @@ LENGTHS = (3, 21)  # words of a synthetic text: at least, and one more than at m
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 1 if 16 bits are found where float32 is needed."""
     topics = [token for token in argv[:1] if not token.startswith("-")]
-    if show_help("audit", argv[len(topics) :], OWN_FLAGS):
-        return 0
+    command = command_line("audit", argv[len(topics) :], OWN_FLAGS)
     if topics != [TOPIC]:
         raise SettingsError(f"audit requires a topic: clipstream audit {TOPIC} …")
-    every, argv = take_flag(argv[1:])
-    own, flags = own_flags(argv, OWN_FLAGS)
+    own, configs = command.own, []
     if "--run" in own:
         config = Path(own["--run"]) / "config.yaml"
         if not config.is_file():
             raise SettingsError(f"--run: {own['--run']} is not a run folder: config.yaml is missing")
-        flags = ["--config", str(config), *flags]
+        configs = ["--config", str(config)]
     output_file(own, "--json")
-    settings = load(flags)
-    set_level(settings.log.level)
-    if every is not None:
-        return print_config(settings, "audit", every)
+    settings = command.load([*configs, *command.flags])
     if _synthetic(own, settings):
         settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": {}})})
     else:

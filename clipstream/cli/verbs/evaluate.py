@@ -18,9 +18,7 @@ from clipstream.checkpoint.store import Subject, locate, model_in
 from clipstream.cli.verbs.evaluate_watch import OWN_FLAGS as WATCH_FLAGS
 from clipstream.cli.verbs.evaluate_watch import follow, has_own_tokenizer
 from clipstream.config.config_sources import enumerate_words
-from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import entry_point, show_help
-from clipstream.config.flags import own_flags
+from clipstream.config.entry import CommandLine, command_line, entry_point
 from clipstream.config.settings import Config, Settings, load, require_equal, settings_from
 from clipstream.config.validate import validate_evals
 from clipstream.data.settings import SourceSettings
@@ -66,17 +64,14 @@ NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 @entry_point
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code."""
-    if show_help("evaluate", argv, OWN_FLAGS):
-        return 0
-    every, argv = take_flag(argv)
     tokens = [f"--output{token[5:]}" if token.partition("=")[0] == "--out" else token for token in argv]
-    own, flags = own_flags(tokens, OWN_FLAGS, many=(SUITE,))
-    suites = Suites.of(own)
+    command = command_line("evaluate", tokens, OWN_FLAGS, many=(SUITE,))
+    own, suites = command.own, Suites.of(command.own)
     if not own.keys() & WATCH_FLAGS.keys():
-        return _evaluate_one(own, flags, suites, every)
+        return _evaluate_one(command, suites)
     if other := own.keys() & OF_ONE.keys():
         raise SettingsError(f"{min(other)} and --watch are mutually exclusive")
-    return follow(own, lambda config: suites.load([config], flags), every)
+    return follow(command, lambda config: suites.load([config], command.flags))
 
 
 def evaluate(
@@ -216,11 +211,12 @@ def _missing(source: SourceSettings) -> str | None:
     return f"{len(lost)} of {len(shards)} shards do not exist: {lost[0]}{more}" if lost else None
 
 
-def _evaluate_one(own: Mapping[str, str], flags: Sequence[str], suites: Suites, every: bool | None) -> int:
+def _evaluate_one(command: CommandLine, suites: Suites) -> int:
     """Evaluate a checkpoint or a model on all ranks, and return the exit code.
 
     Raises SettingsError: wrong settings, no such checkpoint, or no evaluators.
     """
+    own, flags = command.own, command.flags
     weights = next((kind for kind in get_args(Weights) if kind == own.get("--weights", "trained")), None)
     if weights is None:
         raise SettingsError(f"--weights: expected {' or '.join(get_args(Weights))}, not {own['--weights']!r}")
@@ -231,8 +227,7 @@ def _evaluate_one(own: Mapping[str, str], flags: Sequence[str], suites: Suites, 
         subject = locate(checkpoint)
     trained = [] if subject.run is None else [str(subject.run / "config.yaml")]
     settings = suites.load(trained, flags)
-    if every is not None:
-        return print_config(settings, "evaluate", every)
+    command.print_settings(settings)
     report = Path(own["--report"]) if "--report" in own else None
     _check_settings(settings, subject, trained, report)
     model = settings.model

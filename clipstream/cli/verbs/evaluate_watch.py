@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from clipstream.checkpoint import store
 from clipstream.checkpoint.remote_sync import CHECKPOINTS
 from clipstream.checkpoint.store import MARKER, Marker, model_in
 from clipstream.checkpoint.store import held as locked
-from clipstream.config.dump import print_config
+from clipstream.config.entry import CommandLine
 from clipstream.config.settings import Settings, load, require_equal
 from clipstream.config.validate import validate_evals
 from clipstream.distributed.launch import FailureWatch, run_ranks
@@ -52,18 +52,19 @@ OWN_FLAGS = {
 }
 
 
-def follow(own: Mapping[str, str], settings_of: Callable[[str], Settings], every: bool | None) -> int:
+def follow(command: CommandLine, settings_of: Callable[[str], Settings]) -> int:
     """Evaluate the checkpoints of a run on all ranks, and return the exit code.
 
     Args:
-        own: the flags --watch and --idle.
+        command: has the flags --watch and --idle.
         settings_of: loads the settings, given the file of the run's own.
-        every: of `take_flag`: print the settings instead, all or those that differ from the defaults.
 
     Raises:
         SettingsError: wrong settings, or no evaluators.
         Stopped: by a signal, or because nothing changed in the run's folder for --idle seconds.
+        Printed: by --print-config.
     """
+    own = command.own
     if "--watch" not in own:
         raise SettingsError("--idle requires --watch")
     run = WatchedRun(Path(own["--watch"]))
@@ -76,12 +77,11 @@ def follow(own: Mapping[str, str], settings_of: Callable[[str], Settings], every
     if run.folder.is_file():
         raise SettingsError(f"--watch: {run.folder} is a file, not a run's folder")
     with StopSignals() as signals:
-        if every is None:
+        if command.print_all is None:
             _wait_for_a_checkpoint(run, signals, idle)
         config = str(run.folder / "config.yaml")
         settings = settings_of(config)
-        if every is not None:
-            return print_config(settings, "evaluate", every)
+        command.print_settings(settings)
         if not settings.evals:
             ways = "--val-data SHARDS, --suite FILE, or --config with a section evals"
             raise SettingsError(f"no evaluation data: set {ways}")

@@ -28,9 +28,8 @@ from rich.filesize import decimal
 
 from clipstream.checkpoint.store import held
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import entry_point, show_help
-from clipstream.config.flags import choice_flag, number_flag, own_flags, split
+from clipstream.config.entry import command_line, entry_point
+from clipstream.config.flags import choice_flag, number_flag, split
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.reencode import Format, Recipe, rewrite
@@ -47,7 +46,6 @@ from clipstream.storage.transfer import Monitor, ShardError
 from clipstream.text import duration, listed, listed_lines, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ProgressBar
-from clipstream.utils.logs import set_level
 from clipstream.utils.processes import Crashed, run
 from clipstream.utils.section import Tree, own_path
 
@@ -131,12 +129,7 @@ class Copy:
 @entry_point
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if some shards could not be copied."""
-    if show_help("stage", argv, OWN_FLAGS):
-        return 0
-    every, argv = take_flag(argv)
     asked = arguments(argv)
-    if every is not None:
-        return print_config(asked.settings, "stage", every)
     folder, advice = asked.folder, "wait for it, or use another folder"
     with held(folder, "the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like SIGINT
@@ -160,16 +153,17 @@ def main(argv: list[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> Asked:
     """Parse the command line. Raises SettingsError: a flag or a setting is wrong."""
-    if not argv or not argv[0] or argv[0].startswith("-"):
+    command = command_line("stage", argv, OWN_FLAGS)
+    own, (named, *flags) = command.own, command.flags or [""]
+    if not named or named.startswith("-"):
         raise SettingsError("missing FOLDER: clipstream stage FOLDER --train-data SHARDS")
-    folder = Path(os.path.abspath(own_path(argv[0])))
+    folder = Path(os.path.abspath(own_path(named)))
     inside = str(folder / "0.tar")
     with contextlib.suppress(SettingsError):
         if expand(inside) == [inside]:
             inside = ""
     if inside:
         raise SettingsError(f"{folder}: a folder's name cannot contain braces, brackets, * or ::")
-    own, flags = own_flags(argv[1:], OWN_FLAGS)
     size, kind = number_flag(own, "--size", None, least=1), choice_flag(own, "--format", get_args(Format), "keep")
     quality = number_flag(own, "--quality", None, least=1, most=100)
     recipe = None
@@ -178,10 +172,7 @@ def arguments(argv: Sequence[str]) -> Asked:
     elif quality is not None:
         raise SettingsError("--quality requires --size or --format")
     jobs = number_flag(own, "--jobs", cores() if recipe else COPYING, least=1)
-    settings = load(flags)
-    set_level(settings.log.level)
-    settings.log_notices()
-    return Asked(folder, jobs, recipe, flags, settings)
+    return Asked(folder, jobs, recipe, flags, command.load(flags))
 
 
 def plan(settings: Settings, folder: Path) -> list[StagedSource]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from clipstream.config.entry import handle_signals, load_or_help, run_main
+from clipstream.config.entry import command_line, handle_signals, run_main
 from clipstream.config.validate import prepare_run
 from clipstream.distributed.launch import run_ranks
 
@@ -18,10 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    settings = load_or_help("train", argv)
-    if settings is None:
-        return 0
-    settings = prepare_run(settings)
+    settings = prepare_run(command_line("train", argv).load())
     from clipstream.api.train import train_rank  # imports torch
 
     return run_ranks(settings.run, partial(train_rank, settings))

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import entry_point, show_help
-from clipstream.config.flags import choice_flag, number_flag, output_file, own_flags
-from clipstream.config.settings import load, resolve
+from clipstream.config.entry import CommandLine, command_line, entry_point
+from clipstream.config.flags import choice_flag, number_flag, output_file
+from clipstream.config.settings import resolve
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.loader.stage_timing import IDLE
 from clipstream.data.settings import DataSettings, SourceSettings
@@ -32,7 +31,6 @@ from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
 from clipstream.text import counted, duration, milliseconds, percent
 from clipstream.utils.console import ResultConsole, result_table
-from clipstream.utils.logs import set_level
 
 if TYPE_CHECKING:
     from clipstream.data.batch import ImageSpec
@@ -85,20 +83,15 @@ class Options:
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code."""
     if argv[:1] == ["train"]:
-        return 0 if show_help("bench train", argv[1:], TRAIN_FLAGS) else _bench_train(argv[1:])
+        return _bench_train(command_line("bench train", argv[1:], TRAIN_FLAGS))
     if argv and not argv[0].startswith("-") and (meant := did_you_mean(argv[0], ["train"])):
         raise SettingsError(f"unknown topic bench {argv[0]}{meant}")
-    return 0 if show_help("bench", argv, INPUT_FLAGS) else _bench_input(argv)
+    return _bench_input(command_line("bench", argv, INPUT_FLAGS))
 
 
-def _bench_train(argv: Sequence[str]) -> int:
+def _bench_train(command: CommandLine) -> int:
     """Raises ClipstreamError: wrong settings, or the baseline cannot run."""
-    every, argv = take_flag(argv)
-    own, flags = own_flags(argv, TRAIN_FLAGS)
-    settings, options = load(flags), train_options(own)
-    set_level(settings.log.level)
-    if every is not None:
-        return print_config(settings, "bench train", every)
+    options, settings = train_options(command.own), command.load()
     if not settings.data.sources:
         options = replace(options, rungs=tuple(name for name in options.rungs if name != "shards"))
         source = SourceSettings.model_validate({"shards": GENERATED})
@@ -157,7 +150,7 @@ class Measured:
         }
 
 
-def _bench_input(argv: Sequence[str]) -> int:
+def _bench_input(command: CommandLine) -> int:
     """Measure, print tables, and return the exit code.
 
     Raises:
@@ -165,15 +158,10 @@ def _bench_input(argv: Sequence[str]) -> int:
         DataError: the shards have no usable sample.
         ClipstreamError: the figures could not be written.
     """
-    every, argv = take_flag(argv)
-    own, flags = own_flags(argv, INPUT_FLAGS)
+    own = command.own
     seconds, gpus = number_flag(own, "--seconds", 10.0), number_flag(own, "--gpus", 1.0)
     rates = (number_flag(own, "--gpu-rate", 0.0),) if "--gpu-rate" in own else USUAL_RATES
-    settings = load(flags)
-    set_level(settings.log.level)
-    settings.log_notices()
-    if every is not None:
-        return print_config(settings, "bench", every)
+    settings = command.load()
     if not settings.data.sources:
         raise SettingsError("bench requires shards: --train-data SHARDS")
     settings = resolve(settings, World())

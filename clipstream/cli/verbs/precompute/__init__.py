@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import entry_point, show_help
-from clipstream.config.flags import choice_flag, number_flag, own_flags
-from clipstream.config.settings import Settings, load
+from clipstream.config.entry import command_line, entry_point
+from clipstream.config.flags import choice_flag, number_flag
+from clipstream.config.settings import Settings
 from clipstream.config.validate import validate_sources
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
@@ -23,7 +22,6 @@ from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings, Tower
-from clipstream.utils.logs import set_level
 from clipstream.utils.section import own_path
 
 STORED_DTYPES = ("float32", "float16", "bfloat16", "int8")
@@ -59,12 +57,7 @@ class StoreOptions:
 @entry_point
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code."""
-    if show_help("precompute", argv, OWN_FLAGS):
-        return 0
-    every, argv = take_flag(argv)
     settings, options, teachers = arguments(argv)
-    if every is not None:
-        return print_config(settings, "precompute", every)
     validate_sources(settings)
     ask = World.from_env().local_rank == 0
     if options.towers:
@@ -83,16 +76,14 @@ def main(argv: list[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, ModelSettings]]:
     """Settings, the store to write, and teachers by name. Raises SettingsError: a flag or a setting is wrong."""
-    if not argv or not argv[0] or argv[0].startswith("-"):
-        raise SettingsError("missing STORE: clipstream precompute STORE --towers image --train-data …")
-    following = [*argv[2:], "--"]
-    pairs = zip(argv[1:], following, strict=True)
+    pairs = zip(argv, [*argv[1:], "--"], strict=False)
     bare = ("--zstd", "--random-weights")
     tokens = [f"{word}=true" if word in bare and after.startswith("--") else word for word, after in pairs]
-    own, flags = own_flags(tokens, OWN_FLAGS, many=("--teacher",))
-    settings = load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
-    set_level(settings.log.level)
-    settings.log_notices()
+    command = command_line("precompute", tokens, OWN_FLAGS, many=("--teacher",))
+    own, (store, *flags) = command.own, command.flags or [""]
+    if not store or store.startswith("-"):
+        raise SettingsError("missing STORE: clipstream precompute STORE --towers image --train-data …")
+    settings = command.load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
     teachers = _teachers(own.get("--teacher", ""), settings.model.cache_dir)
     towers = choice_flag(own, "--towers", ("image", "text", "both"), "")
     if not towers and not teachers:
@@ -106,7 +97,7 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     micro = settings.train.micro_batch_size
     chosen: dict[str, Any] = {"": (), "image": ("image",), "text": ("text",), "both": ("image", "text")}
     options = StoreOptions(
-        folder=Path(own_path(argv[0])).absolute(),
+        folder=Path(own_path(store)).absolute(),
         towers=chosen[towers],
         views=views,
         dtype=choice_flag(own, "--dtype", STORED_DTYPES, "float16"),
