@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from clipstream.config.config_sources import Node, merged
 from clipstream.distributed.world import World
@@ -21,17 +21,10 @@ from clipstream.utils import atomic_write
 from clipstream.utils.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
 
 
-class Given(NamedTuple):
-    """One flag as it was typed: `text` is None where it had no value."""
-
-    flag: str
-    text: str | None
-
-
-def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Given]]:
-    """The `--config` files in order, and the other flags as given."""
+def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """The `--config` files in order, and the other flags as typed, with None for the text of those without a value."""
     configs: list[str] = []
-    given: list[Given] = []
+    given: list[tuple[str, str | None]] = []
     rest = list(argv)
     while rest:
         token = rest.pop(0)
@@ -48,7 +41,7 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Giv
             while rest and not rest[0].startswith("--"):
                 value = f"{value}\n{rest.pop(0)}"
         if flag != "--config":
-            given.append(Given(flag, value))
+            given.append((flag, value))
         elif value:
             configs.append(with_shipped(with_home(value)))
         else:
@@ -58,7 +51,7 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Giv
 
 def flag_tree(
     root: type[Section],
-    given: Iterable[Given],
+    given: Iterable[tuple[str, str | None]],
     files: Sequence[Node],
     ranks: int,
     problems: list[str],

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from clipstream.utils.section import Path
 
@@ -387,14 +387,6 @@ REMARKS = {  # what differs in a flag that is taken, for the table
 }
 
 
-class Fate(NamedTuple):
-    """What becomes of a flag."""
-
-    flag: str
-    kind: str  # taken, notice, or refused
-    text: str  # the setting, and what it means; the notice; or the reason
-
-
 def _told(table: Mapping[str, str], flag: str) -> str | None:
     return next((text for patterns, text in table.items() if any(fnmatchcase(flag, p) for p in patterns.split())), None)
 
@@ -417,15 +409,15 @@ def refusal(flag: str) -> str | None:
     return _told(REFUSED, flag)
 
 
-def fate(flag: str) -> Fate | None:
-    """What becomes of a flag; None for one that is not known."""
+def fate(flag: str) -> tuple[str, str] | None:
+    """What becomes of a flag, 'taken', 'notice' or 'refused', and the setting, the notice or the reason; else None."""
     if (alias := BY_FLAG.get(flag)) is not None:
         keys = ", ".join(f"`{key}`" for key in alias.keys)
         remark = f"; {REMARKS[flag]}" if flag in REMARKS else ""
-        return Fate(flag, "taken", f"{keys}: {alias.meaning}{remark}")
+        return ("taken", f"{keys}: {alias.meaning}{remark}")
     if (text := notice(flag)) is not None:
-        return Fate(flag, "notice", text)
-    return None if (text := refusal(flag)) is None else Fate(flag, "refused", text)
+        return "notice", text
+    return None if (text := refusal(flag)) is None else ("refused", text)
 
 
 _SECTIONS = {  # kind -> the title of its table, and of its second column
@@ -437,7 +429,11 @@ _SECTIONS = {  # kind -> the title of its table, and of its second column
 
 def table() -> str:
     """The page that lists all flags with their fate, in Markdown."""
-    found = [one for flag in (*MAIN, *RELEASED) if (one := fate(flag)) is not None]
+    rows: dict[str, dict[str, list[str]]] = {kind: {} for kind in _SECTIONS}
+    for flag in (*MAIN, *RELEASED):
+        if (found := fate(flag)) is not None:
+            kind, text = found
+            rows[kind].setdefault(text.removeprefix("not needed: "), []).append(f"`{flag}`")
     page = f"""\
 # Flags of open_clip_train
 
@@ -447,12 +443,8 @@ The {len(MAIN)} flags of open_clip's main branch (4.2.0.dev0, commit 89fb801), a
 [Coming from open_clip_train](from-open_clip.md) shows how to move a job.
 """
     for kind, (title, column) in _SECTIONS.items():
-        rows: dict[str, list[str]] = {}
-        for one in found:
-            if one.kind == kind:
-                rows.setdefault(one.text.removeprefix("not needed: "), []).append(f"`{one.flag}`")
-        page += f"\n## {title}: {sum(map(len, rows.values()))}\n\n| flag | {column} |\n|---|---|\n"
-        page += "".join(f"| {', '.join(flags)} | {text} |\n" for text, flags in rows.items())
+        page += f"\n## {title}: {sum(map(len, rows[kind].values()))}\n\n| flag | {column} |\n|---|---|\n"
+        page += "".join(f"| {', '.join(flags)} | {text} |\n" for text, flags in rows[kind].items())
     return page
 
 

@@ -68,7 +68,7 @@ def test_what_is_said_names_flags_that_exist() -> None:
     for flag in (*MAIN, *RELEASED):
         found = fate(flag)
         assert found is not None
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z]", found.text)) - {flag, "--local-loss"}
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z]", found[1])) - {flag, "--local-loss"}
         assert named <= known, (flag, named - known)
 
 

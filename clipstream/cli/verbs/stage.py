@@ -394,9 +394,9 @@ def _write_settings(asked: Asked, staged: Sequence[StagedSource]) -> None:
     flags = {source.name: asked.settings.places.place_of((*source.path, "shards")) for source in staged}
     words = ["python", "-m", "clipstream.train"]
     words += [word for file in configs for word in ("--config", file)]
-    for one in given:
-        if not {one.flag, one.flag.replace("_", "-")} & set(flags.values()):
-            words += [one.flag] if one.text is None else [one.flag, *one.text.split("\n")]
+    for flag, text in given:
+        if not {flag, flag.replace("_", "-")} & set(flags.values()):
+            words += [flag] if text is None else [flag, *text.split("\n")]
     words += ["--config", str(asked.folder / SETTINGS_FILE)]
     command = shlex.join(redact(word) for word in words)
     tree: Tree = {}
