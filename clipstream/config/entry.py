@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib
 import inspect
 import io
 import itertools
 import os
+import pkgutil
 import signal
 import sys
 import traceback
@@ -209,8 +209,7 @@ class CallableModule(ModuleType):
     @property
     def function(self) -> Any:
         """The function, imported when it is asked for."""
-        module, _, name = self.place.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return pkgutil.resolve_name(self.place)
 
     @property
     def __signature__(self) -> inspect.Signature:
