@@ -421,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU here; --device cpu --small tries the script on tiny models")
+        raise SystemExit("no GPU is available to torch; --device cpu --small tries the script on tiny models")
     if args.write is not None:  # before the minutes of measuring
         page(args.write)
     end, rows = time.monotonic() + 60 * args.minutes, list[Row]()

@@ -38,7 +38,7 @@ _SHORT_INTRO = """\
 Settings come from the defaults, then each --config file, then flags; later ones win. Every setting is a flag,
 --section.key VALUE; these are the everyday ones."""
 
-_PRINT_CONFIG = "print the settings that differ from the defaults (or all) as YAML for --config, and exit"
+_PRINT_CONFIG = "print settings that differ from the defaults (or all) as YAML for --config, and exit"
 
 THEMES = {
     "Training data": ("--train-data", "--data.sampling.mode", "--workers"),

@@ -98,7 +98,7 @@ def unreadable(settings: LabelledSettings) -> dict[str, str]:
     try:
         names = class_spec(settings)
         if names is None and isinstance(settings, ZeroShotSettings):
-            raise SettingsError("missing class names: a list, a file with one per line, or imagenet")
+            raise SettingsError("missing: class names as a list, a file with one per line, or imagenet")
         if names is not None and names not in OF_OPEN_CLIP:
             class_names(names)
     except SettingsError as error:
@@ -243,7 +243,7 @@ class Labelling:
     def named(self) -> list[str]:
         """The class names of an evaluator that needs them. Raises SettingsError: there are none."""
         if self.classes is None:
-            raise SettingsError("classes: missing class names: a list, a file with one per line, or imagenet")
+            raise SettingsError("classes: missing: class names as a list, a file with one per line, or imagenet")
         return self.classes
 
     def warn_of_unseen(self, counts: Sequence[float]) -> None:

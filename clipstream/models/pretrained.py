@@ -172,7 +172,7 @@ def _config(settings: ModelSettings, weights: _Weights, cache: HubCache) -> Mode
     name, own = settings.name, _is_own(settings)
     if settings.config is not None:
         if name.startswith((HUB, LOCAL)):
-            raise SettingsError(f"model.config and the configuration of {name} exclude each other")
+            raise SettingsError(f"model.config and the configuration of {name} are mutually exclusive")
         config = ModelConfig.of(settings.config, "model.config")
     elif name.startswith(HUB):
         path = cache.find(name[len(HUB) :], (CONFIG_FILE,))

@@ -169,8 +169,8 @@ ALIASES = (
     _alias("--caption-key", f"{_TRAIN}.caption", "SUFFIX", "suffix of the text member with the caption; of several, "
            "separated by ';', the first that exists is used", together=True),
     _alias("--text-key", f"{_TRAIN}.caption", "SUFFIX", "same as --caption-key", together=True),
-    _alias("--caption-json", f"{_TRAIN}.caption", "PATHS", "path into the JSON member; several, separated by ';', are "
-           "tried in order, then --caption-key", together=True),
+    _alias("--caption-json", f"{_TRAIN}.caption", "PATHS", "paths into the JSON member, separated by ';', tried in "
+           "order, then --caption-key", together=True),
     _alias("--json-text-key", f"{_TRAIN}.caption", "FIELDS", "top-level fields of the JSON member, separated by ';', "
            "tried in order; text members are ignored", together=True),
     _alias("--json-text-key-probs", f"{_TRAIN}.caption", "NUMBER …", "sampling weights of these fields; those with "
@@ -220,7 +220,7 @@ ALIASES = (
     _alias("--tokenizer", "tokenizer", "NAME", "model, a name on the Hub, a local path, or package.module:Name",
            tokenizer_sets),
     _alias("--batch-size", "data.global_batch_size", "INT", "samples per rank and micro-batch; the global batch is "
-           "--batch-size x --accum-freq x ranks", together=True),
+           "this x --accum-freq x ranks", together=True),
     _alias("--accum-freq", "data.global_batch_size train.micro_batch_size", "INT",
            "micro-batches of --batch-size samples per step", together=True),
     _alias("--steps", "train.steps", "INT", "training steps in total"),

@@ -191,8 +191,7 @@ class TrainSettings(Section):
     tf32: bool = Field(
         False,
         description="allow TF32 in float32 matrix products on GPUs: faster, with a mantissa of 10 bits; applies to "
-        "fp32, "
-        "and to the float32 parts of bf16 and fp16",
+        "fp32, and to the float32 parts of bf16 and fp16",
     )
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = Field(
         None, description="samples per forward pass on a rank; auto: as many as fit; default: all"
@@ -204,7 +203,7 @@ class TrainSettings(Section):
         "more memory",
     )
     parallel: Literal["ddp", "fsdp"] = Field(
-        "ddp", description="ddp: each rank holds the model; fsdp: the model is sharded over ranks (FSDP2)"
+        "ddp", description="ddp: each rank holds the model; fsdp: shard the model over ranks (FSDP2)"
     )
     ddp_bucket_mib: int | None = Field(
         None, ge=1, description="with ddp: bucket size of the gradient all-reduce in MiB; default: torch's 25"

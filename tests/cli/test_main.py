@@ -132,8 +132,11 @@ def test_help_of_a_section(
     ("topic", "told"),
     [
         ("dta", "unknown section 'dta'; did you mean 'data'?; choose from: run, model, tokenizer, data, "),
-        ("data.source", "data has no 'source'; did you mean 'sources'?; here are: global_batch_size, "),
-        ("evals.zeroshot", "evals.NAME has no 'zeroshot'; did you mean 'zero_shot'?; here are: retrieval, zero_shot"),
+        ("data.source", "data has no 'source'; did you mean 'sources'?; choose from: global_batch_size, "),
+        (
+            "evals.zeroshot",
+            "evals.NAME has no 'zeroshot'; did you mean 'zero_shot'?; choose from: retrieval, zero_shot",
+        ),
         ("optim.lr.x", "optim.lr is a setting without parts"),
     ],
 )

@@ -85,7 +85,7 @@ def test_the_models_config_is_in_it_and_gives_way_to_another_model(
     found = load(["--config", "config.yaml"]).model
     files = look_up(found)
     assert found.name == f"{tmp_path}/tiny.json" and isinstance(files, ModelFiles) and files.model_cfg == own
-    with pytest.raises(SettingsError, match="exclude each other"):
+    with pytest.raises(SettingsError, match="mutually exclusive"):
         look_up(found.model_copy(update={"name": "hf-hub:o/n"}))
     other = load(["--config", "config.yaml", "--model", "RN50"]).model
     assert (other.name, other.config) == ("RN50", None)

@@ -163,7 +163,7 @@ def test_const_cooldown_is_taken_as_open_clip_takes_it(tmp_path: Path) -> None:
     ("flags", "said"),
     [
         ("--lr-scheduler const-cooldown", "requires --epochs-cooldown"),
-        ("--lr-scheduler const-cooldown --epochs-cooldown 1 --schedule.cooldown 5", "exclude each other"),
+        ("--lr-scheduler const-cooldown --epochs-cooldown 1 --schedule.cooldown 5", "mutually exclusive"),
         ("--epochs-cooldown 1", "a key of type const-cooldown only"),
         ("--lr-cooldown-power 2", "a key of type const-cooldown only"),
         ("--lr-scheduler const-cooldown --epochs-cooldown -1", "--epochs-cooldown"),
@@ -179,7 +179,7 @@ def test_a_cooldown_in_epochs_needs_their_length() -> None:
     with pytest.raises(SettingsError, match=r"--epochs-cooldown: .*requires the length of an epoch"):
         validate_run(load(cooled), World())
     varied = [*cooled, "--train-num-samples=9", "--data.batch-schedule=[[5, 9]]"]
-    with pytest.raises(SettingsError, match=r"--epochs-cooldown: .*give --schedule.cooldown, in steps"):
+    with pytest.raises(SettingsError, match=r"--epochs-cooldown: .*set --schedule.cooldown, in steps"):
         validate_run(load(varied), World())
 
 

@@ -86,7 +86,7 @@ def test_files_that_are_no_settings(tmp_path: Path) -> None:
         ("binary", "is not UTF-8 (byte 1)"),
         *[(name, f"{name} has more than 16 MiB") for name in ("large", "device")],
         ("", "Is a directory"),
-        ("a\nb", "there is no file"),
+        ("a\nb", "does not exist"),
     ]:
         (found,) = problems(["--config", f"{tmp_path}/{name}"])
         assert found.startswith("--config: ") and said in found and "\n" not in found

@@ -187,7 +187,7 @@ def test_upsampling_factors_belong_to_the_parts_of_the_source() -> None:
     data, factors = "--train-data=x/{0..2}.tar::y.tar", "--train-data-upsampling-factors"
     (source,) = load([data, f"{factors}=2::1", "--caption-json=en"]).data.sources.values()
     assert (source.parts, source.upsampling_factors, source.weight) == (["x/{0..2}.tar", "y.tar"], [2.0, 1.0], 1.0)
-    for text, said in (("1", "1 factors for 2 parts"), ("1::x", "expected numbers"), ("1::0", "above 0")):
+    for text, said in (("1", "1 factors for 2 parts"), ("1::x", "expected numbers"), ("1::0", "must be positive")):
         assert said in error_of(data, f"{factors}={text}")
     for flags in (["--dataset-resampled", "false"], ["--data.sampling.shards=split"], ["--data.sampling.mode=indexed"]):
         assert "require data.sampling mode resampled" in error_of(data, f"{factors}=1::2", *flags)
@@ -228,7 +228,7 @@ def test_switches_and_intervals() -> None:
     assert load(["--max-image-pixels=0"]).data.max_image_pixels == load([]).data.max_image_pixels
     assert load(["--force-image-size", "64", "64"]).model.image_size == 64
     assert "images are square" in error_of("--force-image-size", "64", "32")
-    assert "give fp16" in error_of("--precision", "pure_fp16")
+    assert "use fp16" in error_of("--precision", "pure_fp16")
     assert "a run needs a folder" in error_of("--logs", "None")
 
 

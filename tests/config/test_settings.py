@@ -225,7 +225,7 @@ def test_classes_given_twice_are_named(tmp_path: Path, capsys: pytest.CaptureFix
     for classes in (f"--evals.a.classes={file}", "--evals.a.classes=[cat, dog, Cat]"):
         validate_evals(load([*zero_shot, classes], trains=False), shown=True)
         told = capsys.readouterr().err
-        assert told.startswith("warning: --evals.a.classes: given more than once: 'cat'; ") and told.count("\n") == 1
+        assert told.startswith("warning: --evals.a.classes: duplicate class names: 'cat'") and told.count("\n") == 1
         validate_run(load([*train, classes]), World())
         assert capsys.readouterr().err == told
         validate_run(load([*train, classes]), World(size=2, rank=1))

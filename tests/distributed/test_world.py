@@ -139,7 +139,7 @@ def lonely(world: World, address: str) -> int:
     try:
         World(rank=0, size=2, address=address).start(timedelta(seconds=2))
     except SettingsError as error:
-        words = ("the 2 ranks did not connect at", "--run.timeout is 2 s", "MASTER_ADDR and MASTER_PORT name")
+        words = ("the 2 ranks did not connect at", "--run.timeout is 2 s", "MASTER_ADDR and MASTER_PORT set")
         return 7 if all(word in str(error) for word in words) else 1
     return 0
 

@@ -154,7 +154,7 @@ def test_what_is_asked_wrong_is_told(sets: Path, capsys: pytest.CaptureFixture[s
         (["--suite", ROBUSTNESS], "set --evals-root FOLDER, or CLIPSTREAM_EVALS"),
         (["--suite", ROBUSTNESS, "--missing", "ignore"], "expected error or skip"),
         (["--evals-root", str(sets)], "--evals-root requires --suite FILE"),
-        (["--suite", str(sets / "no.yaml")], "there is no file"),
+        (["--suite", str(sets / "no.yaml")], "does not exist"),
         (["--suite", ROBUSTNESS, "--evals-root", f"{sets}/no", "--missing", "skip"], "no evaluation data"),
     ):
         assert evaluate(sets.parent, *words) == 2 and text in capsys.readouterr().err

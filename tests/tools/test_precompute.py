@@ -98,7 +98,7 @@ def test_a_store_holds_what_the_towers_give(place: Path, tmp_path: Path, capsys:
     out = capsys.readouterr()
     assert "46 samples read now, 44 used" in out.out
     assert "dropped: undecodable_image, e.g. 00002.tar/broken" in out.out and "dropped: no_caption" in out.out
-    assert "random tower" in out.err
+    assert "its features are random" in out.err
 
     source, towers = opened(tmp_path / "s"), build(str(place / "model.json"))
     assert source.keys(2) == ["a/first", "broken", "silent", "last"]
@@ -210,7 +210,11 @@ def test_teachers_have_their_own_pictures_and_tokenizer(
 
     assert main(argv(place, store, "--teacher", f"big={tmp_path}/hf.json")) == SettingsError.exit_code
     assert "--teacher big: " in (said := capsys.readouterr().err) and "has no weights: use big=" in said
-    for wrong, said in (("big", "NAME=MODEL"), ("image=ViT-B-32", "another part"), ("big=ViT-B-31", "--teacher big: ")):
+    for wrong, said in (
+        ("big", "NAME=MODEL"),
+        ("image=ViT-B-32", "the name image is already used"),
+        ("big=ViT-B-31", "--teacher big: "),
+    ):
         assert main(argv(place, store, "--teacher", wrong)) == SettingsError.exit_code
         assert said in capsys.readouterr().err
 

@@ -165,7 +165,7 @@ def test_wrong_flags(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     os.mkfifo(folder / "fifo")  # nobody writes to it
     for command, said in (
         ("neighbours", "set --query-image FILE"),
-        ("neighbours --query-key nobody", "has no such sample"),
+        ("neighbours --query-key nobody", "no such sample"),
         ("neighbours --query-image nowhere.png", "--query-image nowhere.png: No such file"),
         ("neighbours --query-image setup", "undecodable_image"),
         ("neighbours --query-image fifo", "--query-image fifo: not a regular file"),

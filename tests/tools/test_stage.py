@@ -322,7 +322,7 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (["{tmp}/busy", "--train-data", "0.tar"], "process"),
         (["{tmp}", "--train-data", "synthetic:"], "nothing to stage"),
         (["{tmp}", "--train-data", "{tmp}/none/*.tar"], "data.sources.train.shards"),
-        (["{tmp}", "--train-data", "{tmp}/0.tar"], "lies in"),
+        (["{tmp}", "--train-data", "{tmp}/0.tar"], "is inside"),
         (["{tmp}/a{b,c}", "--train-data", "0.tar"], "cannot contain"),
     ],
 )

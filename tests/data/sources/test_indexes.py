@@ -312,5 +312,5 @@ def test_an_epoch_is_known_from_the_indexes(tmp_path: Path) -> None:
     for tail, steps in (("drop", 3), ("pad", 4), ("wrap", 4)):
         settings = with_known_epoch(load([*flags, "--epochs=5", f"--data.sampling.remainder={tail}"]))
         assert settings.total_steps == 5 * steps
-    with pytest.raises(SettingsError, match="in mode indexed the data determine"):
+    with pytest.raises(SettingsError, match="not supported in mode indexed, where the data determine"):
         with_known_epoch(load([*flags, "--epochs=5", "--train-num-samples=40"]))
