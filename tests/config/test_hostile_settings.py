@@ -153,7 +153,7 @@ def test_sizes_of_all_models_of_open_clip_fit() -> None:
         ("--name=a\nb", "remove line ends and other unprintable characters"),
         ("--name=a\x1b[31m", "remove line ends"),
         ("--name=\udcff", "remove line ends"),
-        (f"--logs={'n' * 300}", "--logs: run.logs: nnn"),
+        (f"--logs={'n' * 300}", "--logs: run.logs: invalid folder nnn"),
         (f"--logs={'a/' * 3000}", ": File name too long"),
         (f"--logs={__file__}", "test_hostile_settings.py is not a folder"),
         (f"--logs={__file__}/runs", "test_hostile_settings.py is not a folder"),

@@ -261,7 +261,7 @@ def test_the_verb_names_what_is_wrong_and_ends_with_1(tmp_path: Path, capsys: py
     assert "logits are computed in bfloat16" in captured.out and "1 error" in captured.err
     assert verb.main(["--model", model]) == 2 and "clipstream audit precision" in capsys.readouterr().err
     assert verb.main([*flags, "--batch", "shards"]) == 2 and "--train-data" in capsys.readouterr().err
-    assert verb.main(["precision", "--run", str(tmp_path)]) == 2 and "no config.yaml" in capsys.readouterr().err
+    assert verb.main(["precision", "--run", str(tmp_path)]) == 2 and "config.yaml is missing" in capsys.readouterr().err
     assert verb.main(["precision", "--help"]) == 0 and "--json" in capsys.readouterr().out
 
 
