@@ -215,5 +215,6 @@ def number_flag(
 def choice_flag(own: Mapping[str, str], flag: str, choices: Sequence[str], default: str) -> str:
     """The value of one of a verb's own flags, of several words. Raises SettingsError: it is another one."""
     if (text := own.get(flag, default)) not in (*choices, default):
-        raise SettingsError(f"{flag}: expected {', '.join(choices)}, not {text!r}")
+        expected = (" or " if len(choices) == 2 else ", ").join(choices)
+        raise SettingsError(f"{flag}: expected {expected}, not {text!r}")
     return text

@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -40,6 +39,7 @@ from clipstream.text import counted, milliseconds, percent
 from clipstream.training.parallel import local_tensor
 from clipstream.training.step import TrainStep
 from clipstream.utils import atomic_write
+from clipstream.utils.console import result_table
 from clipstream.utils.logs import announce, logger
 
 Severity = Literal["error", "warning", "cost"]
@@ -47,6 +47,7 @@ Phase = Literal["forward", "teacher", "loss", "backward", "optimizer", "step"]
 
 MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
 ROWS = 12  # of the table of costs
+NUMBERS = ("times", "time", "bytes", "share", "zero", "underflow", "subnormal", "overflow")  # columns of tables
 COLOURS = {"error": "red", "warning": "yellow"}
 FP16_ZERO, FP16_NORMAL, FP16_MOST = 2.0**-25, 2.0**-14, 65504.0
 ASSUMED_SCALE = 2.0**16  # GradScaler's first one, for runs without a loss scale
@@ -150,34 +151,27 @@ class Audit:
         console.print(f"Precision of a step: {self.precision} on {self.device}, {self.samples} samples")
         console.print(f"{self.operators:,} operators, {milliseconds(self.seconds)}")
         wrong = [*self.of("error"), *self.of("warning")]
-        table = _table("Findings", "", "where", "what", "to do", "times", "time", right=2)
+        table = result_table("Findings", ("", "where", "what", "to do", "times", "time"), NUMBERS)
         for one in wrong:
             where, what, advice = map(escape, (one.where, one.what, one.advice))
             mark = f"[{COLOURS[one.severity]}]{one.severity}[/]"
             table.add_row(mark, where, what, advice, f"{one.count:,}", milliseconds(one.seconds))
         if wrong:
             console.print(table)
-        table = _table("Casts and float32 operations", "where", "what", "times", "bytes", "time", "share", right=4)
+        columns = ("where", "what", "times", "bytes", "time", "share")
+        table = result_table("Casts and float32 operations", columns, NUMBERS)
         for one in self.of("cost")[:ROWS]:
             share = percent(one.seconds / max(self.seconds, 1e-12))
             numbers = f"{one.count:,}", f"{one.bytes / 1e6:,.3g} MB", milliseconds(one.seconds), share
             table.add_row(escape(one.where), one.what, *numbers)
         console.print(table)
         title = f"Gradients {'' if self.precision == 'fp16' else 'if they were '}in fp16, at loss scale {self.scale:g}"
-        table = _table(title, "group", "zero", "underflow", "subnormal", "overflow", right=4)
+        table = result_table(title, ("group", "zero", "underflow", "subnormal", "overflow"), NUMBERS)
         for group in self.gradients:
             shares = map(group.share, (group.underflow, group.subnormal, group.overflow))
             table.add_row(group.name, percent(group.zeros / max(group.n, 1)), *map(percent, shares))
         console.print(table)
         console.print(self.verdict, markup=False)
-
-
-def _table(title: str, *columns: str, right: int) -> Table:
-    """A table whose last `right` columns are numbers."""
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number >= len(columns) - right else "left", overflow="fold")
-    return table
 
 
 class _Site(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from clipstream.checkpoint import store
 from clipstream.config.entry import command_line, entry_point
-from clipstream.config.flags import output_file
+from clipstream.config.flags import choice_flag, output_file
 from clipstream.config.settings import Settings, carried_over, require_equal, resolve
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.batch import Batch, ImageSpec
@@ -62,9 +62,8 @@ def _synthetic(own: Mapping[str, str], settings: Settings) -> bool:
     Raises SettingsError: shards are requested and there are none, or features come from stores.
     """
     data = settings.data
-    choice = own.get("--batch", "shards" if data.sources or data.image_features else "synthetic")
-    if choice not in ("shards", "synthetic"):
-        raise SettingsError(f"--batch: expected shards or synthetic, not {choice!r}")
+    default = "shards" if data.sources or data.image_features else "synthetic"
+    choice = choice_flag(own, "--batch", ("shards", "synthetic"), default)
     if choice == "shards" and not data.sources and not data.image_features:
         raise SettingsError("--batch shards requires --train-data SHARDS")
     if choice == "synthetic" and (data.image_features or data.text_features or data.teacher_features):

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from clipstream.checkpoint.store import Subject, locate, model_in
 from clipstream.cli.verbs.evaluate_watch import OWN_FLAGS as WATCH_FLAGS
 from clipstream.cli.verbs.evaluate_watch import follow, has_own_tokenizer
 from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import CommandLine, command_line, entry_point
+from clipstream.config.flags import choice_flag
 from clipstream.config.settings import Config, Settings, load, require_equal, settings_from
 from clipstream.config.validate import validate_evals
 from clipstream.data.settings import SourceSettings
@@ -144,9 +145,7 @@ class Suites:
         for flag in (FOLDER, MISSING):
             if flag in own and not files:
                 raise SettingsError(f"{flag} requires {SUITE} FILE")
-        missing = own.get(MISSING, "error")
-        if missing not in ("error", "skip"):
-            raise SettingsError(f"{MISSING}: expected error or skip, not {missing!r}")
+        missing = choice_flag(own, MISSING, ("error", "skip"), "error")
         if (root := own.get(FOLDER)) is not None:
             os.environ[ROOT] = root.rstrip("/") if ShardURL(root).scheme else str(Path(root))
         return cls(files, missing == "skip")
@@ -217,9 +216,7 @@ def _evaluate_one(command: CommandLine, suites: Suites) -> int:
     Raises SettingsError: wrong settings, no such checkpoint, or no evaluators.
     """
     own, flags = command.own, command.flags
-    weights = next((kind for kind in get_args(Weights) if kind == own.get("--weights", "trained")), None)
-    if weights is None:
-        raise SettingsError(f"--weights: expected {' or '.join(get_args(Weights))}, not {own['--weights']!r}")
+    weights = cast(Weights, choice_flag(own, "--weights", get_args(Weights), "trained"))
     subject = Subject("")
     if (checkpoint := own.get("--checkpoint")) is not None:
         if named := [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]:
