@@ -73,7 +73,7 @@ class Shards(Protocol):
         ...
 
 
-class AbsentShard:
+class AbsentShard(OpenShard):
     """Stands for a shard that could not be opened, and for samples that a shard lacks although an index lists them."""
 
     index = ShardIndex([], None)
@@ -81,11 +81,6 @@ class AbsentShard:
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """Raises Dropped: `unreadable_shard`."""
         raise Dropped("unreadable_shard", "in the index, but its shard cannot be read or does not contain it")
-
-    look = load
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 _ABSENT = AbsentShard()
