@@ -65,7 +65,7 @@ def gets(site: Site) -> Counter[str]:
 
 def command(out: str) -> list[str]:
     """The flags of the command that a call ends with."""
-    found = re.findall(r"^train on them by: python -m clipstream.train (.*)$", out, re.MULTILINE)
+    found = re.findall(r"^train on them with: python -m clipstream.train (.*)$", out, re.MULTILINE)
     assert len(found) == 1
     return shlex.split(found[0])
 

@@ -74,7 +74,10 @@ def test_what_it_refuses_raises_or_returns_wrongly_is_counted(tmp_path: Path) ->
         health = stream.health.sources["train"]
     assert set(health.dropped) == {"too_narrow", "image_transform_error"}
     assert "KeyError('width') at test_image_transforms.py:" in health.examples["image_transform_error"]
-    assert any("(16, 16, 4), not an array uint8 (16, 16, 3)" in one.detail for one in stream.health.take_dropped())
+    assert any(
+        "expected an array uint8 (16, 16, 3), not ndarray uint8 (16, 16, 4)" in one.detail
+        for one in stream.health.take_dropped()
+    )
 
 
 def test_a_class_that_is_absent_is_named() -> None:

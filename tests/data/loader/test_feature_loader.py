@@ -289,7 +289,7 @@ def test_images_and_texts_from_two_stores(shards: dict[str, list[str]], tmp_path
         next(stored(settings, StoredData.open(image=images, text=changed)))
     seen = write_store(tmp_path / "views", settings, ["t.image"], views=2)
     more = write_store(tmp_path / "more", settings, ["image", "ids"], views=3)
-    with pytest.raises(SettingsError, match=r"more has 3 views of an image, and .*views has 2"):
+    with pytest.raises(SettingsError, match=r"more has 3 views per image, but .*views has 2"):
         stored(settings, StoredData.open(image=more, teachers=[seen]))
 
 

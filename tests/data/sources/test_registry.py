@@ -101,7 +101,7 @@ def test_names_choose_the_type_unless_it_is_set(tmp_path: Path) -> None:
     (tmp_path / "classes" / "cat" / "0.jpg").write_bytes(b"")
     named = Source(SourceSettings(type="folder", shards=str(tmp_path / "classes"))).names
     assert named == expand(f"folder:{tmp_path}/classes") == [f"folder:{tmp_path}/classes/cat"]
-    with pytest.raises(SettingsError, match=r"a table's name ends in \.csv"):
+    with pytest.raises(SettingsError, match=r"expected a table with the suffix \.csv"):
         expand(tar, "table")
 
 
@@ -132,7 +132,7 @@ class NoIndex(OpenLetters):
 def test_what_a_type_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     for listed in (None, [], (), "a0", {"a0"}, {"a0": 3}, [Path("a0")], iter([]), 7):
         monkeypatch.setattr(Letters, "list_shards", lambda self, spec, listed=listed: listed)
-        with pytest.raises(SettingsError, match=r":Letters: list_shards\('a\*'\) returned .*: return a list"):
+        with pytest.raises(SettingsError, match=r":Letters: list_shards\('a\*'\) returned .*, not a list"):
             Source(settings("Letters"))
     monkeypatch.setattr(Letters, "list_shards", lambda self, spec: (f"{spec}{number}" for number in range(2)))
     source = Source(settings("Letters"))
