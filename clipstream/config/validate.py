@@ -344,7 +344,7 @@ def _shards(settings: Settings) -> Problems:
         read += [(("evals", name, *key.split(".")), source, fetch) for key, source in sources_of(evaluator).items()]
     for path, source, fetch in read:
         try:
-            expand(source.shards, source.type, write=False)
+            expand(source.shards, source.type, write=False, evaluates="train_shards" not in path and path[0] == "evals")
         except SettingsError as error:
             yield path, f"{error}{fetch}"
 

@@ -15,6 +15,7 @@ from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Sec
 
 Share = Annotated[float, Field(ge=0, le=1)]
 CSV_CAPTION = "title;txt"  # columns of a CSV with the caption: open_clip's default, or that of other tables
+IMAGE_KEY = "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;image;filepath;image_path;file_name"
 AUTO = "auto"  # the type of a source follows from the names of its shards
 MAX_AUTO_WORKERS = 16  # of a rank
 MAX_PIXELS = 178_956_970  # from which Pillow refuses an image as a decompression bomb (a quarter of 2 GiB of RGBX)
@@ -155,7 +156,8 @@ class SourceSettings(PluginSection):
     )
     shards: str | list[str] = Field(
         description="tars: braces, lists, '::', globs, pipe:, http(s):, s3:, gs:, az:, hf:; tables: .csv, .tsv, "
-        ".jsonl, .json and .parquet; folder:PATH (one folder per class); benchmark:ROOT (CLIP_benchmark's layout); "
+        ".jsonl, .json, .parquet, .arrow; a local folder, read by what it holds: tars, tables, images with a text "
+        "beside each, or one folder per class; benchmark:ROOT (CLIP_benchmark's layout); "
         "toy:SPLIT (toy data); synthetic: (speed tests)"
     )
     weight: float = Field(1.0, gt=0, description="sampling weight relative to other sources")
@@ -165,7 +167,7 @@ class SourceSettings(PluginSection):
         "the part's shards; mode resampled only",
     )
     image_key: str = Field(
-        "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;image;filepath;image_path;file_name",
+        IMAGE_KEY,
         min_length=1,
         description="suffixes of the image member, or columns of a table with its path, separated by ';'; the first "
         "that exists is used",

@@ -47,12 +47,14 @@ def test_globs_are_sorted_and_a_folder_is_answered_with_what_it_holds(tmp_path: 
         (tmp_path / name).touch()
     assert [Path(p).name for p in expand(f"{tmp_path}/*.tar")] == ["00000.tar", "00001.tar", "00002.tar"]
     for spec, told in {
-        "": r"is a folder: .*, e\.g\. '.*/\*\.tar' \(3 files\)",
-        "/saved": r"e\.g\. '.*saved/\*\.arrow'",
-        "/pictures": "it holds images and no tar: name a table",
-        "/empty": r"\(it holds no tar\)",
-        "/data": r"itself; its folders with tars: a, b, as '.*data/a/\*\.tar'",
-        "/classes": r"no tar; its folders: @eaDir, cat, dog\)",
+        "": "holds 5 tars and 1 table and 3 images: name what is to be read",
+        "/pictures": "pictures holds 1 image and no captions: name tars or a table of image paths and captions",
+        "/empty": "empty holds no tar, no table and no image, but no files",
+        "/{data,saved}": r"data is a folder: name its shards \(it holds no tar itself; its folders with tars: a, b, as",
+        "/saved/*.tar": r"no file matches .*, e\.g\. '.*saved/\*\.arrow'",
+        "/pictures/*.tar": "it holds images and no tar: name a table",
+        "/empty/*.tar": r"\(it holds no tar\)",
+        "/classes/*.tar": r"no tar; its folders: @eaDir, cat, dog\)",
         "/*.tgz": r"no file matches .*tgz, e\.g\. .*\*\.tar",
         "/gone/*.tar": "the folder .*gone does not exist",
     }.items():

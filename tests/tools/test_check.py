@@ -120,7 +120,7 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 2
-    assert "is a folder" in capsys.readouterr().err
+    assert "holds no tar, no table and no image" in capsys.readouterr().err
 
 
 def test_the_verb_imports_no_torch(shards: str) -> None:

@@ -29,8 +29,9 @@ from clipstream.data.decode.captions import CaptionExtractor, build_caption, ima
 from clipstream.data.decode.images import check_shape, converted, loaded, opaque, opened
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile
 from clipstream.data.loader.health import Captions
-from clipstream.data.settings import SourceSettings, rgb
+from clipstream.data.settings import IMAGE_KEY, SourceSettings, rgb
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext
+from clipstream.data.sources.folders import contents, named_folder
 from clipstream.errors import DataError, Dropped, SettingsError, each, wrong_type
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact
@@ -42,7 +43,6 @@ from clipstream.utils.content import OTHER_NAME
 from clipstream.utils.logs import on_terminal
 
 T = TypeVar("T")
-DEFAULT_IMAGE_KEY: str = SourceSettings.model_fields["image_key"].default
 SHARDS_READ = 10  # of a large data set, spread over it
 ROWS = 25
 CELL = 400  # characters of a table's cell
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Inspect a data set: its shards, members and JSON fields, the samples that these settings use and "
         "drop, and the flags to train on it. Exit code 3 if no sample is usable.",
     )
-    shards = "tar files: braces, '::', globs, pipe:, http(s):; or a table"
+    shards = "tar files: braces, '::', globs, pipe:, http(s):; a table; or a local folder"
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
     options = (
         ("--caption-key", "SUFFIX", "text member with the caption (default: txt; for a CSV: title, else txt)"),
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         (
             "--image-key",
             "SUFFIXES",
-            f"suffixes of the image member, separated by ';' (default: {DEFAULT_IMAGE_KEY.replace(';', '; ')})",
+            f"suffixes of the image member, separated by ';' (default: {IMAGE_KEY.replace(';', '; ')})",
         ),
         ("--folder", None, "base folder of a table's relative paths (default: the table's folder)"),
         ("--separator", "CHARACTER", "separator of a CSV (default: detected from its header)"),
@@ -221,7 +221,9 @@ def look(source: SourceSettings, samples: int) -> CheckReport:
     extract = build_caption(source.caption)
     with contextlib.closing(ShardCache(None)) as store:
         shards = Source(source, SourceContext(store, key=SHORT_FLAGS))
-        view = CheckReport(shards.summary(), shards.missing)
+        folders = [path for part in source.parts if (path := named_folder(part, source.type)) is not None]
+        held = [f"{path} holds {contents(path, source.image_key).what}" for path in folders]
+        view = CheckReport("; ".join([*held, shards.summary()]), shards.missing)
         missing = set(view.missing)
         there = [name for name in shards.names if name not in missing]
         chosen = _spread([name for name in there if not shards.types[name].cheap], SHARDS_READ if samples else 0)

@@ -10,7 +10,7 @@ import re
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -19,7 +19,7 @@ import yaml
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.json_path import parse_path, step_of, structure
-from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
+from clipstream.data.settings import CSV_CAPTION, IMAGE_KEY, CaptionSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.errors import Dropped
 from clipstream.storage.tar import PACKING, UNPACKING
 from clipstream.text import listed, printable
@@ -38,6 +38,8 @@ TRIED_BYTES = 1 << 22  # of their members without images
 KEPT = 32  # different texts of a field that are kept
 KEPT_CHARS = 120  # of each
 CAPTION_NAMES = ("caption", "captions", "text", "texts", "description", "title", "alt", "prompt", "cap", "txt")
+# Columns with images beside those that `image_key` names.
+IMAGE_NAMES = ("path", "filename", "img", "img_path", "image_file", "image_filename", "imagepath", "picture", "photo")
 NOT_CAPTIONS = (
     *("url", "uri", "key", "id", "uid", "uuid", "status", "error", "error_message", "license", "exif"),
     *("sha256", "md5", "hash", "filename", "file", "path", "lang", "language", "locale"),
@@ -50,6 +52,22 @@ RENAMING = f"{UNPACKING.removesuffix('&& ')}--transform='{_UNDOTTED};{_UNDOTTED}
 _UNFOLDED = r"s,/\([^/.]*\)\.\([^/]*\)$,.\1.\2,"  # FOLDER/NAME.SUFFIX: FOLDER.NAME.SUFFIX
 UNFOLDING = UNPACKING + PACKING.replace(" -C", f" --transform='{_UNFOLDED}' -C")
 PARTS = 8  # files that each folder of a tar has, at most
+
+
+def usual_columns(names: Sequence[str], source: SourceSettings, is_image: Callable[[str], bool]) -> dict[str, str]:
+    """Member (`image`, `txt`) -> the column of a usual name that is read as it: where settings are the defaults, and
+    a table with the columns `names` has none that they name.
+
+    Args:
+        is_image: whether a column has images or their paths.
+    """
+    image = text = None
+    if source.image_key == IMAGE_KEY and not set(names) & set(split_keys(IMAGE_KEY)):
+        image = next((name for name in IMAGE_NAMES if name in names and is_image(name)), None)
+    read = source.caption.key if isinstance(source.caption, TextCaption) else ""
+    if read in ("txt", CSV_CAPTION) and not set(names) & set(split_keys(read)):
+        text = next((name for name in CAPTION_NAMES if name in names), None)
+    return {member: name for member, name in (("image", image), ("txt", text)) if name is not None}
 
 
 @dataclass

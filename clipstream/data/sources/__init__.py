@@ -160,17 +160,22 @@ def source_type(name: str) -> type[SourceType]:
     return found
 
 
-def entries(spec: str | list[str], type: str = AUTO) -> Iterator[tuple[str, str]]:
+def entries(spec: str | list[str], type: str = AUTO, *, evaluates: bool = False) -> Iterator[tuple[str, str]]:
     """(name of a type, entry for its `list_shards`) of all that `spec` names, in order, duplicates kept.
 
     Braces and `::` have webdataset's meaning, `*` and `~` the shell's (matches are sorted). `${NAME}` is an environment
     variable, or WDS_NAME as in webdataset; in a `pipe:` command the shell replaces it. A local file need not exist.
-    A `module:Name` receives the items of `spec` unchanged.
+    A `module:Name` receives the items of `spec` unchanged. A folder, also as `folder:PATH`, stands for what it holds.
+
+    Args:
+        evaluates: whether the data are those of an evaluation: see `folders.contents`.
 
     Raises:
-        SettingsError: a pattern matches nothing, a local folder is named, a variable is not set, nothing is named, or
-            a command is named although WDS_SECURE forbids commands.
+        SettingsError: a pattern matches nothing, a folder holds nothing to read, a variable is not set, nothing is
+            named, or a command is named although WDS_SECURE forbids commands.
     """
+    from clipstream.data.sources.folders import contents, named_folder  # which imports the class SourceType
+
     parts = parts_of(spec) if ":" not in type else [spec] if isinstance(spec, str) else spec
     if not parts:
         raise SettingsError(f"{spec!r} matches no shard")
@@ -179,6 +184,8 @@ def entries(spec: str | list[str], type: str = AUTO) -> Iterator[tuple[str, str]
             yield type, part
         elif part.startswith("pipe:"):
             yield from (("tar", command) for command in expand_pipe(part))
+        elif (path := named_folder(part, type)) is not None:
+            yield from contents(path, evaluates=evaluates).entries(path)
         elif (scheme := ShardURL(text := with_home(with_variables(part))).scheme) in TYPES:
             yield str(scheme), text
         elif type not in (AUTO, "tar", "table"):
@@ -191,13 +198,13 @@ def entries(spec: str | list[str], type: str = AUTO) -> Iterator[tuple[str, str]
 
 
 def typed_shards(
-    spec: str | list[str], type: str = AUTO, *, write: bool = True
+    spec: str | list[str], type: str = AUTO, *, write: bool = True, evaluates: bool = False
 ) -> Iterator[tuple[str, type[SourceType]]]:
     """The shards that `spec` names, each with its type; a table, and an item for a `module:Name`, is one name.
 
     Without `write`, entries whose listing writes files are left out. Raises as `entries`.
     """
-    for name, entry in entries(spec, type):
+    for name, entry in entries(spec, type, evaluates=evaluates):
         cls = source_type(name)
         if name in ("tar", "table") or ":" in name:
             yield entry, cls
@@ -206,9 +213,9 @@ def typed_shards(
             yield from ((shard, cls) for shard in made.list_shards(entry))
 
 
-def expand(spec: str | list[str], type: str = AUTO, *, write: bool = True) -> list[str]:
+def expand(spec: str | list[str], type: str = AUTO, *, write: bool = True, evaluates: bool = False) -> list[str]:
     """The names alone of `typed_shards`."""
-    return [shard for shard, _ in typed_shards(spec, type, write=write)]
+    return [shard for shard, _ in typed_shards(spec, type, write=write, evaluates=evaluates)]
 
 
 class Source:
@@ -230,12 +237,13 @@ class Source:
     def __init__(self, settings: SourceSettings, context: SourceContext | None = None) -> None:
         self.settings, self.context = settings, context or SourceContext()
         self._is_plugin = ":" in settings.type
-        factors = settings.upsampling_factors
+        factors, key = settings.upsampling_factors, self.context.key
+        evaluates = key.startswith("evals.") and not key.endswith(".train")
         parts = [settings.shards] if factors is None else settings.parts
         listed = [
             (*found, factor)
             for part, factor in zip(parts, factors or [1.0], strict=True)
-            for found in entries(part, settings.type)
+            for found in entries(part, settings.type, evaluates=evaluates)
         ]
         made: dict[str, SourceType] = {}
         for name in dict.fromkeys(name for name, _, _ in listed):

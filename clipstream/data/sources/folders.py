@@ -1,4 +1,8 @@
-"""Image folders as a source type: one folder per class, as in torchvision's ImageFolder; a class is a shard.
+"""Folders: what a folder holds (`contents`), and folders of image files as a source type.
+
+Tars and tables in a folder are shards of their own types. Image files with texts of the same name beside them are
+samples of image and text, in blocks as those of a table. Other images stand in one folder per class, as in
+torchvision's ImageFolder; a class is a shard.
 
 `folder:PATH` numbers the classes in the order of their names. `imagenet:PATH` takes folders named by ImageNet's synsets
 (n01440764 …), or by numbers as in ImageNet-V2, and labels each with its number in ImageNet, also if only some of the
@@ -8,54 +12,302 @@ classes are there.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
-from clipstream.data.decode.captions import split_keys
-from clipstream.data.settings import SourceSettings
+from clipstream.data.decode.captions import json_object, split_keys
+from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
+from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType
 from clipstream.errors import Dropped, SettingsError
+from clipstream.storage.shard_url import ShardURL, table_format, with_variables
 from clipstream.storage.tar import SampleRef, ShardIndex
+from clipstream.text import counted
+from clipstream.utils.content import open_text
 from clipstream.utils.logs import logger
+from clipstream.utils.section import with_home
 
 IMAGENET_CLASSES = 1000
 # Folders that archivers and file servers leave, beside hidden ones.
 JUNK = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found")
 SYNSETS = "data/_info/imagenet_synsets.txt"  # of timm, in ImageNet's order
+TEXTS = ("txt", "json")  # suffixes of the text beside an image
+LOOKED = 20_000  # files by which a folder's layout is decided
+BLOCK, BLOCKS = 1000, 192  # most samples of a block, and fewest blocks of as many samples, as of tables
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+_SPLITS = "", TRAIN, VALIDATION, TEST  # by the group of _SPLIT that matches
+_TAR = re.compile(r"(?i)(.+)\.(?:tar|tgz|tar\.gz|tar\.zst)")
+# What tools write beside tables and tars: Hugging Face datasets, wids, img2dataset, open_clip.
+_ABOUT = re.compile(r"dataset_(?:infos?|dict)\.json|state\.json|(?:shardindex|sizes|.*_stats)\.json|cache-.*\.arrow")
+_SPLIT = re.compile(
+    r"(?i)(?:^|[/._ -])(?:(train(?:ing)?)|(val(?:id(?:ation)?)?|dev)|(test(?:ing)?|eval(?:uation)?))(?=[/._ \d-]|$)"
+)
+_FOLDER = re.compile(rf"{_SPLIT.pattern}\d*/")  # of the images of a split
+_ADVICE = (
+    "name tars or a table of image paths and captions, put a text of the same name beside each image (cat.jpg, "
+    "cat.txt), or sort the images into one folder per class"
+)
+
+
+class Contents(NamedTuple):
+    """What a folder holds."""
+
+    kind: str  # 'tars', 'tables', 'pairs' (images with texts beside them) or 'classes'
+    files: Sequence[str] = ()  # paths of the tars or tables; of pairs the keys: paths in the folder without suffix
+    suffixes: Sequence[tuple[str, ...]] = ()  # of each pair: those of its image and of the texts beside it
+    split: str = ""  # the split that was chosen by name; '' where the folder has none
+    what: str = ""  # in words
+
+    def entries(self, path: str) -> Iterator[tuple[str, str]]:
+        """(type, entry) of the sources that read the folder, which PATH or PATH#SPLIT names."""
+        if self.kind in ("tars", "tables"):
+            yield from ((self.kind.removesuffix("s"), file) for file in self.files)
+        else:
+            yield "folder", f"folder:{divided(path)[0]}#{self.split}" if self.split else f"folder:{path}"
+
+
+def named_folder(part: str, type: str = AUTO) -> str | None:
+    """The path in an entry that names a local folder, `folder:PATH` or PATH, also with `#SPLIT`; None for others."""
+    text = with_home(with_variables(part))
+    scheme = ShardURL(text).scheme
+    if scheme == "folder" or (type == "folder" and scheme is None):
+        return text.removeprefix("folder:")
+    return text if type == AUTO and scheme is None and os.path.isdir(divided(text)[0]) else None
+
+
+def divided(path: str) -> tuple[str, str]:
+    """The folder and the split that PATH or PATH#SPLIT names; '' for no split."""
+    folder, sign, split = path.rpartition("#")
+    return (folder, split) if sign and not os.path.exists(path) else (path, "")
+
+
+@lru_cache(maxsize=64)
+def contents(path: str, image_key: str = IMAGE_KEY, evaluates: bool = False) -> Contents:
+    """What a folder holds, of the split that `PATH#SPLIT` names.
+
+    Without such a name, where the names of files or folders tell of several splits, training takes `train`, and
+    evaluation `validation`, `test` or else `train`. The layout is decided by the first LOOKED files.
+
+    Raises:
+        SettingsError: it holds nothing that can be read, images without captions, or several kinds of data.
+    """
+    folder, image_keys = divided(path)[0], split_keys(image_key)
+    if not os.path.isdir(folder):
+        raise SettingsError(f"folder:{path}: the folder {folder} does not exist")
+    try:
+        files: list[str] = []
+        for names in _levels(folder):
+            files += names
+            if len(files) >= LOOKED:
+                break
+        kind = _kind(folder, files, image_keys)
+        if kind == "classes":
+            return Contents(kind, what="images in one folder per class")
+        if len(files) >= LOOKED:
+            files = list(chain.from_iterable(_levels(folder)))
+    except OSError as error:
+        raise SettingsError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+    if kind == "pairs":
+        pairs = _pairs(files, image_keys)
+        chosen, split = _of_split(path, pairs, kind, evaluates)
+        suffixes = [pairs[key] for key in chosen]
+        found = Contents(kind, chosen, suffixes, split, f"{counted(len(chosen), 'image', ',')} with texts beside them")
+    else:
+        listed = _tables(files) if kind == "tables" else filter(_TAR.fullmatch, files)
+        chosen, split = _of_split(path, listed, kind, evaluates)
+        paths = [os.path.join(folder, file) for file in chosen]
+        found = Contents(kind, paths, split=split, what=counted(len(chosen), kind.removesuffix("s"), ","))
+    return found._replace(what=f"{found.what} (split {split})") if split else found
+
+
+def _levels(root: str) -> Iterator[list[str]]:
+    """The files of each folder, relative to the root, one level of folders after the other. Raises OSError."""
+    seen: set[str] = set()
+    waiting = deque([""])
+    while waiting:
+        where = waiting.popleft()
+        if (real := os.path.realpath(os.path.join(root, where))) in seen:  # a link to a folder above
+            continue
+        seen.add(real)
+        names: list[str] = []
+        with os.scandir(real) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if not _is_junk(entry.name):
+                    (waiting if entry.is_dir() else names).append(os.path.join(where, entry.name))
+        yield names
+
+
+def _kind(folder: str, files: Sequence[str], image_keys: Collection[str]) -> str:
+    """The kind of `Contents`, by these files. Raises SettingsError: as `contents`."""
+    images = {_stem(file) for file in files if _suffix(file) in image_keys}
+    texts = {_stem(file) for file in files if _suffix(file) in TEXTS} & images
+    pairs = 0 < len(images) <= 2 * len(texts)
+    tars = {found[1] for found in map(_TAR.fullmatch, files) if found}
+    tables = [file for file in _tables(files) if _stem(file) not in tars | images]
+    if tars:
+        tables = [file for file in tables if _suffix(file) != "json"]
+    elif pairs:  # img2dataset writes 00000.parquet beside the folder 00000
+        tables = [file for file in tables if not os.path.isdir(os.path.join(folder, _stem(file)))]
+    elif images:  # a list of labels may lie beside classes
+        tables = [file for file in tables if _names_images(os.path.join(folder, file), image_keys)]
+    kinds = {"tars": (len(tars), "tar"), "tables": (len(tables), "table")}
+    if pairs or tars:  # the images that a table names are no data of their own
+        kinds["pairs"] = len(images), "image with a text beside it" if pairs else "image"
+    there = {kind: counted(*count, ",") for kind, count in kinds.items() if count[0]}
+    if len(there) == 1:
+        return next(iter(there))
+    if there:
+        raise SettingsError(
+            f"{folder} holds {' and '.join(there.values())}: name what is to be read, as '{folder}/*.tar'"
+        )
+    if any("/" in image for image in images):
+        return "classes"
+    if images:
+        raise SettingsError(f"{folder} holds {counted(len(images), 'image', ',')} and no captions: {_ADVICE}")
+    suffixes = Counter(f".{suffix}" for file in files if (suffix := _suffix(file)))
+    held = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(3)) or "no files"
+    raise SettingsError(f"{folder} holds no tar, no table and no image, but {held}: {_ADVICE}")
+
+
+def _tables(files: Iterable[str]) -> Iterator[str]:
+    return (file for file in files if table_format(file) and not _ABOUT.fullmatch(os.path.basename(file)))
+
+
+def _names_images(table: str, image_keys: Collection[str]) -> bool:
+    """Whether a table has images and a column of captions, by the words in its first lines."""
+    if table.endswith(".gz") or table_format(table) in ("parquet", "arrow"):
+        return True
+    with open_text(Path(table)) as file:
+        words = set(re.findall(r"[a-z_]+", file.read(1 << 12).lower()))
+    return bool(words & {*image_keys, *IMAGE_NAMES}) and bool(words & {*CAPTION_NAMES})
+
+
+def _pairs(files: Iterable[str], image_keys: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Path of an image without suffix -> suffixes of the image and of the texts beside it, in the order of paths."""
+    found: dict[str, tuple[str, ...]] = {}
+    for file in sorted(files):
+        if (suffix := _suffix(file)) in image_keys or suffix in TEXTS:
+            stem = _stem(file)
+            found[stem] = (*found.get(stem, ()), file[len(stem) + 1 :])
+    return {stem: ends for stem, ends in found.items() if any(end.lower() in image_keys for end in ends)}
+
+
+def _of_split(path: str, names: Iterable[str], kind: str, evaluates: bool) -> tuple[list[str], str]:
+    """The names of the split to read, in order, and that split; '' if the names do not tell of several.
+
+    Of images, only the folder at the top tells the split, and only if there is one for training.
+
+    Args:
+        path: PATH or PATH#SPLIT.
+    """
+    folder, asked = divided(path)
+    find = _FOLDER.match if kind == "pairs" else _SPLIT.search
+    by: dict[str, list[str]] = {}
+    for name in names:
+        found = find(name)
+        by.setdefault(_SPLITS[(found.lastindex or 0) if found else 0], []).append(name)
+    if not asked and (len(by) < 2 or by.keys() == {"", TRAIN} or (kind == "pairs" and TRAIN not in by)):
+        return sorted(chain(*by.values())), ""
+    by[TRAIN] = sorted(by.get(TRAIN, []) + by.pop("", []))
+    known = _SPLIT.search(asked)
+    wanted = [VALIDATION, TEST, TRAIN] if evaluates else [TRAIN]
+    wanted = [_SPLITS[known.lastindex or 0] if known else asked] if asked else wanted
+    if split := next((split for split in wanted if by.get(split)), ""):
+        return sorted(by[split]), split
+    there = ", ".join(sorted(split for split in by if by[split])) or "none"
+    raise SettingsError(
+        f"{folder} has no split {wanted[0]!r} by the names of its files and folders (there is {there}): name one, as "
+        f"'folder:{folder}#{TEST}'"
+    )
 
 
 class FolderSource(SourceType):
-    """The shards of `folder:PATH` or `imagenet:PATH`, named `SCHEME:PATH/CLASS`."""
+    """The shards of `folder:PATH` or `imagenet:PATH`: `SCHEME:PATH/CLASS`, or blocks `folder:PATH#FIRST-LAST` of images
+    with texts beside them.
+    """
 
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
-        self._image_keys = split_keys(settings.image_key)
+        self._image_key, self._image_keys = settings.image_key, split_keys(settings.image_key)
+        self._blocks: dict[str, tuple[str, range, Contents]] = {}
 
     def list_shards(self, spec: str) -> Sequence[str]:
-        """The classes in the order of their names.
+        """The classes in the order of their names, or blocks of images in the order of their paths.
 
         Raises:
             SettingsError: there is no such folder, it holds no folders, one without images, or one that is not a
-                class of ImageNet.
+                class of ImageNet; or as `contents`.
         """
         scheme, _, path = spec.partition(":")
         root = Path(path)
         if scheme == "imagenet":  # the archive of ImageNet-V2 has one folder around the classes
             inner = sorted(path for path in root.glob("[Ii]mage[Nn]et[Vv]2*") if path.is_dir())
             root = inner[0] if len(inner) == 1 else root
+        elif (held := contents(path, self._image_key)).kind == "pairs":
+            folder, rows = os.path.abspath(divided(path)[0]), range(len(held.files))
+            block = max(1, min(BLOCK, -(-len(rows) // BLOCKS)))
+            blocks = [rows[first : first + block] for first in rows[::block]]
+            named = {f"folder:{folder}#{block[0]}-{block[-1]}": (folder, block, held) for block in blocks}
+            self._blocks |= named
+            return list(named)
         if not root.is_dir():
             raise SettingsError(f"{spec}: the folder {root} does not exist")
         return [f"{scheme}:{root / name}" for name in _numbers(scheme, root, self._image_keys)]
 
     def open(self, shard: str) -> OpenShard:
-        return FolderShard(shard, self._image_keys)
+        if shard not in self._blocks:
+            return FolderShard(shard, self._image_keys)
+        folder, block, held = self._blocks[shard]
+        return PairShard(folder, {held.files[number]: held.suffixes[number] for number in block})
 
     def num_samples(self, shard: str) -> int:
-        return len(self.open(shard).index.samples)
+        return len(self._blocks[shard][1]) if shard in self._blocks else len(self.open(shard).index.samples)
 
-    def total_samples(self, shards: Sequence[str]) -> None:
-        """Unknown: listing all folders may take minutes."""
+    def total_samples(self, shards: Sequence[str]) -> int | None:
+        """Unknown of classes: listing all folders may take minutes."""
+        return super().total_samples(shards) if all(shard in self._blocks for shard in shards) else None
+
+    def title(self, shard: str) -> str:
+        return self._blocks[shard][0] if shard in self._blocks else super().title(shard)
+
+
+class PairShard(OpenShard):
+    """Images with texts beside them. Members: the image, `txt` and `json`; keys are paths without suffix.
+
+    Where only JSON is beside an image, `txt` is the first of its fields that has a usual name of captions.
+
+    Args:
+        folder: what the keys are relative to.
+        samples: key -> suffixes of its files.
+    """
+
+    def __init__(self, folder: str, samples: Mapping[str, tuple[str, ...]]) -> None:
+        self._folder, self._suffixes = folder, samples
+        self.index = ShardIndex([SampleRef(key) for key in samples])
+
+    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
+        """See OpenShard. Raises Dropped: `unreadable_member`, or as `json_object`."""
+        found: dict[str, bytes] = {}
+        captioned = suffixes is None or "txt" in suffixes
+        for suffix in self._suffixes[ref.key]:
+            member = suffix.lower()
+            if suffixes is None or member in suffixes or (member == "json" and captioned):
+                try:
+                    found[member] = Path(self._folder, f"{ref.key}.{suffix}").read_bytes()
+                except OSError as error:
+                    raise Dropped("unreadable_member", str(error)) from error
+        if captioned and "json" in found and "txt" not in found:
+            fields = json_object(found["json"])
+            text = next((fields[name] for name in CAPTION_NAMES if fields.get(name)), None)
+            if text is not None:
+                found["txt"] = (text if isinstance(text, str) else json.dumps(text)).encode("utf-8", "surrogatepass")
+        return found
 
 
 class FolderShard(OpenShard):
@@ -101,6 +353,10 @@ def _is_junk(name: str) -> bool:
 
 def _suffix(file: str) -> str:
     return os.path.splitext(file)[1].lower().removeprefix(".")
+
+
+def _stem(file: str) -> str:
+    return os.path.splitext(file)[0]
 
 
 @lru_cache(maxsize=64)

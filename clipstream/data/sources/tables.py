@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -24,7 +24,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from clipstream.data.decode.captions import json_object, split_keys
-from clipstream.data.decode.sample_profile import SHORT_FLAGS
+from clipstream.data.decode.sample_profile import SHORT_FLAGS, usual_columns
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
 from clipstream.errors import DataError, Dropped, SettingsError
@@ -33,6 +33,7 @@ from clipstream.storage.shard_url import ShardURL, redact, table_format
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.storage.transfer import ShardError
 from clipstream.text import counted, listed, printable
+from clipstream.utils import content
 from clipstream.utils.content import HEAD, IMAGE_NAME, OTHER_NAME, SUFFIXES, TEXTS, describe, kind, open_text, rows_of
 from clipstream.utils.logs import logger
 
@@ -47,6 +48,7 @@ LONGEST_FIELD = 1 << 28  # characters of a CSV's field
 MOST_LINES = 100  # of a CSV's row
 SHORTEST_IMAGE = 100  # characters of an image in base64
 MOST_JSON = 1 << 30  # bytes of a JSON list or object, which is read at once
+URLS = ("url", "urls", "image_url", "img_url", "image_link")  # columns of addresses in place of files
 Row = TypeVar("Row")
 
 
@@ -61,6 +63,8 @@ class TableSource(SourceType):
         self._arrows: dict[str, Path] = {}
         self._folders: dict[str, str] = {}  # table -> what its relative paths start from
         self._blocks: dict[str, tuple[str, range]] = {}
+        self._usual: dict[str, dict[str, str]] = {}  # table -> its columns of usual names, see `usual_columns`
+        self._images: dict[str, Collection[str]] = {}  # table -> columns that may have the image
         shards = settings.shards
         self._rows = {url: self._read(url) for url in dict.fromkeys([shards] if isinstance(shards, str) else shards)}
         self._block = max(1, min(BLOCK, -(-sum(self._rows.values()) // BLOCKS)))
@@ -74,10 +78,11 @@ class TableSource(SourceType):
 
     def open(self, shard: str) -> OpenShard:
         url, rows = self._blocks[shard]
-        return RowShard(self._arrows[url], rows, self._keys, self._folders[url])
+        return RowShard(self._arrows[url], rows, self._images[url], self._folders[url], self._usual[url])
 
     def describe(self, shards: Sequence[str]) -> str:
-        return counted(len(self._rows), "manifest", ",")
+        usual = {f"{member} from column {name}": 0 for one in self._usual.values() for member, name in one.items()}
+        return counted(len(self._rows), "manifest", ",") + (f" ({', '.join(usual)})" if usual else "")
 
     def num_samples(self, shard: str) -> int:
         return len(self._blocks[shard][1])
@@ -115,12 +120,16 @@ class TableSource(SourceType):
         except (ShardError, OSError) as error:
             raise DataError(f"{key}.shards: {redact(url)}: {error}") from error
         own = os.path.dirname(named or "") if settings.folder is None else settings.folder
-        if not set(names := columns(arrow)) & set(self._keys):
+        usual = self._usual[url] = usual_columns(names := columns(arrow), settings, partial(_is_image, arrow))
+        keys = self._images[url] = (usual["image"],) if "image" in usual else self._keys
+        if not set(names) & set(keys):
             with open(_local(url, cache), "rb") as file:
                 head = file.read(HEAD)
             what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
             if table_format(url) == "csv" and any(map(IMAGE_NAME.search, names)):
                 what = "the header is missing: insert a line such as filepath,title; "
+            if urls := [name for name in names if name in URLS]:
+                what = f"the images are addresses (column {urls[0]}): download them with img2dataset; "
             flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
             raise DataError(
                 f"{key}.shards: {redact(url)}: {what}no column has images: looked for {', '.join(self._keys)} among "
@@ -129,9 +138,18 @@ class TableSource(SourceType):
             )
         # Relative paths start from the setting, the table's folder, or the working folder if only it fits.
         folders = [own, ""] if settings.folder is None else []
-        self._folders[url] = next((folder for folder in folders if _finds_image(arrow, self._keys, folder)), own)
+        self._folders[url] = next((folder for folder in folders if _finds_image(arrow, keys, folder)), own)
         last = (reader := mapped(arrow)).num_record_batches - 1
         return int(last * ROWS + len(reader.get_batch(last)))
+
+
+def _is_image(arrow: Path, name: str) -> bool:
+    """Whether the first row has an image, or a path with the suffix of one, in a column."""
+    for keys in ((name,), ()):  # the file that is named may not be there
+        with contextlib.suppress(Dropped):
+            data = RowShard(arrow, range(1), keys, "").load(SampleRef("0"), (name,)).get(name, b"")
+            return kind(data[:HEAD]) in content.IMAGES or bool(IMAGE_NAME.search(data[-HEAD:].decode(errors="replace")))
+    return False
 
 
 def _finds_image(arrow: Path, keys: Collection[str], folder: str) -> bool:
@@ -444,10 +462,13 @@ class RowShard(OpenShard):
         rows: those of this shard.
         keys: columns that may hold the path or the bytes of the image; the first one present is taken.
         folder: what relative paths start from.
+        usual: member -> the column that it is read from as well.
     """
 
-    def __init__(self, arrow: Path, rows: range, keys: Collection[str], folder: str) -> None:
-        self._arrow, self._keys, self._folder = arrow, keys, folder
+    def __init__(
+        self, arrow: Path, rows: range, keys: Collection[str], folder: str, usual: Mapping[str, str] | None = None
+    ) -> None:
+        self._arrow, self._keys, self._folder, self._usual = arrow, keys, folder, usual or {}
         self._reader = mapped(arrow)
         self._names = self._reader.schema.names
         self.index = ShardIndex(_Refs(rows))
@@ -461,6 +482,7 @@ class RowShard(OpenShard):
         number = int(ref.key)
         batch, row = self._reader.get_batch(number // ROWS), number % ROWS
         wanted = {*self._names, "json"} if suffixes is None else set(suffixes)
+        wanted |= {column for member, column in self._usual.items() if member in wanted}
         raw: bytes | None = None
         values: dict[str, object] = {}
         if self._names == [RAW]:
@@ -484,7 +506,7 @@ class RowShard(OpenShard):
         if "json" in wanted and "json" not in values:
             # The whole row as a JSON object; bytes that are not text, such as images, are null.
             found["json"] = json.dumps(values, default=_plain).encode() if raw is None else raw
-        return found
+        return found | {member: found[column] for member, column in self._usual.items() if column in found}
 
     def look(self, ref: SampleRef) -> dict[str, bytes]:
         """All members; where the image file cannot be read, its path as a member."""

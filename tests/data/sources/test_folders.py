@@ -76,7 +76,7 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
     for shards, said in (
         (f"imagenet:{tmp_path / 'mine'}", r"'cat' is not a class of ImageNet \(1 of 2 folders"),
         (f"folder:{tmp_path / 'none'}", "does not exist"),
-        (f"folder:{tmp_path / 'empty'}", "holds no folders"),
+        (f"folder:{tmp_path / 'empty'}", "holds no tar, no table and no image, but no files: name tars or a table"),
         (f"folder:{tmp_path / 'part'}", "1 of 3 folders have no images, such as 'a new folder'"),
     ):
         with pytest.raises(SettingsError, match=said):

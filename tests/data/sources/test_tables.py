@@ -298,7 +298,9 @@ def test_values_that_python_cannot_hold_do_no_harm(tmp_path: Path, rows: Rows) -
         ("filepath\ttitle\tred, green, blue\n{}\ta\t1\n{}\tb\t2\n", "", ["a", "b"]),  # as many commas as tabs
         ("filepath\tcaption\n{}\t1\n{}\t007\n", "--csv-caption-key caption", ["1", "007"]),  # numbers stay as written
         ("filepath\ttitle\n{}\tNA\n{}\t\n", "", ["NA"]),  # which open_clip trains on as "nan", both
-        ("filepath\tcaption\n{}\ta\n{}\tb\n", "", []),  # no column title
+        ("filepath\tcaption\n{}\ta\n{}\tb\n", "", ["a", "b"]),  # no column title
+        ("path,text\n{},a\n{},b\n", "", ["a", "b"]),
+        ("filepath\twords\n{}\ta\n{}\tb\n", "", []),
     ],
 )
 def test_flags_and_tables_of_open_clips_trainer(tmp_path: Path, table: str, flags: str, captions: list[str]) -> None:
@@ -430,7 +432,7 @@ def test_a_manifest_that_gives_nothing_is_told_at_once(tmp_path: Path, name: str
 
 def test_a_wrong_caption_column_names_the_right_one(tmp_path: Path, rows: Rows) -> None:
     write_csv(tmp_path / "pairs.csv", rows)
-    with pytest.raises(DataError) as raised, loader(source(tmp_path / "pairs.csv", caption={"key": "txt"})) as one:
+    with pytest.raises(DataError) as raised, loader(source(tmp_path / "pairs.csv", caption={"key": "words"})) as one:
         next(one)
     text = str(raised.value)
     assert "--caption-key title" in text.partition("--caption-json title")[0]

@@ -1,0 +1,145 @@
+"""What a folder holds: tars, tables, images with texts beside them, or classes; and its splits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources import Source, SourceContext, expand
+from clipstream.data.sources.folders import contents
+from clipstream.errors import Dropped, SettingsError
+from tests.support.pictures import make_shards, picture
+
+
+def write(folder: Path, *names: str) -> str:
+    """Write files: images by their suffix, texts of their name."""
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        text = {"caption": f"caption of {name}"} if name.endswith(".json") else f"the text {name}"
+        image = name.lower().endswith((".jpg", ".png"))
+        (folder / name).write_bytes(picture(number) if image else json.dumps(text).encode())
+    return str(folder)
+
+
+def samples(shards: str, key: str = "data.sources.train", **more: Any) -> dict[str, str]:
+    """'SHARD/KEY' -> caption, or the reason of a dropped sample, of all samples in the order of the shards."""
+    source = Source(SourceSettings.model_validate({"shards": shards, **more}), SourceContext(key=key))
+    found = {}
+    for name in source.names:
+        shard = source.open(name)
+        for ref in shard.index.samples:
+            where = f"{Path(source.types[name].title(name)).name}/{ref.key}"
+            try:
+                members = shard.load(ref, ("jpg", "png", "image", "txt"))
+                image = members.get("image", members.get("jpg", members.get("png", b"")))
+                found[where] = members["txt"].decode() if image else "no image"
+            except (Dropped, KeyError) as error:
+                found[where] = repr(error)
+        if shard.index.samples:
+            assert source.num_samples(name) == len(shard.index.samples)
+    assert len(source.names) == len(set(source.names)) and source.samples in (None, len(found))
+    return found
+
+
+PAIRS = ("a/cat.jpg", "a/cat.txt", "a/b/dog.v1.PNG", "a/b/dog.v1.json", "eel.jpg", "eel.ogg", "old.txt")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "what"),
+    [
+        (PAIRS, "pairs", "3 images with texts beside them"),
+        (("0.tar", "0.parquet", "0_stats.json", "1.tar.zst", "sizes.json", "0.tar.index", "x/2.tgz"), "tars", "3 tars"),
+        (("0/1.jpg", "0/1.txt", "0/1.json", "0.parquet", "0_stats.json"), "pairs", "1 image with texts beside them"),
+        (("pairs.csv", "images/1.jpg"), "tables", "1 table"),
+        (("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "README.md"), "tables", "2 tables"),
+        (("data-00000-of-00001.arrow", "state.json", "dataset_info.json", "cache-1.arrow"), "tables", "1 table"),
+        (("cat/1.jpg", "dog/1.jpg", "labels.csv", "cat/notes.txt"), "classes", "images in one folder per class"),
+        (("cat/1.jpg", "dog/1.jpg", "dog/1.txt", "dog/2.jpg"), "classes", "images in one folder per class"),
+    ],
+)
+def test_a_folder_is_read_by_what_is_in_it(tmp_path: Path, names: tuple[str, ...], kind: str, what: str) -> None:
+    folder = write(tmp_path / "held", *names)
+    if "pairs.csv" in names:
+        (tmp_path / "held" / "pairs.csv").write_text("file_name,caption\nimages/1.jpg,a cat\n")
+    found = contents(folder)
+    assert (found.kind, found.what) == (kind, what)
+    if kind in ("tars", "tables"):
+        assert expand(folder) == expand(f"folder:{folder}") == sorted(found.files)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("1.jpg", "2.jpg"), r"holds 2 images and no captions: name tars .* \(cat\.jpg, cat\.txt\), or sort"),
+        (("a.ogg", "b.ogg", "c/d.dat"), r"no tar, no table and no image, but 2 \.ogg, 1 \.dat: name tars"),
+        (("0.tar", "a.csv"), "holds 1 tar and 1 table: name what is to be read"),
+        (("a.jsonl", "1.jpg", "1.txt"), "holds 1 table and 1 image with a text beside it: name what"),
+        (
+            ("test/0.tar", "val/0.tar"),
+            r"no split 'train' .* \(there is test, validation\): name one, as 'folder:.*#test'",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        Source(SourceSettings(shards=write(tmp_path, *names)))
+
+
+def test_texts_beside_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "held", *PAIRS)
+    expected = {
+        "held/a/b/dog.v1": "caption of a/b/dog.v1.json",
+        "held/a/cat": '"the text a/cat.txt"',
+        "held/eel": "KeyError('txt')",
+    }
+    assert samples(folder) == samples(f"folder:{folder}/") == expected
+    names = Source(SourceSettings(shards=folder)).names
+    monkeypatch.chdir(folder)
+    assert Source(SourceSettings(shards=".")).names == names == [f"folder:{folder}#{n}-{n}" for n in range(3)]
+    (tmp_path / "held" / "a" / "cat.txt").unlink()
+    (tmp_path / "held" / "a" / "b" / "dog.v1.json").write_text("{")
+    assert [text.partition("(")[0] for text in samples(folder).values()] == ["Dropped", "Dropped", "KeyError"]
+
+
+def test_splits_are_known_by_their_names(tmp_path: Path) -> None:
+    train, test, more = (Path(shard) for shard in make_shards(tmp_path / "made", [2, 1, 1]))
+    for tar, name in ((train, "train-0.tar"), (test, "test/0.tar"), (more, "plain.tar")):
+        (tmp_path / "tars" / name).parent.mkdir(parents=True, exist_ok=True)
+        tar.rename(tmp_path / "tars" / name)
+    folder = f"{tmp_path}/tars"
+    assert [Path(name).name for name in expand(folder)] == ["plain.tar", "train-0.tar"]
+    assert expand(folder, evaluates=True) == expand(f"{folder}#test") == [f"{folder}/test/0.tar"]
+    folder = write(tmp_path / "pairs", "train2017/a.jpg", "train2017/a.txt", "val2017/b.jpg", "val2017/b.txt")
+    assert [*samples(folder)] == [*samples(f"folder:{folder}#train")] == ["pairs/train2017/a"]
+    assert [*samples(folder, "evals.val.data")] == [*samples(f"{folder}#val")] == ["pairs/val2017/b"]
+    folder = write(tmp_path / "kinds", "test/a.jpg", "test/a.txt", "toy/b.jpg", "toy/b.txt")  # of which none is a split
+    assert len(samples(folder)) == 2
+
+
+def test_layouts_of_hugging_faces_datasets(tmp_path: Path) -> None:
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = [{"bytes": picture(n), "path": None} for n in range(3)]
+    table = pa.table({"image": pa.array(rows, image), "text": [f"text {n}" for n in range(3)]})
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    for name, some in (("train-00000-of-00001", table), ("validation-00000-of-00001", table.slice(2))):
+        parquet.write_table(some, tmp_path / "hub" / "data" / f"{name}.parquet")
+        folder = tmp_path / "saved" / name.partition("-")[0]
+        folder.mkdir(parents=True)
+        with (
+            pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, some.schema) as out,
+        ):
+            out.write_table(some)
+        write(folder, "state.json", "dataset_info.json")
+    write(tmp_path / "saved", "dataset_dict.json")
+    more = {"caption": {"type": "text", "key": "txt"}}
+    for name in ("hub", "saved"):
+        found = samples(f"{tmp_path}/{name}", **more)
+        assert list(found.values()) == ["text 0", "text 1", "text 2"]
+        assert list(samples(f"{tmp_path}/{name}", "evals.val.data").values()) == ["text 2"]
