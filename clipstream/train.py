@@ -178,7 +178,9 @@ def build_loader(settings: Settings, world: World, model: Model, state: TrainSta
     orders = world.gather_objects(loader.fingerprint)
     if other := [rank for rank, order in enumerate(orders) if order != orders[0]]:
         loader.close()
-        raise SettingsError(f"data.sources: rank {other[0]} finds other shards than rank 0: is the folder shared?")
+        raise SettingsError(
+            f"data.sources: rank {other[0]} finds other shards than rank 0: check that the folder is shared"
+        )
     return loader
 
 

@@ -151,7 +151,7 @@ class SigmoidLoss(_BuiltinLoss):
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss. Raises SettingsError: the model has no logit bias."""
         if features.logit_bias is None:
-            raise SettingsError("the sigmoid loss needs a model with a logit bias: build it with loss_type='siglip'")
+            raise SettingsError("the sigmoid loss requires a model with a logit bias: build it with loss_type='siglip'")
         return super().__call__(features, batch, world)
 
 
@@ -202,8 +202,8 @@ def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> No
     if world.is_main and len(keys) < FEW_DISTINCT * batch.global_size:
         logger.warning(
             f"the first batch of {batch.global_size:,} samples holds only {len(keys):,} different "
-            "ones, as the data set has few, and the loss takes the copies of a sample as its negatives: give "
-            "a smaller --data.global-batch-size, or --loss.duplicates mask --loss.duplicates-by pictures"
+            "ones, and copies of a sample are negatives of each other: use a smaller --data.global-batch-size,"
+            " or --loss.duplicates mask --loss.duplicates-by pictures"
         )
 
 
@@ -295,7 +295,7 @@ class _GlobalLoss(nn.Module):
     ) -> Any:
         if image.ndim != 2 or image.shape != text.shape:
             shapes = f"{tuple(image.shape)} and {tuple(text.shape)}"
-            raise ValueError(f"image_features and text_features are both [n, D], row i of both a pair, not {shapes}")
+            raise ValueError(f"expected image_features and text_features of equal shape [n, D], not {shapes}")
         world = World.of_group(str(image.device))
         scale, bias = (None if one is None else torch.as_tensor(one, device=image.device).sum() for one in numbers)
         features = Features(image, text, cast(torch.Tensor, scale), bias)

@@ -151,7 +151,7 @@ def _create(files: ModelFiles, model_cfg: Config, seed: int) -> Any:
         if "patch_drop_rate" in str(error):  # which timm's ViTs have
             raise NO_PATCHES.error("model.patch_dropout", None, files.label) from error
         of = "" if files.text_model is None else f" with the text tower in {files.text_model}"
-        own = "it is Python code of its own (auto_map), which is never run"
+        own = "it has custom Python code (auto_map), which is never run"
         why = own if "trust_remote_code" in str(error) else error
         raise SettingsError(f"open_clip cannot build {files.label}{of}: {why}") from error
     if isinstance(dropout := getattr(clip.visual, "patch_dropout", None), PatchDropout):

@@ -55,7 +55,7 @@ def tower_layers(clip: Any, tower: Tower, *, own_pooler: bool = False) -> list[l
     """
     own = [parameter for _, parameter in tower_parameters(clip, tower)]
     if not own:
-        raise SettingsError(f"there is no {tower} tower in the model, as its features come from a store")
+        raise SettingsError(f"the model has no {tower} tower, as its features come from a store")
     below = _image_layers(clip.visual) if tower == "image" else _text_layers(clip, own_pooler)
     layers = [list(_parameters(layer)) for layer in below]
     placed = {id(parameter) for layer in layers for parameter in layer}
@@ -154,8 +154,8 @@ class ChannelsLast:
             if unsafe:
                 raise SettingsError(
                     f"model.channels_last: {type(tower).__name__} has a strided 1 x 1 convolution over "
-                    f"{unsafe[0].in_channels} channels, which torch cannot compute in this format without memory "
-                    "errors on the CPU: give auto or off"
+                    f"{unsafe[0].in_channels} channels, which torch does not support in this format on the CPU: use "
+                    f"auto or off"
                 )
             return cls(always=True)
         return None if setting == "off" or unsafe or not is_convolutional(tower) else cls()

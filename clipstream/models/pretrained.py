@@ -251,7 +251,7 @@ def _weights(settings: ModelSettings, cache: HubCache) -> _Weights:
     tags = [] if name.startswith((HUB, LOCAL)) else pretrained_tags().list_pretrained_tags_by_model(known)
     if tags and (entry := pretrained_tags().get_pretrained_cfg(known, chosen)):
         if not entry.get("hf_hub"):
-            raise SettingsError(f"tag {chosen!r} is not on the Hub: download {entry.get('url')} and give its path")
+            raise SettingsError(f"tag {chosen!r} is not on the Hub: download {entry.get('url')} and use its path")
         repo, _, given = entry["hf_hub"].rpartition("/")
         names = (str(Path(given).with_suffix(".safetensors")), given) if given else WEIGHT_FILES
         # A tag's entry says nothing of the tokenizer: that is the model's of this name.
@@ -286,7 +286,7 @@ def resolve_loss(settings: ModelSettings, wanted: str | None, model_cfg: Config,
     made_for = weights_for or by_config or "clip"
     fresh_clip = weights_for is None and made_for == "clip"
     if chosen != made_for and not fresh_clip and not settings.allow_mismatch:
-        asked = f"loss.type {wanted!r} was asked for" if wanted else "its configuration has init_logit_bias"
+        asked = f"loss.type is {wanted!r}" if wanted else "its configuration has init_logit_bias"
         raise SettingsError(
             f"{_label(settings)} was made for the {made_for!r} loss, but {asked}: leave loss.type at 'auto', "
             "or set model.allow_mismatch to true"
@@ -329,7 +329,7 @@ def _tokenizer(
         return None
     if folder is not None:
         if _with_tokenizer(folder) is None:
-            raise SettingsError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+            raise SettingsError(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)} exists")
         return folder
     path = cache.find(name, TOKENIZER_FILES, (TOKENIZER_CONFIG,), extras=TOKENIZER_EXTRAS)
     config = None if path is None else path.parent / TOKENIZER_CONFIG
@@ -397,7 +397,7 @@ def _image_weights(settings: ModelSettings, vision_cfg: Config, cache: HubCache)
             f"{', '.join(tags) or 'none'}{did_you_mean(chosen, tags, 3)}"
         )
     if not entry.hf_hub_id:
-        raise SettingsError(f"tag {chosen!r} of {name} is not on the Hub: download {entry.url} and give its path")
+        raise SettingsError(f"tag {chosen!r} of {name} is not on the Hub: download {entry.url} and use its path")
     return cache.find(entry.hf_hub_id, (entry.hf_hub_filename,) if entry.hf_hub_filename else TEXT_WEIGHTS)
 
 

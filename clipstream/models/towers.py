@@ -298,8 +298,8 @@ class Towers(nn.Module):
         """
         if trained := [name for name, parameter in tower_parameters(self.clip, tower) if parameter.requires_grad]:
             raise SettingsError(
-                f"model.{tower}.precision: {trained[0]} of the {tower} tower is trained, which needs the precision of "
-                "train.precision: leave this setting out"
+                f"model.{tower}.precision: {trained[0]} of the {tower} tower is trained, which requires "
+                f"train.precision: remove this setting"
             )
         self.own_precision[tower] = FrozenTower(self.clip, members(self.clip, tower), precision, keep=keep)
 
@@ -340,8 +340,8 @@ class Towers(nn.Module):
         for lock in self._locks:
             if lock.until is not None and not parameters.keys() >= set(lock.parameters):
                 raise SettingsError(
-                    f"model.unlock_{tower}_at: a tower whose features come from a store cannot be trained: leave "
-                    "out the store or this setting"
+                    f"model.unlock_{tower}_at: a tower whose features come from a store cannot be trained: remove the "
+                    f"store or this setting"
                 )
             lock.modules = [name for name in lock.modules if name in modules]
             lock.parameters = [name for name in lock.parameters if name in parameters]

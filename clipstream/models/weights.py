@@ -141,7 +141,7 @@ def read_object(path: Path) -> Any:
     Raises ValueError: its content is of another kind, which the message names, or damaged.
     """
     if not path.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("not a regular file")
     with path.open("rb") as file:
         head, size = file.read(HEAD), path.stat().st_size
         try:
@@ -155,7 +155,7 @@ def read_object(path: Path) -> Any:
         except Exception as error:  # an unpickler may raise anything for a damaged file
             raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from error
     what = describe(head) if head else "an empty file"
-    raise ValueError(f"it is {what}" if what else "it is neither safetensors nor a file of torch.save")
+    raise ValueError(f"it is {what}" if what else "neither safetensors nor a file of torch.save")
 
 
 def _zipped(path: Path) -> Any:
@@ -311,12 +311,12 @@ def read_weights(path: Path, fits: Callable[[str], bool] = of_clip) -> dict[str,
     except (OSError, ValueError) as error:
         raise SettingsError(f"cannot read weights from {path}: {error}") from error
     if not found:
-        raise SettingsError(f"{path} is no checkpoint of a model: it does not hold tensors by name")
+        raise SettingsError(f"{path} is not a checkpoint of a model: no tensors by name in it")
     if any(TRANSFORMERS.search(name) for name in found):
         kind = "SiglipModel" if any(name.endswith(("logit_bias", "head.probe")) for name in found) else "CLIPModel"
         raise SettingsError(
-            f"{path} holds the weights of transformers' {kind}, which are not converted: take the weights of this "
-            "model for open_clip, by --model NAME --pretrained TAG"
+            f"{path} holds the weights of transformers' {kind}, which are not converted: use open_clip's weights of "
+            f"this model, --model NAME --pretrained TAG"
         )
     taken = without_prefix(found, fits, path)
     return {name: tensor for name, tensor in taken.items() if name not in NOT_WEIGHTS}

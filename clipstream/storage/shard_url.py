@@ -186,7 +186,7 @@ def with_variables(text: str) -> str:
         name = match[1]
         found = os.environ.get(name, os.environ.get(f"WDS_{name}"))
         if found is None:
-            raise SettingsError(f"${{{name}}} is named, and neither {name} nor WDS_{name} is set in the environment")
+            raise SettingsError(f"${{{name}}}: neither {name} nor WDS_{name} is set in the environment")
         return found
 
     return VARIABLE.sub(value, text)
@@ -244,7 +244,7 @@ def expand_pattern(pattern: str) -> list[str]:
         vast = any(abs(int(last) - int(first)) >= MOST_SHARDS for first, last in RANGE.findall(pattern))
         expanded = [] if vast else list(itertools.islice(braceexpand.braceexpand(pattern), MOST_SHARDS + 1))
     except ValueError as error:
-        raise SettingsError(f"the braces of {redact(pattern)!r} are not paired: {error}") from error
+        raise SettingsError(f"unpaired braces in {redact(pattern)!r}: {error}") from error
     if vast or len(expanded) > MOST_SHARDS:
         raise SettingsError(f"the braces of {redact(pattern)!r} name more than {MOST_SHARDS:,} shards")
     if ShardURL(pattern).scheme is not None:

@@ -365,6 +365,6 @@ def filesystem_of(url: ShardURL, otherwise: str) -> tuple[Any, str]:
         detail = f"{url}: the backend of {url.scheme or 'file'}:// is not installed: {advice}"
         raise ShardError("unknown_scheme", detail) from error
     except Exception as error:  # each backend has its own
-        detail = f"{url} cannot be reached: {redact(str(error)) or type(error).__name__}"
+        detail = f"cannot reach {url}: {redact(str(error)) or type(error).__name__}"
         raise ShardError("unreachable", detail) from error
     return system, str(path)

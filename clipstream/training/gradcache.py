@@ -80,8 +80,9 @@ class GradCache:
             elif is_sharded(self.model):
                 advice = "a smaller --train.micro-batch-size"
             raise SettingsError(
-                f"memory ran out with {min(len(batch), self.size or len(batch))} samples at once: give {advice}, "
-                f"--grad-checkpointing or another --precision ({str(error).splitlines()[0]})"
+                f"memory ran out with {min(len(batch), self.size or len(batch))} samples at once: use {advice}, "
+                f"--grad-checkpointing"
+                f" or another --precision ({str(error).splitlines()[0]})"
             ) from error
 
     def warm_up(self) -> None:

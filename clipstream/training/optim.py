@@ -377,7 +377,7 @@ class Timm(_Builtin):
             """An optimizer that cannot train here."""
             yield from super().conflicts()
             if "hessian" in self.name.lower():
-                yield "name", f"{self.name} needs second derivatives, which training does not compute: take another one"
+                yield "name", f"{self.name} requires second derivatives, which are not supported: use another optimizer"
 
         def summary(self, model: str) -> str:
             """The name, for the line at the start of a run."""

@@ -106,10 +106,10 @@ def check_device(device: str, precision: str, key: str = "train.precision", *, t
     cuda = torch.device(device).type == "cuda"
     if "bf16" in precision and cuda and not computes_bf16(device):
         name = torch.cuda.get_device_name(device)
-        raise SettingsError(f"{key}: {name} computes no bfloat16: use fp16 or fp32")
+        raise SettingsError(f"{key}: {name} does not support bfloat16: use fp16 or fp32")
     if tf32 and (not cuda or torch.cuda.get_device_capability(device) < TF32_CAPABILITY):
         name = torch.cuda.get_device_name(device) if cuda else "the CPU"
-        raise SettingsError(f"train.tf32: {name} computes no TF32: leave it out")
+        raise SettingsError(f"train.tf32: {name} does not support TF32: remove it")
 
 
 def prepare_towers(

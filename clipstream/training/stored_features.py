@@ -97,13 +97,13 @@ def teacher_scales(stored: StoredData, settings: DistillSettings) -> dict[str, f
                     "with texts, and needs both; add them by clipstream precompute"
                 )
         if settings.model is not None and name == LIVE:
-            raise SettingsError(f"data.teacher_features: {name} is the name of the live teacher: take another one")
+            raise SettingsError(f"data.teacher_features: {name} is the name of the live teacher: use another name")
         store, part = stored.features[f"{name}.{IMAGE}"]
         scale = store.manifest.parts[part].logit_scale
         if scale is None and settings.teacher_temperature is None:
             raise SettingsError(
-                f"data.teacher_features: {store.shown} does not tell the logit scale of teacher {name}: give "
-                "--distill.teacher-temperature"
+                f"data.teacher_features: {store.shown} has no logit scale of teacher {name}: set "
+                f"--distill.teacher-temperature"
             )
         scales[name] = 1.0 if scale is None else scale
     return scales

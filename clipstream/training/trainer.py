@@ -46,8 +46,8 @@ _NEVER = (
     "and try --precision fp32"
 )
 _ADVICE = (
-    "lower --lr or give more --warmup, set --grad-clip-norm 1, or take a wider --precision (bf16 in place of fp16, or "
-    "fp32); the samples of these steps are in nonfinite.jsonl in the run's folder"
+    "lower --lr or raise --warmup, set --grad-clip-norm 1, or use a wider --precision (bf16 instead of fp16, or fp32)"
+    "; the samples of these steps are in nonfinite.jsonl in the run's folder"
 )
 
 
@@ -370,7 +370,9 @@ class Trainer:
         saved = self.writer.finish()
         by = self.signals.name()
         if not saved:
-            raise Stopped(f"stopped by {by} after step {self.step}, which could not be saved; --resume latest goes on")
+            raise Stopped(
+                f"stopped by {by} after step {self.step}, which could not be saved; --resume latest continues"
+            )
         raise Stopped(f"stopped by {by}, step {self.step} is saved; the same command with --resume latest goes on")
 
     def _evaluate(self, last: bool) -> None:

@@ -116,7 +116,7 @@ class LossyStream:
         except OSError as error:
             self._broken = True  # first: the warning may come here as well
             drop_output(self._stream)
-            logger.warning(f"{self._name} cannot be written ({error.strerror}): the run goes on without it")
+            logger.warning(f"{self._name} cannot be written ({error.strerror}): the run continues without it")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

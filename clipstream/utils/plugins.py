@@ -83,7 +83,7 @@ def load_plugin(path: str) -> Any:
     except Exception as error:  # whatever the import of the module raises
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and f"{module_name}.".startswith(f"{absent}."):
-            what = f"there is no module {absent!r} in the current folder, in PYTHONPATH, or installed"
+            what = f"no module {absent!r} in the current folder, in PYTHONPATH, or installed"
         else:
             what = raised(f"the import of {module_name}", error)
         raise ValueError(f"cannot import {module_name!r} for {path!r}: {what}") from error
@@ -128,6 +128,6 @@ def load_function(path: str) -> Callable[..., Any]:
     """As `load_plugin`, for a function. Raises ValueError: also where the object is not callable."""
     found: Any = load_plugin(path)
     if not callable(found):
-        raise ValueError(f"{path} is no function")
+        raise ValueError(f"{path} is not a function")
     function: Callable[..., Any] = found
     return function

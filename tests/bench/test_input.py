@@ -43,7 +43,7 @@ def test_a_users_shards_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--train-data", "a.tar", "--seconds", "-1"], "--seconds: expected a number above 0"),
         (
             ["--train-data", "a.tar", "--output", "absent/a.jsonl"],
-            "--output: absent/a.jsonl cannot be written (No such",
+            "--output: cannot write absent/a.jsonl: No such",
         ),
     ],
 )

@@ -59,9 +59,9 @@ def test_the_ladder_of_a_small_model(
     assert main(flags(tmp_path, "--yaml", str(yaml), "--against", "open_clip")) == 0
     said = capsys.readouterr().out
     rows = read(tmp_path)
-    assert rows["1", "tf32"]["note"].startswith("not run: train.tf32: the CPU computes no TF32")
+    assert rows["1", "tf32"]["note"].startswith("not run: train.tf32: the CPU does not support TF32")
     assert rows["2", "fsdp"]["note"] == "not run: one rank: torchrun starts several"
-    assert "tf32" in said and "the CPU computes no TF32" in said and "loss at 3" in said
+    assert "tf32" in said and "the CPU does not support TF32" in said and "loss at 3" in said
     ran = {key: row for key, row in rows.items() if row["samples_per_s"]}
     names = {name for _, name in ran}
     assert {"baseline", "fused", "buckets", "open_clip", "checkpointing all", "micro-batch 4", "shards"} <= names
@@ -202,7 +202,7 @@ def test_every_rung_has_settings_that_go_together(more: list[str], monkeypatch: 
         (["train", "--rungs", "fused,bucket"], "--rungs: unknown setting 'bucket'; did you mean 'buckets'?"),
         (["train", "--rounds", "0"], "--rounds: expected a whole number, at least 1, not '0'"),
         (["train", "--against", "timm"], "--against: expected open_clip, not 'timm'"),
-        (["train", "--csv", "absent/a.csv"], "--csv: absent/a.csv cannot be written (No such"),
+        (["train", "--csv", "absent/a.csv"], "--csv: cannot write absent/a.csv: No such"),
         (["trian", "--rounds", "1"], "unknown topic bench trian; did you mean 'train'?"),
     ],
 )

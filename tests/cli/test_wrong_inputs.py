@@ -42,10 +42,10 @@ TABLE = [
     ("--pretrained=openia", "did you mean 'openai'?"),
     ("--pretrained=./no.pt", "'./no.pt' is neither a tag nor a file"),
     ("--model.lock-image=perhaps", "expected true or false, not 'perhaps'"),
-    ("--model=ViT-B-16-SigLIP --loss.type=clip", "was made for the 'siglip' loss, but loss.type 'clip' was asked for"),
+    ("--model=ViT-B-16-SigLIP --loss.type=clip", "was made for the 'siglip' loss, but loss.type is 'clip'"),
     ("--tokenizer.type=hub", "tokenizer.name: missing"),
     ("--tokenizer=no.such:Thing", "cannot import 'no.such'"),
-    ("--tokenizer=./no/such", "holds no tokenizer"),
+    ("--tokenizer=./no/such", "no tokenizer in no/such"),
     ("--data.lanes=0", "expected 'auto' or at least 1, not 0"),
     ("--data.lanes=many", "expected 'auto' or a whole number, not 'many'"),
     ("--train-data=no/such/*.tar", "--train-data: data.sources.train.shards: no file matches no/such/*.tar"),
@@ -64,7 +64,7 @@ TABLE = [
     ("--data.sources.train.caption={type: json, path: [a, b], weights: [1]}", "1 weights for 2 paths"),
     ("--data.sources.train.transform=nocolon", "'nocolon' is not of the form 'package.module:Name'"),
     ("--data.sources.train.transform=no.such:fn", "cannot import 'no.such'"),
-    ("--data.sources.train.transform=os:sep", "os:sep is no function"),
+    ("--data.sources.train.transform=os:sep", "os:sep is not a function"),
     ("--data.sources.train.background=notacolour", "invalid color 'notacolour': use a name such as white"),
     ("--data.sampling.mode=random", "'random' is not one of resampled, epoch, indexed"),
     ("--data.sampling.mode=indexed", "data.sources.train.shards: 1 of 1 shards do not exist, e.g. a.tar"),
@@ -105,7 +105,7 @@ TABLE = [
     ),
     (f"{EVAL} --checkpoint.keep-best=val/top1", "unknown evaluator 'val': use NAME/METRIC with one of: e"),
     ("--remote-sync=nosuch://bucket/runs", "the backend of nosuch:// is not installed"),
-    ("--remote-sync=s3://${NO_SUCH_BUCKET}/runs", "${NO_SUCH_BUCKET} is named, and neither NO_SUCH_BUCKET nor"),
+    ("--remote-sync=s3://${NO_SUCH_BUCKET}/runs", "${NO_SUCH_BUCKET}: neither NO_SUCH_BUCKET nor"),
     (
         "--resume=nosuch://bucket/runs/a",
         "--resume: checkpoint.resume: nosuch://bucket/runs/a: the backend of nosuch://",
@@ -132,8 +132,8 @@ TABLE = [
         "--evals.e={type: linear_probe, data: {shards: a.tar}, train_shards: a.tar, classes: no.txt}",
         "evals.e.classes: cannot read the file 'no.txt'",
     ),
-    ("--resume=ftp://127.0.0.1:1/x", "--resume: checkpoint.resume: ftp://127.0.0.1:1/x cannot be reached: "),
-    ("--remote-sync=ftp://127.0.0.1:1/x", "--remote-sync: checkpoint.remote_sync: ftp://127.0.0.1:1/x cannot be"),
+    ("--resume=ftp://127.0.0.1:1/x", "--resume: checkpoint.resume: cannot reach ftp://127.0.0.1:1/x: "),
+    ("--remote-sync=ftp://127.0.0.1:1/x", "--remote-sync: checkpoint.remote_sync: cannot reach ftp://127.0.0.1:1/x"),
 ]
 
 

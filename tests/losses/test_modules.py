@@ -92,5 +92,5 @@ def test_they_are_called_as_open_clips(kind: str) -> None:
 
 
 def test_features_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"both \[n, D\].*not \(3, 4\) and \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"equal shape \[n, D\].*not \(3, 4\) and \(2, 4\)"):
         ClipLoss()(torch.ones(3, 4), torch.ones(2, 4), 1.0)

@@ -101,5 +101,5 @@ def test_ranks_share_what_they_compute(tmp_path: Path) -> None:
 
 def test_a_tower_that_is_trained_has_no_cache(tmp_path: Path) -> None:
     towers = build(write(tmp_path)).train()
-    with pytest.raises(SettingsError, match=r"model\.image\.cache_gib: the image tower has weights that are trained"):
+    with pytest.raises(SettingsError, match=r"model\.image\.cache_gib: the image tower is trained"):
         FeatureCache(towers, "image", 1.0, World(), nullcontext)

@@ -142,7 +142,7 @@ def test_the_arguments_of_variable_length_attention(tmp_path: Path, monkeypatch:
         ({"no_causal_mask": True, "pool_type": "last"}, "no causal mask"),
         (
             {"qk_norm": True},
-            r"packed is not possible, as .* attention layers of its own \(Attention\)",
+            r"packed is not supported, as .* attention layers of its own \(Attention\)",
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_towers_that_take_no_packed_texts(text: dict[str, Any], reason: str, tmp
     name = write(tmp_path, text_cfg={**CAUSAL, **text}, custom_text=True)
     buckets = build(name).text_buckets
     assert buckets is None or buckets.packed is None
-    with pytest.raises(SettingsError, match=rf"model\.text_buckets: .*{reason}.*: give auto"):
+    with pytest.raises(SettingsError, match=rf"model\.text_buckets: .*{reason}.*: use auto"):
         build(name, text_buckets="packed")
 
 
@@ -167,13 +167,15 @@ def test_hugging_face_towers_take_no_packed_texts(tmp_path: Path) -> None:
     name = tmp_path / "hf.json"
     name.write_text(json.dumps({"embed_dim": 24, "vision_cfg": VIT, "text_cfg": text}))
     assert build(str(name)).text_buckets is not None
-    with pytest.raises(SettingsError, match="as a Hugging Face text tower takes padded texts: give auto"):
+    with pytest.raises(SettingsError, match="as a Hugging Face text tower takes padded texts: use auto"):
         build(str(name), text_buckets="packed")
 
 
 def test_compiled_towers_take_buckets_instead(tmp_path: Path) -> None:
     name = write(tmp_path, text_cfg=CAUSAL)
-    with pytest.raises(SettingsError, match=r"packed is not compiled.*give auto.*or --train\.compile off"):
+    with pytest.raises(
+        SettingsError, match=r"packed texts are not supported with train.compile.*use auto.*or --train\.compile off"
+    ):
         compile_towers(build(name, text_buckets="packed"), "blocks", "eager")
     auto = build(name).train()
     compile_towers(auto, "blocks", "eager")

@@ -239,7 +239,7 @@ def test_a_loss_that_runs_out_of_memory_is_repeated_where_no_rank_waits() -> Non
 def test_without_auto_the_error_names_it() -> None:
     model = TightTowers(back=3)
     step = TrainStep(model, LOSSES["clip"], sgd(model), World())
-    with pytest.raises(SettingsError, match=r"with 10 samples at once: give --train\.micro-batch-size auto"):
+    with pytest.raises(SettingsError, match=r"with 10 samples at once: use --train\.micro-batch-size auto"):
         step(make_batch(), lr=1.0)
 
 

@@ -114,5 +114,5 @@ def test_a_program_that_uses_the_newer_interface_trains(place: Path) -> None:
 
 
 def test_tf32_is_refused_where_no_gpu_computes_it() -> None:
-    with pytest.raises(SettingsError, match=r"train\.tf32: the CPU computes no TF32"):
+    with pytest.raises(SettingsError, match=r"train\.tf32: the CPU does not support TF32"):
         check_device("cpu", "fp32", tf32=True)

@@ -115,9 +115,7 @@ def test_a_module_that_fails_on_import(
 
 
 def test_a_module_that_is_not_there_needs_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(
-        ValueError, match=r"cannot import 'own_lost\.part' .*: there is no module 'own_lost' in the current"
-    ):
+    with pytest.raises(ValueError, match=r"cannot import 'own_lost\.part' .*: no module 'own_lost' in the current"):
         plugins.load_plugin("own_lost.part:Name")
     assert capfd.readouterr().err == ""
 

@@ -48,7 +48,7 @@ class FeatureCache:
         context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         if tower not in towers.unchanging():
-            text = f"the {tower} tower has weights that are trained, so that features change: leave it out"
+            text = f"the {tower} tower is trained, so its features change: remove it"
             raise SettingsError(f"model.{tower}.cache_gib: {text}")
         self.towers, self.tower, self.world, self.context = towers, tower, world, context
         self.gib = gib

@@ -212,7 +212,7 @@ def fit_budget(
     limit = whole * budget if isinstance(budget, float) else float(budget[:-3]) * UNITS[budget[-3:]] / samples
     levels = chosen(held, limit)
     if levels is None:
-        raise SettingsError(f"{key}: {budget} is too small for the inputs of the blocks alone: raise it, or set all")
+        raise SettingsError(f"{key}: {budget} is less than the inputs of the blocks: raise it, or use all")
     for block, level in zip(tower, levels, strict=True):
         set_policy(block, level)
     total = sum(held[level][block] for block, level in enumerate(levels))

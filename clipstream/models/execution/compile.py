@@ -140,8 +140,8 @@ def compile_towers(
     if towers.text_buckets is not None:
         if towers.text_buckets.packed == "all":
             raise SettingsError(
-                "model.text_buckets: packed is not compiled, as the number of tokens differs from step to step: give "
-                "auto, which cuts texts into buckets for train.compile, or --train.compile off"
+                "model.text_buckets: packed texts are not supported with train.compile: use auto (buckets), or "
+                "--train.compile off"
             )
         compilation.text_buckets = towers.text_buckets
         towers.text_buckets = replace(towers.text_buckets, portions=1 if cuda_graphs else PORTIONS, packed=None)
@@ -208,7 +208,7 @@ def _targets(towers: Any, parts: Parts) -> list[tuple[nn.Module, str]]:
             logger.warning(f"train.compile: {name} has no repeated blocks and runs eagerly; `towers` compiles it whole")
         found += [(module, "forward") for module in own]
     if not kinds:
-        logger.warning("train.compile: nothing is compiled, as the features of both towers come from stores")
+        logger.warning("train.compile: no effect, as the features of both towers come from stores")
     elif not found:
         raise NOTHING_COMPILED.error("train.compile")
     return found

@@ -232,7 +232,7 @@ class TextBuckets:
         if setting in ("auto", "packed") and (reason := why_unpackable(tower)) is None:
             packed = "all" if setting == "packed" else "cpu"  # where it was measured to be faster
         elif setting == "packed":
-            raise SettingsError(f"model.text_buckets: packed is not possible, as {reason}: give auto")
+            raise SettingsError(f"model.text_buckets: packed is not supported, as {reason}: use auto")
         most = setting if isinstance(setting, int) else None
         if isinstance(tower, HFTextEncoder):
             total = sum(p.numel() for p in tower.transformer.parameters())

@@ -74,12 +74,12 @@ def test_both_lists(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("none.txt", None, "No such file"),
-        ("none.parquet", None, "cannot be read"),
-        ("empty.txt", "\n", "holds no key"),
-        ("empty.csv", "", "cannot be read"),
+        ("none.parquet", None, "cannot read a list of keys"),
+        ("empty.txt", "\n", "no keys of source"),
+        ("empty.csv", "", "cannot read a list of keys"),
         ("names.csv", "name\na\n", "no column 'key'"),
         ("other.csv", "source,key\nother,a\n", "no keys of source 'train' in it"),
-        ("broken.parquet", "PAR1", "cannot be read"),
+        ("broken.parquet", "PAR1", "cannot read a list of keys"),
     ],
 )
 def test_wrong_files(tmp_path: Path, name: str, content: str | None, said: str) -> None:

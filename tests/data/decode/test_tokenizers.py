@@ -122,7 +122,7 @@ def test_a_tokenizers_own_code_is_run_only_where_the_settings_allow_it(tmp_path:
     assert [kind for kind, _ in untrusted] == ["path", "model", "tower"]
     for kind, said in untrusted[:2]:
         assert "Python code of its own" in said and "--tokenizer.trust-remote-code true" in said, kind
-    told = f"the text tower in {tower}/tokenizer: it is Python code of its own (auto_map), which is never run"
+    told = f"the text tower in {tower}/tokenizer: it has custom Python code (auto_map), which is never run"
     assert told in untrusted[2][1]
     assert not any((place / "ran").exists() for place in (path, model, tower))
     assert load("true", path, model) == [("path", "(1, 8)")] * 2 + [("model", "(1, 8)")]
@@ -209,7 +209,7 @@ def test_the_models_own_reading_of_the_same_files_is_kept(folder: Path) -> None:
 def test_missing_files_are_named(tmp_path: Path, bpe: SimpleTokenizer) -> None:
     with pytest.raises(SettingsError, match=r"none at all.* does not exist"):
         build_tokenizer(choose(type="path", name=str(tmp_path / "none at all")), bpe, 16)
-    with pytest.raises(SettingsError, match=r"holds no tokenizer: none of tokenizer\.json"):
+    with pytest.raises(SettingsError, match=r"no tokenizer in .*: none of tokenizer\.json"):
         build_tokenizer(choose(type="path", name=str(tmp_path)), bpe, 16)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(SettingsError, match="cannot load the tokenizer in"):
