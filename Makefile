@@ -19,7 +19,7 @@ test: .venv/.installed-dev
 
 # The tests that start no process, in under two minutes.
 test-fast: .venv/.installed-dev
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'unit and not slow'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'unit and not slow and not ci'
 
 # The slow tests too: quickstart's figures, whole runs, all pairs of settings, the wheel, the pages' commands.
 test-all: .venv/.installed-dev

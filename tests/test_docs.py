@@ -92,7 +92,7 @@ def check_features() -> None:
 CHECKS: dict[str, Callable[[], None]] = {"tutorial.md": check_tutorial, "features.md": check_features}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("path", [path for path in CODE if path.name not in ELSEWHERE], ids=name_of)
 def test_the_blocks_of_a_page_run_in_their_order(path: Path, folder: Path) -> None:
     session = run_page(path)
@@ -137,7 +137,7 @@ def towers_and_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_page_on_lit(towers_and_data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "configs").unlink()
     (folder / "configs").symlink_to(ROOT / "configs")

@@ -12,7 +12,8 @@ from tests.support import pairs
 from tests.support.runs import lines  # starts processes
 
 SEED = 5
-QUICK = 16  # first rows, which hold three quarters of all pairs; the others are slow
+FIRST = 16  # rows, which hold three quarters of all pairs: run before each merge; the others by `make test-all` alone
+CHEAP = 5  # the most that the dear values of a row of `make test` cost, by pairs.COSTS
 
 assert lines
 
@@ -56,6 +57,13 @@ def note(table: str | None, name: str, row: pairs.Row, said: str) -> str:
     return told
 
 
+def marks(number: int, row: pairs.Row) -> list[pytest.MarkDecorator]:
+    """What is compiled, resumed after a signal and has several ranks takes minutes: twice four or six compilations."""
+    if number >= FIRST:
+        return [pytest.mark.slow]
+    return [] if sum(pairs.COSTS.get(value, 0) for value in row.values()) <= CHEAP else [pytest.mark.ci]
+
+
 def test_each_pair_of_values_occurs() -> None:
     assert len(pairs.FACTORS) >= 22
     for seed in range(3):
@@ -63,11 +71,7 @@ def test_each_pair_of_values_occurs() -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=str(n), marks=[pytest.mark.slow] if n >= QUICK else [])
-        for n, row in enumerate(pairs.rows(SEED))
-    ],
+    "row", [pytest.param(row, id=str(n), marks=marks(n, row)) for n, row in enumerate(pairs.rows(SEED))]
 )
 def test_a_run_equals_its_plain_run(
     row: pairs.Row, place: Path, table: str | None, request: pytest.FixtureRequest

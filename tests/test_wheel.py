@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "clipstream", "configs")
 
 

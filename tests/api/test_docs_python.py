@@ -52,7 +52,7 @@ print("rank", os.environ["RANK"], run.latest.name)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_script_runs_under_torchrun(tmp_path: Path) -> None:
     """The run is whole on every rank, also where the last file takes rank 0 a while."""
     furnish_reader(tmp_path)

@@ -271,9 +271,11 @@ import clipstream, os
 print("begins", flush=True)
 loader = clipstream.build_loader({shards!r}, 16, batch_size=6, workers=2, device="cpu")
 print(sum(len(texts) for images, texts in loader))
-print(len(loader._loader.worker_pids()))
+print(*loader._loader.worker_pids())
 """
-    assert run_python("-c", code, PYTHONPATH=str(ROOT)).split() == ["begins", "24", "2"]
+    begins, count, *pids = run_python("-c", code, PYTHONPATH=str(ROOT)).split()
+    assert (begins, count, len(pids)) == ("begins", "24", 2)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_workers_end_when_nobody_holds_the_loader(shards: str) -> None:

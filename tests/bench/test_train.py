@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from clipstream.cli.verbs.bench.ladder import (
 from clipstream.config.settings import Settings, load
 from clipstream.distributed.world import World
 from tests.support.pictures import make_shards
-from tests.support.ranks import end_ranks
+from tests.support.ranks import end_ranks, launched
 
 MODEL = {
     "embed_dim": 16,
@@ -79,18 +78,10 @@ def test_the_ladder_of_a_small_model(
     assert isinstance(settings.optim.fused, bool) and settings.model.text_buckets in ("auto", "off", "packed")  # type: ignore[attr-defined]
 
 
-def bench_on(world: World, argv: list[str]) -> int:
-    """A rank's ladder, as a launcher starts it."""
-    os.environ.update(
-        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size)
-    )
-    return main(argv)
-
-
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLIPSTREAM_CAPABILITIES", "no-bf16")
     argv = flags(tmp_path, "--rungs", "fused,fsdp,shards", "--rounds", "1", "--against", "open_clip")
-    assert [end.code for end in end_ranks(2, bench_on, argv)] == [0, 0]
+    assert [end.code for end in end_ranks(2, launched, main, argv)] == [0, 0]
     rows = read(tmp_path)
     assert rows["2", "open_clip"]["note"] == "not run: measured on one rank only"
     losses = [float(rows[key]["loss"]) for key in (("1", "baseline"), ("1", "fused"), ("2", "fsdp"), ("2", "shards"))]

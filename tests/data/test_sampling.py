@@ -98,7 +98,7 @@ def used(batches: list[list[Batch]]) -> list[str]:
 
 
 @pytest.mark.parametrize("owned", ["shared", "split"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_an_indexed_epoch_has_every_sample_once(shards: list[str], ranks: int, owned: str) -> None:
     every = {f"{i:06d}" for i in range(66)}
     for tail, steps, added in (("drop", 5, -6), ("pad", 6, 6), ("wrap", 6, 6)):
@@ -319,15 +319,15 @@ def test_nothing_usable_ends_an_indexed_run_too(shards: list[str]) -> None:
     assert "no_caption" in str(caught.value) and "--caption-key" in str(caught.value)
 
 
-@pytest.mark.parametrize(("factors", "first", "second"), [(None, 667, 667), ("1::1", 667, 667), ("1::2", 500, 1000)])
+@pytest.mark.parametrize(("factors", "first", "second"), [(None, 333, 333), ("1::2", 250, 500)])
 def test_upsampling_factors_give_the_shares_of_open_clip(
     tmp_path: Path, factors: str | None, first: int, second: int
 ) -> None:
-    """As in open_clip's tests/test_wds.py: two tars of 10 and 5 samples, of which 10,000 are drawn."""
+    """As in open_clip's tests/test_wds.py: two tars of 10 and 5 samples, of which 5,000 are drawn."""
     ten, five = make_shards(tmp_path, [10, 5])
     sources = {"train": {"shards": f"{ten}::{five}", "upsampling_factors": factors}}
     stream = loader(data([], sources=sources, global_batch_size=100, lanes=1, shuffle={}))
-    drawn = Counter(int(key.rpartition("/")[2]) for _ in range(100) for key in next(stream).keys)
+    drawn = Counter(int(key.rpartition("/")[2]) for _ in range(50) for key in next(stream).keys)
     assert all(drawn[key] == pytest.approx(first if key < 10 else second, rel=0.2) for key in range(15)), drawn
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, distributed_c10d
 
+from clipstream.data.loader import batch_buffers
 from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
 from clipstream.distributed import launch
 from clipstream.distributed.launch import POLL, FailureWatch, run_ranks
@@ -126,7 +127,8 @@ def test_ends_that_all_ranks_agree_on(kind: str, code: int) -> None:
 def hang(world: World) -> int:
     """A run in which a kernel of the GPU waits for ever when rank 1 fails, and rank 0 waits in its main thread too."""
     patches = pytest.MonkeyPatch()
-    patches.setattr(launch, "CLEANUP", 12.0)
+    patches.setattr(launch, "CLEANUP", 6.0)
+    patches.setattr(batch_buffers, "UNLOCK_SECONDS", 0.1)
     FakeCuda(patches)  # its unregistration blocks
     world.start()
     watch = FailureWatch(world)
@@ -200,6 +202,8 @@ def behind(world: World, kind: str) -> int:
     if watch.limit != 0.9 * 1800:
         return 5
     watch.limit = 1.0
+    if kind == "dead":
+        launch.LONG_SILENCE = 3.0
     if world.rank == 0:
         with suppress(RuntimeError):  # gloo's, where rank 1 has ended first
             world.all_reduce_sum(torch.ones(1))

@@ -119,18 +119,18 @@ def test_compiled_blocks_recompute_in_the_attention_of_their_pass(policy: str, t
     assert compilation.graphs == 1
 
 
-@pytest.mark.parametrize("frozen", ["image", "text"])
-def test_a_step_with_a_frozen_tower_in_its_own_precision(frozen: Literal["image", "text"], tmp_path: Path) -> None:
-    for buckets in ("off", "auto"):
-        towers = make(tmp_path, text_buckets=buckets, **{f"lock_{frozen}": True}).train()
-        towers.set_precision(frozen, "bf16")
-        truth = gradients(towers)
-        compilation = compile_towers(towers, "step", "eager")
-        found = gradients(towers)
-        assert compilation.graphs and found.keys() == truth.keys()
-        for name, gradient in truth.items():  # equal up to the rounding of bfloat16
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()), msg=name)
-        torch._dynamo.reset()
+@pytest.mark.parametrize(("frozen", "buckets"), [("image", "off"), ("text", "auto")])
+def test_a_step_with_a_frozen_tower_in_its_own_precision(
+    frozen: Literal["image", "text"], buckets: str, tmp_path: Path
+) -> None:
+    towers = make(tmp_path, text_buckets=buckets, **{f"lock_{frozen}": True}).train()
+    towers.set_precision(frozen, "bf16")
+    truth = gradients(towers)
+    compilation = compile_towers(towers, "step", "eager")
+    found = gradients(towers)
+    assert compilation.graphs and found.keys() == truth.keys()
+    for name, gradient in truth.items():  # equal up to the rounding of bfloat16
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()), msg=name)
 
 
 def test_batches_of_many_lengths_take_few_graphs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from clipstream.models.build import build_towers
 from clipstream.models.execution.flops import Flops, ModelFlops, Throughput, count_flops, find_peak, peak_tflops
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
+from tests.support.model_files import TEXT, build, write
 from tests.support.steps import make_batch
 
 
@@ -35,20 +37,22 @@ def flops() -> ModelFlops:
 
 
 def test_the_flops_of_vit_b_32_are_those_that_are_known(flops: ModelFlops) -> None:
-    assert count_flops(_towers(grad_checkpointing=True)) == flops  # recomputation does not count
     text = of_text(flops, 77)
     assert flops.image.forward + text.forward == pytest.approx(14.78e9, rel=1e-3)  # open_clip's model_profile.csv
     assert flops.image.backward == pytest.approx(2 * flops.image.forward, rel=0.02)
     assert text.backward == pytest.approx(2 * text.forward, rel=0.001)
 
 
-def test_the_backward_pass_of_grouped_convolutions_is_twice_the_forward() -> None:
-    flops = count_flops(_towers("convnext_base"))
+def test_the_backward_pass_of_grouped_convolutions_is_twice_the_forward(tmp_path: Path) -> None:
+    name = write(tmp_path, {"timm_model_name": "test_convnext", "image_size": 32})
+    flops = count_flops(build(name))
+    assert count_flops(build(name, grad_checkpointing=True)) == flops  # recomputation does not count
     assert flops is not None and flops.image.backward == 2 * flops.image.forward
 
 
-def test_texts_count_at_their_true_length_and_frozen_towers_forward_only() -> None:
-    towers = _towers("RN50")
+def test_texts_count_at_their_true_length_and_frozen_towers_forward_only(tmp_path: Path) -> None:
+    vision = {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8}
+    towers = build(write(tmp_path, vision, text_cfg={**TEXT, "width": 64, "context_length": 77}))
     tower = towers.clip.transformer
     width, layers = tower.width, tower.layers
     before = {name: tensor.clone() for name, tensor in towers.state_dict().items()}

@@ -77,6 +77,14 @@ def end_ranks(size: int, function: Callable[..., int], *args: Any, timeout: floa
                 process.kill()
 
 
+def launched(world: World, verb: Callable[[list[str]], int], argv: list[str]) -> int:
+    """A rank of a verb, as a launcher starts it."""
+    os.environ.update(
+        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size)
+    )
+    return verb(argv)
+
+
 def python(code: str, *arguments: str, **env: str) -> str:
     """What code prints in a fresh process, where the Hub's settings are read from the environment as users set them."""
     return run_python("-c", code, *arguments, **env)

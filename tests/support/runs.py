@@ -16,6 +16,7 @@ from clipstream.cli.verbs.train import main
 from clipstream.distributed.world import World
 from tests.support.forks import TIMEOUT, Fork, wait_until
 from tests.support.pictures import make_shards
+from tests.support.ranks import launched
 
 # Time limits beyond that of a test: a run that ends has noticed what is wrong by itself.
 NO_LIMITS = ["--data.stall-timeout", str(4 * TIMEOUT), "--run.timeout", str(8 * TIMEOUT)]
@@ -85,7 +86,4 @@ def start(argv: list[str], ranks: int = 1, port: int = 0) -> list[Fork]:
 
 def train_on(world: World, argv: list[str]) -> int:
     """A rank's run, as a launcher starts it."""
-    os.environ.update(
-        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size)
-    )
-    return main(argv)
+    return launched(world, main, argv)

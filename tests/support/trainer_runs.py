@@ -100,6 +100,14 @@ class Save(NamedTuple):
     optimizer: dict[str, Any]
 
 
+class Signals(StopSignals):
+    """Signals whose names nobody passes on to the other ranks."""
+
+    def name(self, seconds: float = 0.0) -> str:
+        """As StopSignals.name, without its patience."""
+        return super().name(seconds)
+
+
 class Run:
     """A trainer with its parts, which makes its checkpoints, and what came out of it."""
 
@@ -124,7 +132,7 @@ class Run:
             state = TrainState.from_json(json.loads(json.dumps(save.state.to_json())))
             self.model.load_state_dict(save.model)
             optimizer.load_state_dict(deepcopy(save.optimizer))  # which would train on the save's own tensors
-        self.signals = StopSignals()
+        self.signals = Signals()
         self.optimizer = optimizer
         self.trainer = Trainer(
             TrainStep(self.model, loss, optimizer, world),

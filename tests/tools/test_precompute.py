@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +30,7 @@ from tests.support import hubtree
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.model_files import build, write
 from tests.support.pictures import make_shards, picture
+from tests.support.ranks import end_ranks, launched
 from tests.support.savers import damage, small_disk
 from tests.support.tars import write_tar
 
@@ -356,15 +355,13 @@ def test_a_killed_command_and_a_stopped_one_are_continued(place: Path, tmp_path:
     assert sum(path.stat().st_mtime_ns == at for path, at in written.items()) >= len(written) - 1
 
 
-def test_torchrun_gives_the_store_of_one_process(place: Path, tmp_path: Path) -> None:
+def test_two_ranks_give_the_store_of_one_process(place: Path, tmp_path: Path) -> None:
     """Eight shards, which the ranks take in turn; and one of two chunks, which are dealt out."""
     flags = ["--towers", "both", "--chunk-rows", "4096", "--batch-size", "512"]
     flags += ["--data.sources.long.shards", f"{place}/long.tar"]
     assert main(argv(place, tmp_path / "one", *flags)) == 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "clipstream", "precompute", *argv(place, tmp_path / "two", *flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    ends = end_ranks(2, launched, main, argv(place, tmp_path / "two", *flags))
+    assert [end.code for end in ends] == [0, 0], ends[0].stderr
     assert files(tmp_path / "one") == files(tmp_path / "two")
     assert len(list((tmp_path / "two/image/long").glob("*.safetensors"))) == 2
 

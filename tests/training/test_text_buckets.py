@@ -66,7 +66,7 @@ def model(tmp_path: Path) -> str:
     return write(tmp_path, text_cfg={**TEXT, "context_length": TOKENS, "vocab_size": 64})
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_ranks_micro_batches_and_buckets_change_no_gradient(size: int, model: str) -> None:
     (truth,) = gradients(World(), model, [("ddp", "off", None, 1)])
     cases: list[Case] = [
@@ -76,7 +76,7 @@ def test_ranks_micro_batches_and_buckets_change_no_gradient(size: int, model: st
     ]
     if size > 1:
         cases += [("fsdp", "packed", None, 1), ("fsdp", 2, None, 1), ("fsdp", 3, 2, 1), ("fsdp", "packed", 2, 0)]
-    check_on_ranks(size, model, cases, truth, grad_checkpointing=size == 2)
+    check_on_ranks(size, model, cases, truth, grad_checkpointing=size > 1)
 
 
 @pytest.mark.parametrize(("kept", "buckets"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, "packed")])
@@ -110,7 +110,7 @@ def test_a_frozen_tower_changes_no_gradient_on_ranks(frozen: str, model: str) ->
     locks = {f"lock_{frozen}": True}
     (truth,) = gradients(World(), model, [("ddp", "off", None, 1)], **locks)
     cases: list[Case] = [("ddp", 2, 1, 1), ("fsdp", 2, 1, 2), ("fsdp", "packed", 2, 0)]
-    check_on_ranks(3, model, cases, truth, **locks)
+    check_on_ranks(2, model, cases, truth, **locks)
 
 
 def test_the_step_counts_lengths_on_the_host(model: str) -> None:

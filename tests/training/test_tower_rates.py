@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +191,7 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(values: dict[str, Any
 )
 @pytest.mark.filterwarnings("ignore:It is highly recommended")
 def test_an_optimizer_that_cannot_be_resumed_is_told_at_its_first_step(name: str, said: str) -> None:
-    model = copy.deepcopy(tiny_towers())
+    model = TinyTowers()
     optimizer = settings(type="timm", name=name).build(model, "ViT")
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -69,7 +69,7 @@ def test_a_resume_before_at_and_after_the_step_changes_no_bit(name: str, place: 
     for step in range(2, STEPS + 1):
         expected = {"image": step > AT, "text": step > text_at}
         assert trains(place, name, step) == {tower for tower, trained in expected.items() if trained}
-    for step in (1, AT, 3):
+    for step in (1, AT, 3) if name == "vit" else (AT,):
         again = f"{name}-{step}"
         go(place, again, *more, resume=f"{name}/{step}")
         assert lines(place, again) == lines(place, name)[step:]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from clipstream.utils import openmp
 from tests.support.pictures import make_shards
 from tests.support.ranks import run_python
 
 NOTICE = "notice: torch was imported before clipstream, so that its waiting threads take the data workers' cores"
 LOAD = """
+import sys; sys.stderr = sys.stdout
+import torch, clipstream
 for threads, workers in (2, 0), (1, 1), (2, 1), (2, 1):
     print("with", threads, workers)
     torch.set_num_threads(threads)
@@ -19,20 +23,28 @@ for threads, workers in (2, 0), (1, 1), (2, 1), (2, 1):
 """
 
 
-@pytest.mark.parametrize(
-    ("imports", "policy", "noticed"),
-    [
-        ("import torch, clipstream", None, True),
-        ("import clipstream, torch", None, False),
-        ("import torch, clipstream", "active", False),
-    ],
-)
-def test_spinning_threads_are_noticed_once_beside_workers(
-    imports: str, policy: str | None, noticed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    code = f"import sys; sys.stderr = sys.stdout\n{imports}\n{LOAD.format(shards=make_shards(tmp_path, [9]))}"
-    told = run_python("-c", code, **({} if policy is None else {"OMP_WAIT_POLICY": policy})).splitlines()
+def test_spinning_threads_are_noticed_once_beside_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(openmp.VARIABLE, raising=False)
+    told = run_python("-c", LOAD.format(shards=make_shards(tmp_path, [9]))).splitlines()
     lines = [line.partition(":")[0] if line.startswith(NOTICE) else line for line in told]
-    begun = ["with 2 0", "with 1 1", "with 2 1", *["notice"] * noticed, "with 2 1"]
-    assert [line for line in lines if line in begun or line == "notice"] == begun, told
+    begun = ["with 2 0", "with 1 1", "with 2 1", "notice", "with 2 1"]
+    assert [line for line in lines if line in begun] == begun, told
+
+
+@pytest.mark.parametrize(("first", "policy", "noticed"), [(True, None, 1), (False, None, 0), (True, "active", 0)])
+def test_threads_spin_where_torch_came_first_and_nobody_said_how(
+    first: bool, policy: str | None, noticed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(openmp, "_late", False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.delenv(openmp.VARIABLE, raising=False)
+    if policy is not None:
+        monkeypatch.setenv(openmp.VARIABLE, policy)
+    with monkeypatch.context() as patch:
+        if not first:
+            patch.delitem(sys.modules, "torch")
+        openmp.wait_passively()
+        assert openmp.os.environ[openmp.VARIABLE] == (policy or "passive")
+    assert [openmp.spinning_notice("cpu", 1) for _ in range(2)].count(None) == 2 - noticed

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ import pytest
 
 from clipstream.errors import DataError
 from tests.support.clocks import START, Clock
-from tests.support.forks import TIMEOUT, wait_until
+from tests.support.forks import wait_until
 from tests.support.loaders import data, loader
-from tests.support.pictures import make_shards
 from tests.support.ranks import command_ends, command_runs
 
 CLOCKS: list[Clock] = []  # of the test that runs
@@ -91,15 +88,3 @@ def test_no_worker_outlives_its_loader(shards: list[str]) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-def test_a_process_ends_that_forgets_to_close_its_loader(tmp_path: Path) -> None:
-    shards = make_shards(tmp_path, [20])
-    script = (
-        "from tests.support.loaders import data, loader; import sys; stream = loader(data(sys.argv[1:], workers=2))"
-    )
-    command = [sys.executable, "-c", f"{script}; print(*next(stream).keys, *stream.worker_pids())", *shards]
-    ended = subprocess.run(command, timeout=TIMEOUT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    for pid in ended.stdout.split()[-2:]:
-        assert not Path(f"/proc/{pid}").exists()

@@ -164,10 +164,10 @@ def test_the_layout_by_a_name_on_the_hub(hub: tuple[str, Behaviour], served: Pat
 
 def test_what_the_hub_does_not_give_is_told(hub: tuple[str, Behaviour], tmp_path: Path) -> None:
     endpoint, behaviour = hub
-    (none,) = look(endpoint, tmp_path, "nobody/wds_cars")
-    assert none.startswith("error benchmark:hf://datasets/nobody/wds_cars: test/nshards.txt is not there")
     behaviour.gated.add("datasets/clip-benchmark/wds_cars")
-    closed = "\n".join(look(endpoint, tmp_path, "clip-benchmark/wds_cars"))
+    none, *lines = look(endpoint, tmp_path, "nobody/wds_cars", "clip-benchmark/wds_cars")
+    assert none.startswith("error benchmark:hf://datasets/nobody/wds_cars: test/nshards.txt is not there")
+    closed = "\n".join(lines)
     assert closed.startswith("error benchmark:hf://datasets/clip-benchmark/wds_cars: test/nshards.txt: ")
     assert "Access is restricted" in closed
     (opened,) = look(endpoint, tmp_path, "clip-benchmark/wds_cars", HF_TOKEN=behaviour.token)
