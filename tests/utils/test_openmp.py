@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from clipstream.utils import openmp
+from clipstream.utils import torch_state
 from tests.support.pictures import make_shards
 from tests.support.ranks import run_python
 
@@ -24,7 +25,7 @@ for threads, workers in (2, 0), (1, 1), (2, 1), (2, 1):
 
 
 def test_spinning_threads_are_noticed_once_beside_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(openmp.VARIABLE, raising=False)
+    monkeypatch.delenv(torch_state.VARIABLE, raising=False)
     told = run_python("-c", LOAD.format(shards=make_shards(tmp_path, [9]))).splitlines()
     lines = [line.partition(":")[0] if line.startswith(NOTICE) else line for line in told]
     begun = ["with 2 0", "with 1 1", "with 2 1", "notice", "with 2 1"]
@@ -37,14 +38,14 @@ def test_threads_spin_where_torch_came_first_and_nobody_said_how(
 ) -> None:
     import torch
 
-    monkeypatch.setattr(openmp, "_late", False)
+    monkeypatch.setattr(torch_state, "_late", False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.delenv(openmp.VARIABLE, raising=False)
+    monkeypatch.delenv(torch_state.VARIABLE, raising=False)
     if policy is not None:
-        monkeypatch.setenv(openmp.VARIABLE, policy)
+        monkeypatch.setenv(torch_state.VARIABLE, policy)
     with monkeypatch.context() as patch:
         if not first:
             patch.delitem(sys.modules, "torch")
-        openmp.wait_passively()
-        assert openmp.os.environ[openmp.VARIABLE] == (policy or "passive")
-    assert [openmp.spinning_notice("cpu", 1) for _ in range(2)].count(None) == 2 - noticed
+        torch_state.wait_passively()
+        assert os.environ[torch_state.VARIABLE] == (policy or "passive")
+    assert [torch_state.spinning_notice("cpu", 1) for _ in range(2)].count(None) == 2 - noticed
