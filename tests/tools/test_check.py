@@ -147,7 +147,7 @@ def test_a_manifest_is_seen_with_its_rows(
     assert main([f"{tmp_path}/one.jsonl"]) == 3
     assert "no_image" in (err := capsys.readouterr().err) and "--caption" not in err, "it would not help"
     assert main([f"{tmp_path}/pairs.jsonl", "--image-key", "path"]) == 3
-    assert " among filepath, caption " in (err := capsys.readouterr().err) and "by --image-key" in err
+    assert " among filepath, caption " in (err := capsys.readouterr().err) and "with --image-key" in err
 
 
 def test_pictures_are_used_and_dropped_as_training_does(tmp_path: Path) -> None:
@@ -174,3 +174,20 @@ def test_pictures_of_one_colour_are_told(tmp_path: Path, capsys: pytest.CaptureF
     shard = write_tar(tmp_path / "0.tar", samples)
     assert main([str(shard)]) == 0
     assert "26 of the first 30 images have (nearly) a single color, such as 0.tar/1" in capsys.readouterr().out
+
+
+def test_long_captions_and_several_languages_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The columns of a table are listed once, not as members and as fields of their JSON."""
+    (tmp_path / "a.png").write_bytes(picture("red"))
+    captions = [
+        "a word " * 40,
+        "A frog.\nde.utf8=Ein Frosch.\nfr.utf8=Une grenouille.",
+        "a frog, лягушка, ضفدع",
+        "犬とイヌ dog",
+    ]
+    lines = [json.dumps({"path": "a.png", "caption": text, "source": "made"}) for text in [*captions, "a frog"]]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    assert main([f"{tmp_path}/pairs.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert "1 captions (20%) have more than 77 tokens" in out and "2 captions (40%) are in several languages" in out
+    assert out.count("│ source ") == 1 and "JSON fields" not in out

@@ -13,7 +13,7 @@ import io
 import os
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -27,9 +27,9 @@ from clipstream.config.entry import entry_point
 from clipstream.config.settings import PathLike, load
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
 from clipstream.data.decode.images import check_shape, converted, loaded, opaque, opened
-from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile
+from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile, is_multilingual, least_tokens
 from clipstream.data.loader.health import Captions
-from clipstream.data.settings import IMAGE_KEY, SourceSettings, rgb
+from clipstream.data.settings import IMAGE_KEY, CaptionSettings, SourceSettings, rgb
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext
 from clipstream.data.sources.folders import contents, named_folder
 from clipstream.errors import DataError, Dropped, SettingsError, each, wrong_type
@@ -47,6 +47,7 @@ SHARDS_READ = 10  # of a large data set, spread over it
 ROWS = 25
 CELL = 400  # characters of a table's cell
 OFF_TERMINAL = 160  # columns where there is no terminal
+CONTEXT = 77  # tokens that CLIP models read of a caption
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -188,6 +189,8 @@ class CheckReport:
     examples: dict[str, str] = field(default_factory=dict)  # reason -> one such sample, with details
     captions: dict[str, str] = field(default_factory=dict)  # 'SHARD/KEY' -> caption of the first samples used
     first_captions: Captions = field(default_factory=Captions)  # of the samples checked for constant captions
+    long: int = 0  # number of captions of more than `CONTEXT` tokens, at least
+    multilingual: list[str] = field(default_factory=list)  # 'SHARD/KEY' of the captions with several languages
 
     @property
     def tried(self) -> int:
@@ -271,6 +274,8 @@ def _look_at(
     else:
         view.used += 1
         view.first_captions.add(where, text, pixels)
+        view.long += least_tokens(text) > CONTEXT
+        view.multilingual += [where] if is_multilingual(text) else []
         if len(view.captions) < 3:
             view.captions[where] = text
 
@@ -292,12 +297,19 @@ def show(view: CheckReport, console: Console) -> None:
     if not read:
         return
     members, (texts, json_fields) = [], profile.fields()
+    columns = {name for name, one in json_fields.items() if name in texts and texts[name].example == one.example}
+    columns |= {name for name in json_fields if profile.images[name]}  # of a table: as members and in its JSON
+    told = {"json"} if columns == json_fields.keys() else set()
+    told |= {suffix for suffix in ("image", "txt") if f"{suffix} from column" in view.shards}
     for suffix, count in profile.suffixes.most_common():
+        if columns and suffix in told:
+            continue
         text = texts[suffix].example if suffix in texts else ""
         what = "image" if profile.images[suffix] else text or ("JSON" if suffix.endswith("json") else "bytes")
         members.append((suffix, f"{count:,}", what))
     _table(console, "Members", ("suffix", "samples", "content"), members)
     fields = sorted(json_fields.items(), key=lambda item: -item[1].samples)
+    fields = [(path, value) for path, value in fields if path not in columns]
     rows = [(path, f"{value.samples:,}", value.kind, value.example) for path, value in fields]
     _table(console, f"JSON fields of {len(profile.tried):,} samples", ("path", "samples", "type", "example"), rows)
     example = next((f"{where}: {text}" for where, text in view.captions.items()), "")
@@ -316,6 +328,24 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[
         shown.add_row(f"… and {len(rows) - ROWS:,} more")
     if rows:
         console.print(shown)
+
+
+def _warnings(view: CheckReport, caption: CaptionSettings) -> Iterator[str]:
+    """What to look at in the captions and images that training would use."""
+    if warning := view.first_captions.warning():
+        others = view.profile.captions(caption)
+        yield warning + (f"; members and fields with text: {', '.join(others[:5])}" if others else "")
+    if warning := view.first_captions.flat_warning():
+        yield warning
+    if view.long:
+        share = f"{view.long:,} captions ({view.long / view.used:.0%})"
+        yield f"{share} have more than {CONTEXT} tokens, which is what CLIP models read: the rest is cut off"
+    if found := view.multilingual:
+        share = f"{len(found):,} captions ({len(found) / view.used:.0%})"
+        yield (
+            f"{share} are in several languages, such as that of {printable(found[0], 200)}. To train on one of them, "
+            "name its field (--caption-json), or write a caption extractor"
+        )
 
 
 def print_checked(source: SourceSettings, command: str, samples: int) -> None:
@@ -338,11 +368,7 @@ def print_checked(source: SourceSettings, command: str, samples: int) -> None:
     if not view.tried:
         raise DataError(f"no sample of {view.shards} could be read: see the faults in the table above")
     if view.used:
-        if warning := view.first_captions.warning():
-            others = profile.captions(source.caption)
-            fields = f"; members and fields with text: {', '.join(others[:5])}" if others else ""
-            console.print(f"warning: {warning}{fields}", soft_wrap=True)
-        if warning := view.first_captions.flat_warning():
+        for warning in _warnings(view, source.caption):
             console.print(f"warning: {warning}", soft_wrap=True)
         console.print(f"train on them with: {printable(command, MESSAGE)}", soft_wrap=True)
         return

@@ -255,6 +255,7 @@ class FolderSource(SourceType):
             blocks = [rows[first : first + block] for first in rows[::block]]
             named = {f"folder:{folder}#{block[0]}-{block[-1]}": (folder, block, held) for block in blocks}
             self._blocks |= named
+            self.cheap = True
             return list(named)
         if not root.is_dir():
             raise SettingsError(f"{spec}: the folder {root} does not exist")
