@@ -21,9 +21,8 @@ from typing import TypeVar
 from clipstream.checkpoint import store
 from clipstream.checkpoint.store import ASIDE, BEST, LATEST, MARKER, NAME, Marker
 from clipstream.errors import SettingsError
-from clipstream.storage import transfer
+from clipstream.storage.download import Monitor, ShardError, fetch, filesystem_of, retry
 from clipstream.storage.shard_url import ShardURL, redact, with_variables
-from clipstream.storage.transfer import Monitor, ShardError
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
@@ -52,7 +51,7 @@ class RemoteDir:
         self._url = with_variables(url).rstrip("/")
         self.shown, self.setting = redact(url.rstrip("/")), setting
         try:
-            self._system, self._path = transfer.filesystem_of(ShardURL(self._url), "or use another URL")
+            self._system, self._path = filesystem_of(ShardURL(self._url), "or use another URL")
         except ShardError as error:
             raise SettingsError(f"{setting}: {error.detail}") from error
 
@@ -99,7 +98,7 @@ class RemoteDir:
     def download(self, file: Path) -> None:
         """Copy it to a local file. Raises ShardError: it is missing or unreachable."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        transfer.fetch(ShardURL(self._url), file, Monitor(), retries=RETRIES, backoff=BACKOFF)
+        fetch(ShardURL(self._url), file, Monitor(), retries=RETRIES, backoff=BACKOFF)
 
     def remove(self) -> None:
         """Delete a checkpoint; its marker first, so that a partly deleted one does not count."""
@@ -131,7 +130,7 @@ class RemoteDir:
 
 def with_retries(act: Callable[[], _Result]) -> _Result:
     """The result of `act`, called again after a failure up to RETRIES times, unless a file is missing."""
-    return transfer.retry(
+    return retry(
         act, retries=RETRIES, backoff=BACKOFF, is_transient=lambda error: not isinstance(error, FileNotFoundError)
     )
 

@@ -38,10 +38,10 @@ from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS
-from clipstream.storage.downloader import Fetcher
+from clipstream.storage.download import GIB, ShardError
+from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact
-from clipstream.storage.transfer import GIB, ShardError
 from clipstream.text import listed
 from clipstream.utils.logs import logger
 from clipstream.utils.torch_state import spinning_notice

@@ -50,9 +50,9 @@ from clipstream.features.manifest import (
     strings,
     verify,
 )
+from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL
-from clipstream.storage.transfer import ShardError
 from clipstream.utils.atomic_write import BLOCK
 
 AHEAD = 1024  # rows whose beginnings are read before they are copied

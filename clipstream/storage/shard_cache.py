@@ -38,9 +38,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipstream.errors import SettingsError
-from clipstream.storage.downloader import Fetcher, compression_of
+from clipstream.storage.download import GIB, Monitor, ShardError, disk_error, unreadable
+from clipstream.storage.schemes import Fetcher, compression_of
 from clipstream.storage.shard_url import ShardURL, redact
-from clipstream.storage.transfer import GIB, Monitor, ShardError, disk_error, unreadable
 
 LOOK = 0.5  # s between two looks at the progress of another process's download
 GROWTH = 64 << 20  # bytes reserved at a time for a download of unknown length

@@ -60,7 +60,7 @@ USER_FLAG = re.compile(r"((?:^|\s)(?:-u[\s=]*|--user[\s=]+))[^\s'\"|]+")
 class ShardURL:
     """The path, URL or command of a shard, parsed; `str` and `repr` mask its credentials.
 
-    Sources and transport parse a shard's name where they use it. Lists of shards, checkpoints and the order fingerprint
+    Sources and downloads parse a shard's name where they use it. Lists of shards, checkpoints and the order fingerprint
     keep the name itself, a `str`: users' own source types name their shards freely, and the names are JSON.
 
     Attributes:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.storage.downloader import Fetcher
+from clipstream.storage.download import ShardError
+from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import Shard
-from clipstream.storage.transfer import ShardError
 from tests.support.tars import tar_bytes
 from tests.support.unruly import FAULTS, FaultyFile, Unruly
 

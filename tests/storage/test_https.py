@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.storage import transfer as transport
-from clipstream.storage.downloader import Fetcher
+from clipstream.storage import download
+from clipstream.storage.download import ShardError
+from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL
-from clipstream.storage.transfer import ShardError
 from tests.support.tars import tar_bytes
 
 # Self-signed for 127.0.0.1, with its key, valid from 2000 to 2126: openssl ca -selfsign with basicConstraints CA:TRUE,
@@ -59,9 +59,9 @@ def site(tmp_path: Path, certificate: Path) -> Iterator[str]:
     context.load_cert_chain(certificate)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    transport._tls.cache_clear()
+    download._tls.cache_clear()
     yield f"https://127.0.0.1:{server.server_port}"
-    transport._tls.cache_clear()
+    download._tls.cache_clear()
     server.shutdown()
     server.server_close()
 
@@ -73,8 +73,8 @@ def test_a_known_certificate_is_taken_and_an_unknown_one_refused(
     with monkeypatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(certificate))
         assert store.local(f"{site}/1.tar").read_bytes() == TAR
-        assert transport.info(ShardURL(f"{site}/1.tar"), 5.0).size == len(TAR)
-    transport._tls.cache_clear()
+        assert download.info(ShardURL(f"{site}/1.tar"), 5.0).size == len(TAR)
+    download._tls.cache_clear()
     with pytest.raises(ShardError, match="certificate verify failed") as caught:
         store.local(f"{site}/0.tar")
     assert caught.value.reason == "unreachable"

@@ -15,7 +15,7 @@ WAITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from clipstream.storage.downloader import end_commands, run_pipe
+from clipstream.storage.schemes import end_commands, run_pipe
 
 def end(*_):
     end_commands()
@@ -45,7 +45,7 @@ TRACED = """
 import itertools, sys
 from pathlib import Path
 from types import SimpleNamespace
-from clipstream.storage.downloader import run_pipe
+from clipstream.storage.schemes import run_pipe
 
 class Ended(BaseException):
     pass

@@ -24,9 +24,9 @@ from threading import get_ident
 import pytest
 
 from clipstream.errors import SettingsError
-from clipstream.storage.downloader import Fetcher, end_commands
+from clipstream.storage.download import ShardError
+from clipstream.storage.schemes import Fetcher, end_commands
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.transfer import ShardError
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.ranks import command_ends, reserved_port
 from tests.support.sites import SIZE, Site, body

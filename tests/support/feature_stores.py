@@ -30,8 +30,8 @@ from clipstream.features.manifest import (
     sample_dtype,
 )
 from clipstream.features.writer import Chunk, StoreWriter, Texts
+from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.transfer import ShardError
 from tests.support.pictures import ByteTokenizer
 
 WIDTH = 6

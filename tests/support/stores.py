@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.storage.downloader import Fetcher
+from clipstream.storage.download import ShardError
+from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.transfer import ShardError
 from tests.support.tars import tar_bytes
 
 BODY = tar_bytes([{"__key__": f"{i}", "jpg": bytes([i]) * 9000, "txt": "x"} for i in range(20)])

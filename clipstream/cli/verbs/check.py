@@ -33,10 +33,10 @@ from clipstream.data.settings import IMAGE_KEY, CaptionSettings, SourceSettings,
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext
 from clipstream.data.sources.folders import contents, named_folder
 from clipstream.errors import DataError, Dropped, SettingsError, each, wrong_type
+from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact
 from clipstream.storage.tar import SCATTERED
-from clipstream.storage.transfer import ShardError
 from clipstream.text import MESSAGE, listed, printable
 from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.content import OTHER_NAME

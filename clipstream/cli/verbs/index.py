@@ -16,10 +16,10 @@ from clipstream.config.entry import entry_point
 from clipstream.data.sources import indexes, typed_shards
 from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError
+from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
-from clipstream.storage.transfer import ShardError
 from clipstream.text import listed_lines, printable
 from clipstream.utils.console import ProgressBar
 from clipstream.utils.processes import Crashed, run

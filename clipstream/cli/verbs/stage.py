@@ -38,11 +38,11 @@ from clipstream.data.sources import entries, expand, indexes, source_type, typed
 from clipstream.data.sources.tars import SIZES
 from clipstream.distributed.capabilities import cores
 from clipstream.errors import DataError, SettingsError, Stopped
-from clipstream.storage.downloader import Fetcher
+from clipstream.storage.download import Monitor, ShardError
+from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import total_size
 from clipstream.storage.shard_url import ShardURL, in_braces, parts_of, redact, stable_name
 from clipstream.storage.tar import scan
-from clipstream.storage.transfer import Monitor, ShardError
 from clipstream.text import duration, listed, listed_lines, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ProgressBar

@@ -1,4 +1,4 @@
-"""Images: every supported format decoded to uint8 pixels, and evaluation's preprocessing.
+"""Images: every supported format decoded to uint8 pixels, for training and for evaluation.
 
 An image file enters, uint8 [H, W, 3] leaves. The size is checked in the header, transparency is laid on a background,
 values of more than 8 bits are scaled, and EXIF orientation is applied where the settings ask for it. Of an animation

@@ -1,4 +1,5 @@
-"""Samplers: the way of a lane through the shards of one source. They open shards and look up samples, no bytes.
+"""Samplers: the way of a lane through the shards of one source. They open shards and look up samples;
+a sample's bytes are read later.
 
 Reading ahead: the shards of the next group are downloaded in the background while the last window of this one is used.
 """
@@ -23,10 +24,10 @@ from clipstream.data.order.rng import mix
 from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.data.sources import OpenShard, Source
 from clipstream.errors import DataError, Dropped
-from clipstream.storage.downloader import end_command
+from clipstream.storage.download import ShardError
+from clipstream.storage.schemes import end_command
 from clipstream.storage.shard_url import redact
 from clipstream.storage.tar import SampleRef, ShardIndex
-from clipstream.storage.transfer import ShardError
 from clipstream.text import printable
 
 CLOSE_SECONDS = 2.0  # to wait for a background download to end

@@ -35,7 +35,7 @@ from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.distributed.capabilities import cores
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError
-from clipstream.storage.downloader import end_command, end_commands
+from clipstream.storage.schemes import end_command, end_commands
 from clipstream.text import counted
 from clipstream.utils.logs import announce
 from clipstream.utils.processes import END, Ended, end, end_with, listen

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 from clipstream.data.settings import AUTO, SourceSettings
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
+from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import (
     TABLE_FORMATS,
@@ -32,7 +33,6 @@ from clipstream.storage.shard_url import (
 )
 from clipstream.storage.tar import SampleRef as SampleRef
 from clipstream.storage.tar import ShardIndex as ShardIndex
-from clipstream.storage.transfer import ShardError
 from clipstream.text import counted, printable
 from clipstream.utils.plugins import called, load_plugin, raised
 from clipstream.utils.section import with_home

@@ -45,7 +45,7 @@ from typing_extensions import NotRequired, TypedDict
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source
 from clipstream.errors import SettingsError
-from clipstream.storage.downloader import compression_of
+from clipstream.storage.schemes import compression_of
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import BLOCK, Fault, SampleTable, ShardIndex, scan
 from clipstream.text import listed

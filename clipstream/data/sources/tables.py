@@ -28,10 +28,10 @@ from clipstream.data.decode.sample_profile import SHORT_FLAGS, usual_columns
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
 from clipstream.errors import DataError, Dropped, SettingsError
+from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact, table_format
 from clipstream.storage.tar import SampleRef, ShardIndex
-from clipstream.storage.transfer import ShardError
 from clipstream.text import counted, listed, printable
 from clipstream.utils import content
 from clipstream.utils.content import HEAD, IMAGE_NAME, OTHER_NAME, SUFFIXES, TEXTS, describe, kind, open_text, rows_of

@@ -23,10 +23,10 @@ from pathlib import Path
 from clipstream.data.settings import AUTO, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType, indexes
 from clipstream.errors import SettingsError
+from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact, with_variables
 from clipstream.storage.tar import Shard
-from clipstream.storage.transfer import ShardError
 from clipstream.utils.section import Count, checked, with_home
 
 SIZES = "sizes.json"  # {"00000.tar": 1000, …}, as open_clip has it

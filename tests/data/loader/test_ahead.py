@@ -16,8 +16,8 @@ from clipstream.data.loader.pipeline import SampleBatches
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import DataError
+from clipstream.storage.download import GIB
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.transfer import GIB
 from tests.support.forks import wait_until
 from tests.support.loaders import data, digest, digests, evaluation_of, loader
 from tests.support.ranks import command_ends, command_runs

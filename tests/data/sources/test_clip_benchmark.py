@@ -128,7 +128,7 @@ def test_parquet_of_the_hub_by_name(hub: tuple[str, Behaviour], tmp_path: Path) 
 LOOK = """
 import hashlib, sys
 from clipstream.data.sources.tars import of_source
-from clipstream.storage.downloader import Fetcher
+from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError
 for name in sys.argv[1:]:

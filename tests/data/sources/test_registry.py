@@ -16,8 +16,8 @@ from clipstream.data.sources import TYPES, OpenShard, Source, SourceContext, Sou
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError
+from clipstream.storage.download import ShardError
 from clipstream.storage.tar import SampleRef, ShardIndex
-from clipstream.storage.transfer import ShardError
 from clipstream.testing import check_source
 from tests.support.loaders import INPUTS
 from tests.support.pictures import make_shards, picture

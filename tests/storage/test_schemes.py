@@ -17,10 +17,10 @@ from webdataset.gopen import gopen_schemes
 from clipstream.data import build
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
-from clipstream.storage import downloader
-from clipstream.storage.downloader import Fetcher
+from clipstream.storage import schemes
+from clipstream.storage.download import ShardError
+from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.transfer import ShardError
 from tests.support.forks import TIMEOUT
 from tests.support.loaders import INPUTS
 from tests.support.ranks import command_ends
@@ -178,7 +178,7 @@ def test_a_transfer_leaves_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.
         told[1], told[2], told[4] = 4096, 1 << 30, (1 << 30) // 4096 - 1  # f_frsize, f_blocks, f_bavail
         return os.statvfs_result(told)
 
-    monkeypatch.setattr(downloader.os, "statvfs", nearly_full)
+    monkeypatch.setattr(schemes.os, "statvfs", nearly_full)
     error, _ = ended(ShardCache(str(tmp_path / "cache")), f"pipe:cat {whole}; sleep {TIMEOUT}")
     assert error.reason == "disk" and "GiB left" in str(error) and "--data.cache" in str(error)
 

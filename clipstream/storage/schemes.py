@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.errors import ClipstreamError
-from clipstream.storage import transfer
+from clipstream.storage import download
+from clipstream.storage.download import CHUNK, GIB, FileInfo, Monitor, ShardError, unreadable
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import BLOCK, ZERO, fault_at_start
-from clipstream.storage.transfer import CHUNK, GIB, FileInfo, Monitor, ShardError, unreadable
 from clipstream.utils import content
 
 MOST = 64 * GIB  # default limit of a shard's bytes
@@ -107,7 +107,7 @@ class Fetcher:
         if url.host in self._silent or not _is_remote(url.scheme or ""):
             return FileInfo()
         try:
-            return transfer.info(url, self.timeout)
+            return download.info(url, self.timeout)
         except ShardError:
             self._note_silence(url.host)
             return FileInfo()
@@ -136,7 +136,7 @@ class Fetcher:
         elif _is_remote(scheme):
             retries = 0 if url.host in self._silent else self.retries
             try:
-                transfer.fetch(url, part, guard, timeout=self.timeout, retries=retries, backoff=self.backoff)
+                download.fetch(url, part, guard, timeout=self.timeout, retries=retries, backoff=self.backoff)
             except ShardError as error:
                 if error.reason in ("timeout", "unreachable"):
                     self._note_silence(url.host)
@@ -230,12 +230,12 @@ def _fetch_gopen(url: ShardURL, scheme: str, part: Path, monitor: Monitor) -> No
 
 
 def _is_remote(scheme: str) -> bool:
-    """Whether `transfer` reads the scheme: HTTP(S), or what fsspec knows, unless the user registered a handler."""
+    """Whether `download` reads the scheme: HTTP(S), or what fsspec knows, unless the user registered a handler."""
     module = sys.modules.get("webdataset.gopen")  # if it is not imported, nothing was registered
     handler = None if module is None else module.gopen_schemes.get(scheme)
     if handler is not None and getattr(handler, "__module__", "") != "webdataset.gopen":
         return False
-    return scheme in ("http", "https") or transfer.is_object_store(scheme)
+    return scheme in ("http", "https") or download.is_object_store(scheme)
 
 
 STDERR_SHOWN = 300  # characters of a command's stderr that a message repeats
