@@ -104,7 +104,7 @@ def test_rungs_that_cannot_run_and_a_file_that_cannot_be_written_say_why(
     assert f"cannot write {tmp_path / 'full.csv'}: No space left on device" in told
     assert yaml.read_text() in said
     words = " ".join(said.split())
-    assert "separate precision for locked towers" in words
+    assert "precision for locked towers" in words
     assert "no causal mask (SigLIP)" in words
 
 
