@@ -11,7 +11,7 @@ import importlib
 import sys
 
 if __name__ == "__main__":  # the verb prints help and checks settings before torch is imported below
-    sys.exit(importlib.import_module("clipstream.cli.verbs.train").main())
+    sys.exit(importlib.import_module("clipstream.cli.main").main(["train", *sys.argv[1:]], own=True))
 
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.state import CheckpointMeta
-from clipstream.config.dump import noted, print_best, print_summary, redacted, write_config
+from clipstream.config.dump import noted, print_end, print_summary, redacted, write_config
 from clipstream.config.entry import make_callable
 from clipstream.config.settings import Settings, carried_over
 from clipstream.config.validate import tell_stored
@@ -48,6 +48,7 @@ from clipstream.models.execution.flops import Throughput, build_throughput
 from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import AVERAGED_FILE
 from clipstream.models.towers import Towers
+from clipstream.report.html_report import REPORT_FILE
 from clipstream.report.outputs import Ending, Outputs, build_profiler
 from clipstream.report.precision_audit import audit_run
 from clipstream.report.sinks import RunInfo
@@ -58,6 +59,7 @@ from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
 from clipstream.training.stored_features import check_stores, open_stores, remove_towers, teacher_scales
 from clipstream.training.trainer import Hooks, Length, Rollback, Trainer
+from clipstream.utils.logs import loading
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
     settings, stored = with_stores(settings, world)
     if settings.log.audit_precision:
         audit(replace(run, settings=settings), stored, resumed)
+    loading.show(f"loading the model {settings.model.name}")
     model = build_model(settings, world, stored)
     arithmetic, peak = settings.train.arithmetic, settings.log.peak_tflops
     throughput = build_throughput(model.towers, settings.model, world, arithmetic, peak)
@@ -100,6 +103,7 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
     if world.is_main:
         meta = resumed.meta or CheckpointMeta(TrainState())
         print_summary(settings, world, model.towers, resumed.checkpoint, meta.train.step, meta.settings)
+    loading.show("loading the data")
     with build_loader(settings, world, model, resumed.state) as loader:
         run.watch.on_exit(loader.close)
 
@@ -107,7 +111,7 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
         step = build_step(settings, world, model)
         fit(replace(run, settings=settings), step, loader, model.tokenizer, throughput, resumed)
         if world.is_main:
-            print_best(settings)
+            print_end(settings, REPORT_FILE)
 
 
 def audit(run: Run, stored: StoredData | None, resumed: Resumed) -> None:
@@ -265,7 +269,7 @@ def fit(
         loader,
         writer,
         Length(total, lr, log.every, train.epoch_samples),
-        Hooks(outputs.write, evaluate, evals.due, show),
+        Hooks(outputs.write, evaluate, evals.due, show, outputs.step),
         run.signals,
         Rollback(train, partial(resumed.restore, writer, step), state.rollback),
         early_stop,
@@ -279,6 +283,7 @@ def fit(
         outputs.stamped, ending.step = ending.stamped, lambda: trainer.step
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
         write_config(settings)
+    loading.show("loading the first batch")
     with closing(outputs), writer:
         trainer.run(save_first=resumed.checkpoint is not None and resumed.checkpoint.is_file())
 

@@ -19,7 +19,7 @@ from PIL import Image
 from torch.nn.functional import normalize
 
 from clipstream.api.run import Run
-from clipstream.checkpoint.store import locate, model_in
+from clipstream.checkpoint.store import locate, model_in, named, with_own_config
 from clipstream.config.settings import Settings, load
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform
@@ -31,7 +31,6 @@ from clipstream.evals.context import EvalContext, context_for, evaluating
 from clipstream.evals.evaluators.zero_shot import text_classifier
 from clipstream.evals.runner import RECORD, EvalRunner
 from clipstream.evals.settings import Weights
-from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
@@ -292,9 +291,9 @@ def load_model(
     """A trained or pretrained model, its preprocessing and its tokenizer.
 
     Args:
-        source: a `Run` or its folder (its newest checkpoint), a checkpoint's folder, any folder that open_clip reads,
-            `hf-hub:ORG/NAME`, a name of open_clip's (`ViT-B-32`), or the path of a JSON config.
-        pretrained: with a name or a config: a tag (`openai`), a weights file, `hf-hub:ORG/NAME` or `local-dir:PATH`.
+        source: a `Run` or its folder (its newest checkpoint), a checkpoint's folder or file, any folder that open_clip
+            reads, `ORG/NAME` on the Hub, a name of open_clip's (`ViT-B-32`), or the path of a JSON config.
+        pretrained: with a name or a config: a tag (`openai`), a weights file, or one of these folders or repositories.
         device: torch's name, or auto for a GPU if there is one.
         precision: of the arithmetic; auto for bfloat16 where the device computes it.
         weights: of a checkpoint: 'trained', or 'averaged' of a run with `train.ema`.
@@ -345,10 +344,12 @@ def _settings_of(
     """The settings of a model's run, or the defaults, and those of the model."""
     cache = {} if cache_dir is None else {"cache_dir": cache_dir}
     path = source.folder if isinstance(source, Run) else Path(source).expanduser()
-    if not path.is_dir() or str(source).startswith((HUB, LOCAL)):
+    if not path.is_dir():
         if weights != "trained":
             raise SettingsError(f"weights={weights!r}: {source} is not a checkpoint")
-        model = ModelSettings(name=os.fspath(path) if path.is_file() else str(source), pretrained=pretrained, **cache)
+        names = {"name": str(path), "pretrained": pretrained}
+        names = {key: None if name is None else named(name) for key, name in names.items()}
+        model = ModelSettings(**with_own_config(names), **cache)
         return Settings(model=model), model
     if pretrained is not None:
         raise SettingsError(f"{path} has weights: remove pretrained={pretrained!r}")

@@ -33,11 +33,11 @@ from pydantic import AfterValidator
 
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, LOCAL, WEIGHT_FILES
+from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, HUB, LOCAL, WEIGHT_FILES
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
-from clipstream.utils.section import Count, checked
+from clipstream.utils.section import Count, checked, with_home
 
 MARKER, LATEST, BEST = "COMPLETE", "latest", "best"
 NAME = re.compile(r"step_(\d{8})(\.old)?")  # .old: moved aside for a new save of the same step
@@ -48,6 +48,8 @@ WORKERS_END = 30.0  # s for a dead process's data workers to end; they hold its 
 _EARLY = {
     LOCK, "config.yaml", "metrics.jsonl", "quarantine.jsonl", "report.html", "tensorboard", "pictures", "out.log"
 }  # fmt: skip
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/(?!\d+\b)[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # but not ViT-B/32
+_FILES = (".json", ".pt", ".pth", ".bin", ".safetensors", ".ckpt")  # endings of files of a model
 
 
 def _inside(name: str) -> str:
@@ -222,17 +224,25 @@ def find(
         path = pointed(path) or path
         if path.is_file():  # of open_clip's trainer, or refused when it is read
             return path
+    try:
+        return _intact(path, files)
+    except SettingsError as error:
+        raise SettingsError(f"--resume {resume}: {error}") from error
+
+
+def _intact(path: Path, files: Collection[str] | None) -> Path:
+    """The checkpoint in a folder, or the newest one of a run's folder; arguments and errors as `find`."""
     if NAME.fullmatch(path.name) or marker_of(path) is not None:
         damage = fault(path, files)
         if damage is None:
             return path
         if marker_of(path) is not None:
-            raise SettingsError(f"--resume {resume}: the checkpoint {path} is damaged: {damage}")
+            raise SettingsError(f"the checkpoint {path} is damaged: {damage}")
     elif path.is_dir():
         inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         if (taken := newest(inner, files)) is not None:
             return taken
-    raise SettingsError(f"--resume {resume}: no complete checkpoint (with a file {MARKER}) found")
+    raise SettingsError(f"no complete checkpoint (with a file {MARKER}) in {path}")
 
 
 def agree(find: Callable[[], Path | None], world: World) -> Path | None:
@@ -358,25 +368,80 @@ class Subject:
     step: int = 0  # of the checkpoint; 0 for a pretrained model
 
 
+def model_at(path: Path) -> Path | None:
+    """The folder of the model at a path: of the newest checkpoint of a run, of the checkpoint that a file `latest` or
+    `best` names, or any folder that open_clip reads; None if there is no model.
+
+    Raises SettingsError: a run has no checkpoint, or its weights are damaged.
+    """
+    if path.is_file() and path.name in (LATEST, BEST):
+        path = pointed(path) or path
+    if not path.is_dir():
+        return None
+    if (path / "checkpoints").is_dir() or NAME.fullmatch(path.name):
+        # Checked on every rank; the optimizer's moments, which are twice as large, are not needed here.
+        return _intact(path, (*WEIGHT_FILES, AVERAGED_FILE))
+    if (path / CONFIG_FILE).is_file():
+        return path
+    if (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file():
+        raise SettingsError(
+            f"{path} is a run without a checkpoint: it saves one every checkpoint.every steps, and at its end"
+        )
+    return None
+
+
+def named(text: str) -> str:
+    """A model's name, as users write it, in the form that `models.pretrained` reads.
+
+    Returns:
+        `local-dir:FOLDER` for what `model_at` finds, `hf-hub:ORG/NAME` for ORG/NAME where there is no such path, and
+        every other name as it is: open_clip's, a tag, a file.
+
+    Raises:
+        SettingsError: as `model_at`.
+        ValueError: the name contains a null character.
+    """
+    text = with_home(text)
+    path = Path(text.removeprefix(LOCAL))
+    if text.startswith(HUB) or (text.startswith(LOCAL) and (path / CONFIG_FILE).is_file()):
+        return text
+    if (folder := model_at(path)) is not None:
+        return f"{LOCAL}{folder}"
+    on_hub = _REPOSITORY.fullmatch(text) and path.suffix not in _FILES and not path.parent.exists()
+    return HUB + text if on_hub else text
+
+
+def with_own_config(model: Mapping[str, Any], name: str = "name") -> dict[str, Any]:
+    """The settings of a model; where they name weights alone that have a configuration, the model is that of these.
+
+    Args:
+        model: by key; names as `named` returns them.
+        name: the key of the model's name, beside `pretrained`.
+    """
+    own, weights = model.get(name), model.get("pretrained")
+    if isinstance(own, str) and weights is None and not own.endswith(".json") and Path(own).is_file():
+        own, weights = None, own
+    if own is None and isinstance(weights, str) and model.get("config") is None:
+        if weights.startswith((HUB, LOCAL)):
+            return {**model, name: weights, "pretrained": None}
+        if Path(weights).is_file() and (Path(weights).parent / CONFIG_FILE).is_file():
+            return {**model, name: f"{LOCAL}{Path(weights).parent}", "pretrained": weights}
+    return dict(model)
+
+
 def locate(path: str) -> Subject:
-    """The checkpoint at a path: a run's folder (its newest one), a checkpoint's, or any folder that open_clip reads.
+    """The checkpoint at a path, as `model_at`, or of a file of weights in it.
 
     Raises SettingsError: there is no checkpoint, or its weights are damaged.
     """
-    folder = Path(path)
-    if folder.is_file():
-        if folder.name not in (LATEST, BEST):
-            raise SettingsError(f"--checkpoint: {folder} is a file: use --model NAME --pretrained FILE")
-        folder = pointed(folder) or folder
-    if not folder.is_dir():
-        raise SettingsError(f"--checkpoint: {folder} does not exist")
-    if (folder / "checkpoints").is_dir() or folder.name.startswith("step_"):
-        # Checked on every rank; the optimizer's moments, which are twice as large, are not needed here.
-        folder = find(folder, str(folder), files=(*WEIGHT_FILES, AVERAGED_FILE)) or folder
-    elif not (folder / CONFIG_FILE).is_file():
-        raise SettingsError(
-            f"--checkpoint: {folder} is neither a run folder (checkpoints/) nor a checkpoint ({CONFIG_FILE})"
-        )
+    given = Path(path)
+    folder = model_at(given.parent if given.is_file() and given.name in WEIGHT_FILES else given)
+    if folder is None:
+        why = "does not exist"
+        if given.exists():
+            why = f"is neither a run folder (checkpoints/) nor a checkpoint ({CONFIG_FILE})"
+            why += "; for a file of weights, use --model NAME --pretrained FILE" * given.is_file()
+        raise SettingsError(f"--checkpoint: {path} {why}")
     run = folder.resolve().parent.parent
     number = folder.name.removeprefix("step_")
     return Subject(

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from clipstream import __version__
-from clipstream.config.entry import handle_signals
-from clipstream.config.help import row, terminal_width
 from clipstream.errors import SettingsError, did_you_mean
+from clipstream.utils.logs import loading
 
 VERBS = {
     "train": "train a model, evaluate it, save it",
@@ -29,10 +28,16 @@ VERBS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The console script: `clipstream VERB …`, or `python -m clipstream VERB …`."""
-    own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
+    """The console script: `clipstream VERB …`, or `python -m clipstream VERB …`.
+
+    Args:
+        own: whether the process is the verb's own, though `argv` is given.
+    """
+    own, argv = own or argv is None, list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "help"):
+        from clipstream.config.help import row, terminal_width
+
         rows = [line for verb, meaning in VERBS.items() for line in row(verb, meaning, 14, terminal_width())]
         print("usage: clipstream VERB …", "", *rows, "", "clipstream VERB --help shows the flags of a verb.", sep="\n")
         return 0 if argv else SettingsError.exit_code
@@ -44,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = did_you_mean(verb, VERBS) or f"; the verbs are {', '.join(VERBS)}"
         print(f"error: unknown verb {verb!r}{near}", file=sys.stderr)
         return SettingsError.exit_code
+    if own and verb == "train" and not any(word.startswith(("--help", "-h", "--print-config")) for word in rest):
+        loading.begin("loading clipstream")
     if own:
+        from clipstream.config.entry import handle_signals  # after the first output, as it takes a while
+
         handle_signals(verb)
     return int(verb_module(verb).main(rest))
 

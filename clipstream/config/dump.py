@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -200,11 +201,12 @@ def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:
     return value == ALL, rest
 
 
-def print_config(settings: Settings, verb: str, every: bool) -> int:
+def print_config(settings: Settings, verb: str, every: bool, comments: Sequence[str] = ()) -> int:
     """Print the settings on rank 0, and return the exit code, 0. A password is printed too, with a warning on stderr.
 
     Args:
         every: print all settings, and not only those that differ from the defaults.
+        comments: lines that stand before them.
     """
     world = World.from_env()
     if not world.is_main:
@@ -219,7 +221,7 @@ def print_config(settings: Settings, verb: str, every: bool) -> int:
     if settings.places.place_of(("data", "global_batch_size")) == "--batch-size":
         print(f"# data.global_batch_size is --batch-size x --accum-freq x {counted(world.size, 'rank')}")
     tree = settings.model_dump(mode="json") if every else changed(settings)
-    print(to_yaml(tree), end="")
+    print("".join(f"# {line}\n" for line in comments) + to_yaml(tree), end="")
     return 0
 
 
@@ -299,8 +301,13 @@ def print_summary(
     announce(f"folder   {settings.run_folder}")
 
 
-def print_best(settings: Settings) -> None:
-    """Print the best checkpoint, if the settings name a metric for it."""
+def print_end(settings: Settings, report: str) -> None:
+    """Print the best checkpoint, if the settings name a metric for it, the file `report`, and what to do next."""
     best = store.best_of(settings.run_folder / "checkpoints")
     if best is not None and best.metric == settings.checkpoint.keep_best:
         announce(f"best     {settings.run_folder / 'checkpoints' / best.name}: {best.metric} {best.value:.4g}")
+    if settings.log.report:
+        announce(f"report   {settings.run_folder / report}")
+    specs = [parts_of(source.shards) for _, source in sorted(settings.data.sources.items())]
+    data = shlex.quote(redact("::".join(part for parts in specs for part in parts)))
+    announce(f'next     clipstream search {shlex.quote(str(settings.run_folder))} {data} "a text of your own"')

@@ -23,6 +23,7 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
+from clipstream.config.by_size import by_size
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
 from clipstream.config.help import help_text
@@ -32,7 +33,7 @@ from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
 from clipstream.errors import INTERRUPTED, ClipstreamError, SettingsError, Stopped
 from clipstream.text import printable, printable_lines
-from clipstream.utils.logs import drop_output, on_terminal, set_level
+from clipstream.utils.logs import drop_output, loading, on_terminal, set_level
 from clipstream.utils.processes import many_files
 
 _own_process = False  # whether its signals are handled here
@@ -67,7 +68,8 @@ class CommandLine:
     def print_settings(self, settings: Settings) -> None:
         """Print the settings and raise `Printed`, if --print-config was given."""
         if self.print_all is not None:
-            print_config(settings, self.verb, self.print_all)
+            chosen = by_size(settings, World.from_env().size) if self.verb == "train" else (settings, [])
+            print_config(chosen[0], self.verb, self.print_all, [f"chosen: {line}" for line in chosen[1]])
             raise Printed
 
 
@@ -111,7 +113,7 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     rank = world.rank if world.size > 1 else None
     said, trace, code = None, "", 0
     try:
-        with on_terminal(rank), many_files(), contextlib.suppress(Printed):
+        with on_terminal(rank), many_files(), loading, contextlib.suppress(Printed):
             code = main(argv)
         sys.stdout.flush()
     except ClipstreamError as error:

@@ -13,13 +13,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import count
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import Field, PrivateAttr, SerializeAsAny, ValidationError
-from pydantic_core import PydanticUndefined
+from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, ValidationError
+from pydantic_core import InitErrorDetails, PydanticUndefined
 
+from clipstream.checkpoint.store import named, with_own_config
 from clipstream.config.config_sources import (
     Node,
     enumerate_words,
@@ -46,6 +48,7 @@ from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSett
 from clipstream.training.settings import CheckpointSettings, TrainSettings
 from clipstream.utils.logs import logger
 from clipstream.utils.section import (
+    PACKAGE,
     SET,
     Conflict,
     Is,
@@ -66,22 +69,41 @@ INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
     {"train.epoch_samples": SET, "data.sampling.mode": Is("indexed")},
     "not supported in mode indexed, where the data determine the length of an epoch: remove it",
 )
+SHIPPED = f"{PACKAGE}/configs/"
 OF_A_NODE = re.compile(
     r"run\.(device|threads|debug)|model\.cache_dir|data\.(cache|cache_gib)|data\.sources\..*\.(shards|folder)"
 )
+
+
+def _named(section: Any, name: str) -> Any:
+    """A section before it is validated, with the names of its model and weights as `models.pretrained` reads them."""
+    if not isinstance(section, Mapping):
+        return section
+    model = dict(section)
+    for key in (name, "pretrained"):
+        try:
+            model |= {key: named(model[key])} if isinstance(model.get(key), str) else {}
+        except (SettingsError, ValueError) as error:
+            why = InitErrorDetails(type="value_error", loc=(key,), input=None, ctx={"error": ValueError(str(error))})
+            raise ValidationError.from_exception_data(name, [why]) from error
+    return with_own_config(model, name)
 
 
 class Settings(Section):
     """All settings of a run."""
 
     run: RunSettings = Field(default_factory=RunSettings)
-    model: ModelSettings = Field(default_factory=ModelSettings)
+    model: Annotated[ModelSettings, BeforeValidator(partial(_named, name="name"))] = Field(
+        default_factory=ModelSettings
+    )
     tokenizer: SerializeAsAny[TokenizerSettings] = Field(
         default_factory=lambda: TokenizerSettings.model_validate({"type": "model"})
     )
     data: DataSettings = Field(default_factory=DataSettings)
     loss: SerializeAsAny[LossSettings] = Field(default_factory=lambda: LossSettings.model_validate({"type": "auto"}))
-    distill: DistillSettings = Field(default_factory=DistillSettings)
+    distill: Annotated[DistillSettings, BeforeValidator(partial(_named, name="model"))] = Field(
+        default_factory=DistillSettings
+    )
     optim: SerializeAsAny[OptimSettings] = Field(default_factory=lambda: OptimSettings.model_validate({}))
     schedule: SerializeAsAny[ScheduleSettings] = Field(default_factory=lambda: ScheduleSettings.model_validate({}))
     train: TrainSettings = Field(default_factory=TrainSettings)
@@ -149,7 +171,9 @@ def load(argv: Sequence[str], *, trees: Sequence[Node] = (), ranks: int | None =
         problems += [line for line in lines if line.partition(":")[0] not in said]
     if problems:
         raise SettingsError(enumerate_words(problems))
-    places.notices = list(dict.fromkeys(flags.notices))
+    files_used = [*configs, *([settings.model.name] if settings.model.config is None else [])]
+    shipped = [f"{file} is used, of the installed package" for file in files_used if file.startswith(SHIPPED)]
+    places.notices = list(dict.fromkeys([*flags.notices, *shipped]))
     settings._places = places
     return settings
 

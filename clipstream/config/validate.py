@@ -14,6 +14,7 @@ from typing import Any
 
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.store import holds_a_run
+from clipstream.config.by_size import by_size
 from clipstream.config.config_sources import enumerate_words, format_problem
 from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch
 from clipstream.data.order import default_lanes
@@ -26,7 +27,7 @@ from clipstream.evals.settings import EvalSettings, LabelledSettings, eval_name,
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.storage.shard_url import ShardURL
 from clipstream.text import printable
-from clipstream.utils.logs import logger
+from clipstream.utils.logs import announce, logger
 from clipstream.utils.section import (
     SET,
     UNSET,
@@ -168,12 +169,16 @@ PAIRS = (
 
 
 def prepare_run(settings: Settings) -> Settings:
-    """The settings of a training run with the length of an epoch, checked together with the files that they name.
+    """The settings of a training run with what follows from its data, checked together with the files that they name.
 
     Raises SettingsError: they are wrong, or files of a model are missing.
     """
+    world = World.from_env()
+    settings, lines = by_size(settings, world.size)
     settings = with_known_epoch(settings)
-    validate_run(settings, World.from_env())
+    validate_run(settings, world)
+    for line in lines if world.is_main else ():
+        announce(f"chosen   {line}")
     preflight_models(settings)
     return settings
 

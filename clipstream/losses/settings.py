@@ -83,14 +83,8 @@ class DistillSettings(Section):
     the mean squared difference of the features; each is the mean over the teachers.
     """
 
-    model: PathText | None = Field(
-        None,
-        description="teacher to run beside the model: a model name of open_clip, a JSON config, hf-hub:ORG/NAME "
-        "or local-dir:PATH",
-    )
-    pretrained: PathText | None = Field(
-        None, description="teacher weights: a tag, a weights file, hf-hub:ORG/NAME or local-dir:PATH"
-    )
+    model: PathText | None = Field(None, description="teacher to run beside the model; takes the values of model.name")
+    pretrained: PathText | None = Field(None, description="teacher weights; takes the values of model.pretrained")
     type: Literal["logits", "affinity", "relational"] = Field(
         "logits",
         description="relational loss between the softmax of the teacher's and the student's logits: logits (cross "

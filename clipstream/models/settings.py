@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -25,12 +24,6 @@ def _memory(text: str) -> str:
     return text
 
 
-def _folder(text: str) -> str:
-    """'local-dir:PATH' for the path of a folder with a model, such as a checkpoint."""
-    return f"local-dir:{text}" if (Path(text) / "open_clip_config.json").is_file() else text
-
-
-_Folder = AfterValidator(_folder)
 # true and false: as settings were before there were policies, and YAML's reading of `off`
 Recomputed = Annotated[
     Literal["off", "all", "matmuls"]
@@ -94,15 +87,19 @@ class TowerSettings(Section):
 class ModelSettings(Section):
     """A CLIP-like model of open_clip."""
 
-    name: Annotated[ConfigPathText, _Folder] = Field(
-        "ViT-B-32", description="model name of open_clip, a JSON config, hf-hub:ORG/NAME or local-dir:PATH"
+    name: ConfigPathText = Field(
+        "ViT-B-32",
+        description="model name of open_clip, a JSON config, a run's or checkpoint's folder, ORG/NAME of the Hub, or "
+        "local-dir:PATH; if only pretrained is set, the model of these weights",
     )
     config: dict[str, Any] | None = Field(
         None,
         description="content of the JSON config named by name; written to a run's config.yaml",
     )
-    pretrained: Annotated[PathText, _Folder] | None = Field(
-        None, description="a tag (webli, openai, …), a weights file, hf-hub:ORG/NAME or local-dir:PATH"
+    pretrained: PathText | None = Field(
+        None,
+        description="a tag (webli, openai, …), a weights file, a run's or checkpoint's folder, ORG/NAME of the Hub, or "
+        "local-dir:PATH",
     )
     image_pretrained: PathText | None = Field(
         None,

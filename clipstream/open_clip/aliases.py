@@ -180,8 +180,8 @@ ALIASES = (
     _alias("--dataset-resampled", "data.sampling.mode", "", "sample shards with replacement (default)",
            _words("data.sampling.mode", true="resampled", false="epoch"), switch=True),
     _alias("--workers", "data.workers", "INT", "data workers per rank, or auto"),
-    _alias("--model", "model.name", "NAME", "open_clip's name, a JSON config, hf-hub:ORG/NAME or local-dir:PATH"),
-    _alias("--pretrained", "model.pretrained", "TAG", "a tag, a weights file, hf-hub:ORG/NAME or local-dir:PATH"),
+    _alias("--model", "model.name", "NAME", "open_clip's name, a JSON config, a run, or ORG/NAME of the Hub"),
+    _alias("--pretrained", "model.pretrained", "TAG", "a tag, a weights file, a run, or ORG/NAME of the Hub"),
     _alias("--pretrained-image", "model.image_pretrained", "FILE", "weights of the timm image tower: a file, a "
            "timm tag, or without a value timm's default tag",
            _words("model.image_pretrained", true="default", false=None), switch=True),

@@ -266,6 +266,11 @@ class Outputs(SinkGroup):
             texts = [decode(ids) for ids in batch.ids[rows].tolist()]
             self.show(step, "train", list(map(Example, batch.pixels[rows], texts, [batch.keys[i] for i in rows])))
 
+    def step(self, done: int) -> None:
+        """Show on the terminal that so many steps are done."""
+        if isinstance(display := self.sinks.get("terminal"), ProgressDisplay):
+            display.step(done)
+
     def close(self) -> None:
         if self._world.is_main:
             self.call(FIGURES_FILE, self._figures.close)

@@ -29,7 +29,7 @@ from rich.table import Column
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted, duration, listed, percent, printable_lines
-from clipstream.utils.logs import Tee, below, log_displayed, logger
+from clipstream.utils.logs import Tee, below, loading, log_displayed, logger
 
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step
@@ -37,6 +37,7 @@ FEW = 1000  # answers, below which a line has the interval of their share
 OFF_TERMINAL = 120  # columns where there is no terminal
 IN_NOTEBOOK = 100  # columns of a notebook's cell on a common screen
 REDRAWN = 0.1  # s between two states of the bar in a notebook, each of which is a message to the browser
+STEPS_DRAWN = 0.2  # s between two states of the bar on a terminal, where only the number of steps differs
 BAR_WIDTHS = 4, 30  # columns of the bar, at least and at most
 LOG_FILE = "out.log"
 _URL = re.compile(r"\S+://\S+")
@@ -78,6 +79,7 @@ class ProgressDisplay(Sink):
         self._bar: RichProgress | None = None
         self._above = ExitStack()
         self._notebook: Any = None  # an output of a notebook's cell
+        self._drawn = -math.inf  # when the bar was drawn last
         if self.mode == "bar":
             console = get_console() if in_notebook else Console(file=below(self.stream), force_terminal=True)
             logged = isinstance(self.stream, Tee)
@@ -97,10 +99,13 @@ class ProgressDisplay(Sink):
 
                 # rich's own display needs ipywidgets, and leaves nothing in the saved notebook.
                 self._notebook, self._drawn = display(self._bar, display_id=True), time.monotonic()  # type: ignore[no-untyped-call]
-                return
-            self._bar.start()
-            if logged:
-                self._above.enter_context(printed_above(console))
+
+    def step(self, done: int) -> None:
+        """Show the number of steps done, in the bar."""
+        loading.end()
+        if self._bar is not None and time.monotonic() - self._drawn >= STEPS_DRAWN:
+            self._bar.update(self._task, completed=done)
+            self._draw()
 
     def write(self, record: Record) -> None:
         if "eval" in record:
@@ -138,6 +143,7 @@ class ProgressDisplay(Sink):
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one, and log it."""
         text = printable_lines(text)
+        loading.erase()
         if self._bar is None or self._notebook is not None:
             print(text, file=self.stream, flush=True)
             return
@@ -193,15 +199,22 @@ class ProgressDisplay(Sink):
         return self._ema
 
     def _draw(self) -> None:
-        """Draw the bar, as wide as the text beside it allows."""
+        """Draw the bar, as wide as the text beside it allows; from then on what is printed appears above it."""
         if self._bar is None:
             return
+        if math.isinf(self._drawn) and self._notebook is None:
+            loading.end()
+            self._bar.start()
+            if isinstance(self.stream, Tee):
+                self._above.enter_context(printed_above(self._bar.console))
         text = "  ".join([f"[{self._status}]", *self._parts[:1]] if self._status else self._parts)
         width = self._bar.console.width if self._notebook is None else IN_NOTEBOOK
         rest = width - len(text) - 2 * len(str(self.total)) - 5
         self._bar_column.bar_width = min(max(rest, BAR_WIDTHS[0]), BAR_WIDTHS[1])
         self._bar.update(self._task, description=text, refresh=True)
-        if self._notebook is not None and time.monotonic() - self._drawn >= REDRAWN:
+        if self._notebook is None:
+            self._drawn = time.monotonic()
+        elif time.monotonic() - self._drawn >= REDRAWN:
             self._drawn = time.monotonic()
             self._notebook.update(self._bar)
 

@@ -159,6 +159,7 @@ class Hooks:
     evaluate: Callable[[int, bool], object]  # (steps done, last) after each step; runs the evaluators that are due
     evaluation_due: Callable[[int], object] = lambda step: False  # whether `evaluate` does something after a step
     show: Callable[[int, Batch], None] | None = None  # (step, batch) before every SHOW_EVERY steps
+    step: Callable[[int], object] = lambda done: None  # takes the number of steps done after each
 
 
 @dataclass(eq=False)
@@ -253,6 +254,7 @@ class Trainer:
             self._settle()  # the step before, while the device is at this one
             self.loader.mark_trained()
             self.step += 1
+            self.hooks.step(self.step)
             self._profile(begins=False)
             self._started = _Started(result, batch.keys, lr)
             if self._settles():

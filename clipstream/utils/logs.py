@@ -2,7 +2,8 @@
 
 Messages of the whole package enter; lines on standard error leave: `warning: ...`, `error: ...`, and progress without a
 prefix. Where several ranks run, the rank stands before the line. The verbs install the handler while they run. A
-process that only imports the package has no handler: a notebook shows no progress.
+process that only imports the package has no handler: a notebook shows no progress. `loading` is the last line of a
+terminal until the first step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import logging
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
@@ -42,7 +45,65 @@ class TerminalHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record; errors of the stream are raised, as print does."""
         stream = sys.stdout if getattr(record, "announced", False) else sys.stderr
+        loading.erase()
         print(self.format(record), file=below(stream), flush=True)
+
+
+class Loading:
+    """A line at the end of the terminal with what a verb loads, and for how long, drawn anew each second. A context,
+    which ends it.
+
+    It is drawn by a thread, which writes to the file descriptor: a fork of data workers meets no lock of it.
+    """
+
+    def __init__(self) -> None:
+        self._text, self._began = "", 0.0
+        self._ended = threading.Event()
+        self._ended.set()
+
+    def begin(self, text: str) -> None:
+        """Show the line from now on, on rank 0; without effect off a terminal."""
+        if os.environ.get("RANK", "0") == "0" and all(os.isatty(number) for number in (1, 2)):
+            self._began = time.monotonic()
+            self._ended.clear()
+            self.show(text)
+            threading.Thread(target=self._redraw, name="loading", daemon=True).start()
+
+    def show(self, text: str) -> None:
+        """What is loaded now; without effect where the line is not shown."""
+        self._text = text
+        self._draw()
+
+    def erase(self) -> None:
+        """Clear the line, before another one is printed."""
+        self._write("\r\x1b[K")
+
+    def end(self) -> None:
+        """Show the line no longer."""
+        self.erase()
+        self._ended.set()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _redraw(self) -> None:
+        while not self._ended.wait(1.0):
+            self._draw()
+
+    def _draw(self) -> None:
+        # The cursor goes back to the start of the line: what is printed by others replaces it.
+        self._write(f"\r\x1b[K{self._text} … {time.monotonic() - self._began:.0f} s\r")
+
+    def _write(self, text: str) -> None:
+        if not self._ended.is_set():
+            with suppress(OSError):
+                os.write(1, text.encode(errors="replace"))
+
+
+loading = Loading()
 
 
 def announce(text: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pty
 import re
 import resource
 import subprocess
@@ -45,6 +47,21 @@ def test_help_imports_nothing_heavy() -> None:
     )
     ended = python("-c", code)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_terminal_says_at_once_that_training_loads_and_a_pipe_does_not() -> None:
+    argv = [sys.executable, "-m", "clipstream.train", "--run.sed", "3"]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(argv, stdout=theirs, stderr=theirs, cwd=ROOT) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # which Linux raises where the other end is closed
+            while part := os.read(ours, 4096):
+                shown += part
+        os.close(ours)
+    assert process.returncode == 2 and shown.startswith("\r\x1b[Kloading clipstream … 0 s\r".encode())
+    assert re.search(rb"\r\x1b\[Kerror: ", shown), "the line is erased before another one"
+    assert "loading" not in subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=False).stderr
 
 
 @pytest.mark.parametrize("width", [60, 120])

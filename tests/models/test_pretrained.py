@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from clipstream.checkpoint.store import named
 from clipstream.errors import SettingsError
 from clipstream.models.pretrained import ModelFiles, look_up, preflight
 from clipstream.models.settings import ModelSettings
@@ -142,9 +143,9 @@ def test_a_tag_brings_its_activation_and_a_users_preprocessing_stays(cache: Path
     (saved / "open_clip_model.safetensors").write_bytes(b"")
     hubtree.write_tokenizer(saved)
     for pretrained in (f"local-dir:{saved}", str(saved), str(saved / "open_clip_model.safetensors")):
-        files = found(name="ViT-B-32", pretrained=pretrained)
+        files = found(name="ViT-B-32", pretrained=named(pretrained))
         assert files.model_cfg["quick_gelu"] and files.tokenizer == saved
         assert files.preprocess_cfg["mean"] == [0.1, 0.2, 0.3] and files.preprocess_cfg["resize_mode"] == "squash"
-    assert found(name=str(saved)) == found(name=f"local-dir:{saved}")
+    assert found(name=named(str(saved))) == found(name=f"local-dir:{saved}")
     missing = look_up(ModelSettings(name="ViT-B-32", pretrained="openai", cache_dir=str(tmp_path)))
     assert isinstance(missing, dict) and list(missing) == ["timm/vit_base_patch32_clip_224.openai"]

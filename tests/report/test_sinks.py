@@ -192,6 +192,9 @@ class Terminal(io.StringIO):
 def test_a_bar_on_a_terminal() -> None:
     stream = Terminal()
     progress = ProgressDisplay(1000, stream=stream)
+    assert stream.getvalue() == "", "no bar before the first step"
+    progress.step(1)
+    assert "1/1000" in stream.getvalue()
     progress.write(train_line(120, loss=2.3149))
     progress.write({"step": 120, "eval": "val", "top1": 0.5, "chance": 0.1})
     progress.close()

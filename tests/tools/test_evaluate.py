@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
-from clipstream.checkpoint.store import locate
+from clipstream.checkpoint.store import locate, named
 from clipstream.cli.verbs.evaluate import main
 from clipstream.cli.verbs.train import main as train
 from clipstream.config.dump import dump
-from clipstream.config.settings import Settings
+from clipstream.config.settings import Settings, load
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import of_weights
@@ -238,6 +238,31 @@ def test_a_run_stands_for_its_latest_checkpoint_and_best_for_its_best(run: Path)
         assert (locate(str(path)).step, locate(str(path)).run) == (7, run)
 
 
+def test_every_setting_that_names_a_model_takes_a_run_and_a_repository(run: Path, tmp_path: Path) -> None:
+    step = run / "checkpoints" / "step_00000007"
+    for path in (run, step, run / "checkpoints" / "best", f"local-dir:{run}", f"local-dir:{step}"):
+        assert named(str(path)) == f"local-dir:{step}"
+    others = {"org/A.b-1@v1": "hf-hub:org/A.b-1@v1", "hf-hub:o/n": "hf-hub:o/n"}
+    same = ("ViT-B-32", "ViT-B/32", "openai", "my/small.json", "no/epoch_1.pt", f"{run}/no", f"{step}/COMPLETE")
+    assert {text: named(text) for text in (*others, *same)} == others | dict(zip(same, same, strict=True))
+    weights = f"{step}/open_clip_model.safetensors"
+    for flags, expected in (
+        ((f"--pretrained={run}",), (f"local-dir:{step}", None)),
+        ((f"--model={weights}",), (f"local-dir:{step}", weights)),
+        ((f"--pretrained={weights}",), (f"local-dir:{step}", weights)),
+        ((f"--pretrained={run}", "--model=RN50"), ("RN50", f"local-dir:{step}")),
+        (("--pretrained=openai",), ("ViT-B-32", "openai")),
+        (("--model=org/name",), ("hf-hub:org/name", None)),
+    ):
+        model = load(flags).model
+        assert (model.name, model.pretrained) == expected
+    teacher = load([f"--distill-model={run}"]).distill.teacher(None)
+    assert teacher is not None and teacher.name == f"local-dir:{step}"
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(SettingsError, match=f"^--pretrained: .*{tmp_path.name} is a run without a checkpoint"):
+        load([f"--pretrained={tmp_path}"])
+
+
 def test_damaged_weights_are_no_model_and_damaged_moments_do_not_matter(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
@@ -252,7 +277,7 @@ def test_damaged_weights_are_no_model_and_damaged_moments_do_not_matter(run: Pat
 def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2 and "--val-data" in capsys.readouterr().err
     assert main(["--checkpoint"]) == 2 and "--checkpoint: requires a value" in capsys.readouterr().err
-    assert main(["--checkpoint", str(tmp_path / "no")]) == 2 and "no folder" in capsys.readouterr().err
+    assert main(["--checkpoint", str(tmp_path / "no")]) == 2 and "does not exist" in capsys.readouterr().err
     assert main(["--checkpoint", str(tmp_path)]) == 2 and "open_clip_config.json" in capsys.readouterr().err
     prompts = ["--checkpoint", str(run), "--evals.val.prompts", "[a cat]"]
     assert main(prompts) == 2 and "requires --report FILE.html" in capsys.readouterr().err
@@ -260,8 +285,6 @@ def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.Capture
     assert "evals.val.prompts: requires log.pictures above 0" in capsys.readouterr().err
     assert main(["--checkpoint", str(run), "--model", "ViT-B-32"]) == 2
     assert "--model" in capsys.readouterr().err
-    assert main(["--model", str(run), "--val-data", "synthetic:"]) == 2
-    assert f"--model: {run} is the folder of a run: use --checkpoint" in capsys.readouterr().err
     torn = tmp_path / "checkpoints" / "step_00000003"
     tiny_towers().save_pretrained(torn)
     for path in (tmp_path, torn):

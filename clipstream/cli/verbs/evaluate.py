@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from clipstream.checkpoint.store import Subject, locate, model_in
+from clipstream.checkpoint.store import Subject, locate, model_at, model_in, named
 from clipstream.cli.verbs.evaluate_watch import OWN_FLAGS as WATCH_FLAGS
 from clipstream.cli.verbs.evaluate_watch import follow, has_own_tokenizer
 from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import CommandLine, command_line, entry_point
-from clipstream.config.flags import choice_flag
+from clipstream.config.flags import choice_flag, own_flags
 from clipstream.config.settings import Config, Settings, load, require_equal, settings_from
 from clipstream.config.validate import validate_evals
 from clipstream.data.settings import SourceSettings
@@ -28,6 +28,7 @@ from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each
 from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
+from clipstream.models.model_config import HUB
 from clipstream.models.pretrained import preflight
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced
 from clipstream.report.html_report import RunContents, take, write_page
@@ -218,10 +219,17 @@ def _evaluate_one(command: CommandLine, suites: Suites) -> int:
     own, flags = command.own, command.flags
     weights = cast(Weights, choice_flag(own, "--weights", get_args(Weights), "trained"))
     subject = Subject("")
+    model_flag, rest = own_flags(flags, {"--model": "name the model"})
+    alone = "--checkpoint" not in own and not any(flag.partition("=")[0] in NAMING_FLAGS for flag in rest)
+    if alone and (text := model_flag.get("--model")) is not None and model_at(Path(text)) is not None:
+        own, flags = {**own, "--checkpoint": text}, rest
     if (checkpoint := own.get("--checkpoint")) is not None:
-        if named := [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]:
-            raise SettingsError(f"{named[0]} and --checkpoint are mutually exclusive")
-        subject = locate(checkpoint)
+        if given := [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]:
+            raise SettingsError(f"{given[0]} and --checkpoint are mutually exclusive")
+        if named(checkpoint).startswith(HUB):
+            flags = [*flags, f"--model={checkpoint}"]
+        else:
+            subject = locate(checkpoint)
     trained = [] if subject.run is None else [str(subject.run / "config.yaml")]
     settings = suites.load(trained, flags)
     command.print_settings(settings)
@@ -274,9 +282,6 @@ def _evaluate_one(command: CommandLine, suites: Suites) -> int:
 
 def _check_settings(settings: Settings, subject: Subject, trained: Sequence[str], report: Path | None) -> None:
     """Check the settings of an evaluation. Raises SettingsError: they are wrong, or there are no evaluators."""
-    named = Path(settings.model.name)
-    if subject.checkpoint is None and (named / "checkpoints").exists():
-        raise SettingsError(f"--model: {named} is the folder of a run: use --checkpoint {named}")
     if not settings.evals:
         raise SettingsError(
             "no evaluation data: set --checkpoint RUN, --val-data SHARDS, --suite FILE, or --config with "

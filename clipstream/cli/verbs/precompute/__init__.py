@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clipstream.checkpoint.store import named, with_own_config
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, number_flag
 from clipstream.config.settings import Settings
@@ -28,7 +29,9 @@ STORED_DTYPES = ("float32", "float16", "bfloat16", "int8")
 CHUNK_ROWS, ROWS_MULTIPLE = 8192, 4096
 NAME = re.compile(r"[A-Za-z0-9][\w-]{0,60}")
 TAKEN = ("image", "text", "ids", "samples", "texts", "model")  # names that no teacher may have
+CHECKPOINT = "--checkpoint"
 OWN_FLAGS = {
+    CHECKPOINT: "run or checkpoint with the model, as --model",
     "--towers": "towers of --model to compute: image, text or both",
     "--teacher": "NAME=MODEL[,PRETRAINED]: another model whose towers to compute, with its own image size and "
     "tokenizer; can be repeated",
@@ -83,6 +86,7 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     own, (store, *flags) = command.own, command.flags or [""]
     if not store or store.startswith("-"):
         raise SettingsError("missing STORE: clipstream precompute STORE --towers image --train-data …")
+    flags += [f"--model={own[CHECKPOINT]}"] if CHECKPOINT in own else []
     settings = command.load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
     teachers = _teachers(own.get("--teacher", ""), settings.model.cache_dir)
     towers = choice_flag(own, "--towers", ("image", "text", "both"), "")
@@ -121,5 +125,6 @@ def _teachers(lines: str, cache_dir: str | None) -> dict[str, ModelSettings]:
             )
         if name.lower() in (*TAKEN, *map(str.lower, teachers)):
             raise SettingsError(f"--teacher: the name {name} is already used in the store: use another name")
-        teachers[name] = ModelSettings(name=model, pretrained=pretrained or None, cache_dir=cache_dir)
+        names = {"name": named(model), "pretrained": named(pretrained) if pretrained else None}
+        teachers[name] = ModelSettings(**with_own_config(names), cache_dir=cache_dir)
     return teachers

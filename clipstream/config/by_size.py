@@ -1,0 +1,140 @@
+"""Settings by the size of the data: what training takes where the user set nothing, and why.
+
+Facts enter, and settings with their reasons leave (`choose`); `by_size` asks the data for the facts, and puts what is
+chosen into a run's settings. Data of more than `LARGE` samples, or of an unknown number, have the usual defaults.
+docs/training.md has the measurements behind the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clipstream.config.settings import Settings, open_sources
+from clipstream.data.sources.indexes import count_samples
+from clipstream.errors import ClipstreamError
+from clipstream.utils.section import Section
+
+LARGE = 100_000  # samples
+COUNTED = 256  # shards at most whose samples are counted for this
+BATCHES = 32, 512  # smallest and largest batch
+PASS = 10  # batches of a pass over the data, at least
+FRESH = 20_000, (10, 40)  # samples of a run without weights, and passes at least and at most
+TUNED = 10_000, (3, 10)  # the same of a run that begins with weights
+TUNED_LR = 1e-5
+EVALS = 10  # evaluations of `val` in a run
+LONG = 20_000  # steps of a run that is planned by itself, whatever the size of its data
+LEFT_OUT = 0.05  # share of the samples that a pass may leave out
+BATCH, MODE, REMAINDER = "data.global_batch_size", "data.sampling.mode", "data.sampling.remainder"
+STEPS, WARMUP, LR, EVERY = "train.steps", "schedule.warmup", "optim.lr", "evals.val.every"
+LENGTHS = (STEPS, "train.samples", "train.epochs")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules depend on."""
+
+    samples: int  # of the training data
+    ranks: int
+    fresh: bool  # whether training begins without weights
+    values: Mapping[str, Any]  # of the user, or else the defaults, by key
+    free: frozenset[str]  # keys that the user did not set
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting and its reason."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+def choose(facts: Facts) -> Iterator[Choice]:
+    """The settings that differ from `facts.values`, each of which follows from those before it."""
+    n, values = facts.samples, dict(facts.values)
+
+    def chosen(key: str, value: Any, reason: str) -> Iterator[Choice]:
+        if key in facts.free and value != values[key]:
+            values[key] = value
+            yield Choice(key, value, reason)
+
+    batch = max(min(1 << max(n // PASS, 1).bit_length() - 1, BATCHES[1]), BATCHES[0], facts.ranks)
+    yield from chosen(BATCH, batch, f"batch {batch}: a pass over {n:,} samples has {n / batch:.0f} steps; --batch-size")
+    batch = values[BATCH]
+    if STEPS in facts.free:
+        yield from chosen(MODE, "indexed", f"mode indexed: each sample once in a pass; --{MODE}")
+    if values[MODE] == "indexed" and n % batch > LEFT_OUT * n:
+        text = f"remainder pad: the last {n % batch} samples of a pass are used as well; --{REMAINDER}"
+        yield from chosen(REMAINDER, "pad", text)
+    drops = values[MODE] == "indexed" and values[REMAINDER] == "drop"
+    a_pass = n // batch if drops else -(-n // batch)
+    samples, (fewest, most) = FRESH if facts.fresh else TUNED
+    passes = min(max(round(samples / n), fewest), most)
+    yield from chosen(STEPS, passes * a_pass, f"steps {passes * a_pass}: {passes} passes; --steps, --epochs")
+    steps, samples, epochs = (values[key] for key in LENGTHS)
+    if steps is None:
+        steps = math.ceil(epochs * a_pass) if samples is None else -(-samples // batch)
+    if not facts.fresh:
+        yield from chosen(LR, TUNED_LR, f"learning rate {TUNED_LR:g}: training begins with weights; --lr")
+    if steps > LONG:
+        return
+    yield from chosen(WARMUP, steps // 20, f"warm-up {steps // 20} steps: 5% of the run; --warmup")
+    every = steps // EVALS  # at the end only, of a run of a few steps
+    yield from chosen(EVERY, every, f"val evaluated every {every} steps: {EVALS} times; --{EVERY}")
+
+
+def by_size(settings: Settings, ranks: int) -> tuple[Settings, list[str]]:
+    """The settings with what is chosen by the size of the data, and the lines that say so."""
+    data, train = settings.data, settings.train
+    keys = [BATCH, MODE, REMAINDER, WARMUP, LR, *LENGTHS, *([EVERY] if "val" in settings.evals else [])]
+    values = {key: _at(settings, key.split("."))[0] for key in keys}
+    free = {key for key in keys if not _at(settings, key.split("."))[1]}
+    if any(values[key] is not None for key in LENGTHS):
+        free -= {STEPS}
+    if len(data.sources) > 1 or data.sampling.model_fields_set or data.batch_schedule:
+        free -= {MODE}
+    if data.batch_schedule or train.epoch_samples is not None:
+        free -= {BATCH, STEPS}
+    if EVERY in values and settings.evals["val"].every_epochs is not None:
+        free -= {EVERY}
+    samples = _samples(settings) if free else None
+    if samples is None or samples > LARGE:
+        return settings, []
+    choices = [*choose(Facts(samples, ranks, settings.model.is_fresh, values, frozenset(free)))]
+    for one in choices:
+        settings = _with(settings, one.key.split("."), one.value)
+    return settings, [f"{one.reason} sets it" for one in choices]
+
+
+def _samples(settings: Settings) -> int | None:
+    """Samples of the training data; None where there are none, or where counting takes long."""
+    total = 0
+    try:
+        for source in open_sources(settings).values():
+            if source.samples is None and len(source.names) > COUNTED:
+                return None
+            total += sum(count_samples(source)) if source.samples is None else source.samples
+    except ClipstreamError:  # it is raised again where the data are needed
+        return None
+    return total or None
+
+
+def _at(section: Any, path: Sequence[str]) -> tuple[Any, bool]:
+    """The value at a path, and whether it was set."""
+    key, *rest = path
+    if isinstance(section, Mapping):
+        return _at(section[key], rest)
+    if rest:
+        return _at(getattr(section, key), rest)
+    return getattr(section, key), key in section.model_fields_set
+
+
+def _with(section: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy of a section, or of a mapping of sections, with a value at a path."""
+    key, *rest = path
+    if isinstance(section, Section):
+        return section.model_copy(update={key: _with(getattr(section, key), rest, value) if rest else value})
+    return {**section, key: _with(section[key], rest, value)}

@@ -1,0 +1,64 @@
+"""Settings by the size of the data: what is chosen, what stays as it is set, and where it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream.cli import main
+from clipstream.config import by_size
+from clipstream.config.by_size import BATCH, EVERY, LENGTHS, LR, MODE, REMAINDER, STEPS, WARMUP, Facts, choose
+from clipstream.config.dump import dump
+from clipstream.config.settings import load
+from clipstream.config.validate import prepare_run
+from tests.support.runs import furnish
+
+USUAL = {BATCH: 512, MODE: "resampled", REMAINDER: "drop", LR: 5e-4, WARMUP: 0, EVERY: 0} | dict.fromkeys(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("samples", "fresh", "given", "chosen"),
+    [
+        (700, True, {}, {BATCH: 64, MODE: "indexed", REMAINDER: "pad", STEPS: 319, WARMUP: 15, EVERY: 31}),
+        (707, False, {}, {BATCH: 64, MODE: "indexed", STEPS: 110, LR: 1e-5, WARMUP: 5, EVERY: 11}),
+        # siglip.md as it was: a warm-up of 5% in place of one longer than the run, and no samples left out
+        (707, False, {MODE: "indexed", BATCH: 256, "train.epochs": 3.0, LR: 1e-5}, {REMAINDER: "pad"}),
+        (90_000, True, {STEPS: 1000, LR: 1e-3, EVERY: 500}, {WARMUP: 50}),
+        (90_000, True, {STEPS: 50_000, REMAINDER: "drop"}, {}),  # a run that is long on purpose
+        (20, True, {STEPS: 8}, {BATCH: 32}),
+    ],
+)  # fmt: skip
+def test_what_is_chosen(samples: int, fresh: bool, given: dict[str, Any], chosen: dict[str, Any]) -> None:
+    free = frozenset(USUAL.keys() - given.keys() - ({STEPS, MODE} if {*LENGTHS} & given.keys() else set()))
+    found = list(choose(Facts(samples, 1, fresh, USUAL | given, free)))
+    assert {one.key: one.value for one in found} == chosen
+    assert all(one.reason.rpartition("; ")[2].startswith("--") for one in found)
+
+
+def test_a_run_has_them_and_its_configuration_repeats_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = furnish(tmp_path)
+    argv = ["--train-data", f"{place}/pairs/*.tar", "--val-data", f"{place}/val/*.tar"]
+    argv += ["--model", f"{place}/model.json"]
+    settings = prepare_run(load(argv))
+    assert (settings.data.global_batch_size, settings.data.sampling.remainder) == (32, "pad")
+    assert (settings.total_steps, settings.schedule.warmup, settings.evals["val"].every) == (80, 4, 8)
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(settings))
+    again = load(["--config", str(file)])
+    assert by_size.by_size(again, 1) == (again, []) and again.train.steps == 80
+    assert main.main(["train", *argv, "--print-config", "--lr", "2e-3"]) == 0
+    printed = capsys.readouterr().out
+    assert "# chosen: warm-up 4 steps: 5% of the run; --warmup sets it\n" in printed and "  warmup: 4\n" in printed
+    # Settings of the user stay; so does everything of data that are large, or whose size is not known.
+    argv += ["--steps", "40", "--batch-size", "24"]
+    own = load([*argv, "--warmup", "0", "--evals.val.every-epochs", "1", "--data.sampling.remainder", "drop"])
+    assert by_size.by_size(own, 1) == (own, [])
+    assert by_size.by_size(load(argv), 1)[0].schedule.warmup == 2
+    for name, value in (("LARGE", 61), ("COUNTED", 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(by_size, name, value)
+            assert by_size.by_size(load(argv), 1) == (load(argv), [])
