@@ -26,6 +26,7 @@ def output_of(benchmark: str, *flags: str) -> str:
     return run_fork(f"benchmarks/{benchmark}.py", *flags, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
+@pytest.mark.ci
 def test_the_input_path(tmp_path: Path) -> None:
     shards = sorted(str(path) for path in (furnish(tmp_path) / "pairs").glob("*.tar"))
     more = ("--size", "16", "--batch-size", "4", "--workers", "1", "--rounds", "1", "--seconds", "0.1")
@@ -77,6 +78,7 @@ def test_text_buckets(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.ci
 def test_the_gpus_models(tmp_path: Path) -> None:
     """All that does not need a GPU: tiny models, on the CPU."""
     page, file = tmp_path / "page.md", tmp_path / "gpu.csv"

@@ -13,7 +13,7 @@ from tests.support.runs import lines  # starts processes
 
 SEED = 5
 FIRST = 16  # rows, which hold three quarters of all pairs: run before each merge; the others by `make test-all` alone
-CHEAP = 5  # the most that the dear values of a row of `make test` cost, by pairs.COSTS
+CHEAP = 3  # the most that the dear values of a row of `make test` cost, by pairs.COSTS
 
 assert lines
 

@@ -50,6 +50,7 @@ def read(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
         return {(row["table"], row["rung"]): row for row in csv.DictReader(file)}
 
 
+@pytest.mark.ci
 def test_the_ladder_of_a_small_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

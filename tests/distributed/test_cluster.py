@@ -86,6 +86,7 @@ def same_run(place: Path, one: str, other: str, rel: float | None = None) -> Non
         assert same_weights(weights(place, one, last), weights(place, other, last))
 
 
+@pytest.mark.ci
 def test_a_signal_to_one_of_four_ranks_stops_all_and_two_go_on(place: Path) -> None:
     name = "SIGUSR1"
     exact = ["--precision", "fp64", "--checkpoint.every", "100"]

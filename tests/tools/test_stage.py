@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -32,6 +33,13 @@ from tests.support.pictures import make_shards, picture
 from tests.support.ranks import command_ends, command_runs
 from tests.support.sites import Site
 from tests.support.tars import tar_bytes, write_tar
+
+
+@pytest.fixture(autouse=True)
+def _no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed transfers are tried again at once."""
+    drawn = SimpleNamespace(uniform=lambda *_: 0.0)
+    monkeypatch.setattr("clipstream.storage.transfer.random", SimpleNamespace(SystemRandom=lambda: drawn))
 
 
 @pytest.fixture(scope="module")

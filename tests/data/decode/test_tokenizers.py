@@ -69,14 +69,17 @@ def write_tokenizer(folder: Path, *, pad: bool = True) -> Path:
 
 
 LOAD = """
-import sys
+import os, sys
 from clipstream.data.settings import TokenizerSettings
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.errors import SettingsError
 from clipstream.models.settings import ModelSettings
 from clipstream.models.build import build_towers
-trust, *places = sys.argv[1:]
-for place in places:
+trust = ""
+for place in sys.argv[1:]:
+    if place in ("false", "true"):
+        trust = place
+        continue
     kind, model, folder = place.rpartition("/")[2], f"{place}/model.json", f"{place}/tokenizer"
     named = {"type": "path", "name": folder} if kind == "path" else {"type": "model"}
     chosen = TokenizerSettings.model_validate({**named, "trust_remote_code": trust == "true"})
@@ -87,6 +90,7 @@ for place in places:
         print(kind, build_tokenizer(chosen, towers.open_clip_tokenizer(), 8).encode(["a photo"]).shape)
     except SettingsError as error:
         print(kind, error)
+    print(kind, "has run" if os.path.exists(f"{place}/ran") else "has not run")
 """
 
 
@@ -107,26 +111,22 @@ def place_with_code(place: Path) -> Path:
 
 def test_a_tokenizers_own_code_is_run_only_where_the_settings_allow_it(tmp_path: Path) -> None:
     path, model, tower = (place_with_code(tmp_path / kind) for kind in ("path", "model", "tower"))
-
-    def load(trust: str, *places: Path) -> list[tuple[str, str]]:
-        """What is said of each place, in one fresh process, which takes seconds to start."""
-        done = subprocess.run(
-            [sys.executable, "-c", LOAD, trust, *map(str, places)],
-            env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
-            input="y\n" * 9, capture_output=True, text=True, timeout=TIMEOUT, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return [(kind, said) for kind, _, said in (line.partition(" ") for line in done.stdout.splitlines())]
-
-    untrusted = load("false", path, model, tower)
-    assert [kind for kind, _ in untrusted] == ["path", "model", "tower"]
-    for kind, said in untrusted[:2]:
+    places = ["false", path, model, tower, "true", path, model]
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *map(str, places)],
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+        input="y\n" * 9, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = [line.partition(" ")[::2] for line in done.stdout.splitlines()]
+    assert [kind for kind, said in told[:6] if said != "has not run"] == ["path", "model", "tower"]
+    assert [kind for kind, said in told[:6] if said == "has not run"] == ["path", "model", "tower"]
+    for kind, said in (told[0], told[2]):
         assert "Python code of its own" in said and "--tokenizer.trust-remote-code true" in said, kind
-    told = f"the text tower in {tower}/tokenizer: it has custom Python code (auto_map), which is never run"
-    assert told in untrusted[2][1]
-    assert not any((place / "ran").exists() for place in (path, model, tower))
-    assert load("true", path, model) == [("path", "(1, 8)")] * 2 + [("model", "(1, 8)")]
-    assert (path / "ran").exists() and (model / "ran").exists()
+    words = f"the text tower in {tower}/tokenizer: it has custom Python code (auto_map), which is never run"
+    assert words in told[4][1]
+    trusted = [("path", "(1, 8)")] * 2 + [("path", "has run"), ("model", "(1, 8)"), ("model", "has run")]
+    assert told[6:] == trusted
 
 
 @pytest.fixture(scope="module")
