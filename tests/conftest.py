@@ -51,8 +51,8 @@ def pytest_unconfigure() -> None:
 
 
 PROCESSES = {
-    "subprocess", "multiprocessing", "tests.support.forks", "tests.support.loaders", "tests.support.ranks",
-    "tests.support.runs",
+    "subprocess", "multiprocessing", "tests.support.commands", "tests.support.forks",
+    "tests.support.loaders", "tests.support.ranks", "tests.support.runs",
 }  # fmt: skip
 
 

@@ -20,8 +20,7 @@ from clipstream.data.settings import DataSettings
 from clipstream.data.sources.indexes import identity_of, path_of, read, write
 from clipstream.errors import DataError, SettingsError
 from clipstream.storage.tar import ShardIndex
-from tests.support.indexed_sampling import indexed
-from tests.support.loaders import data, digest, digests, loader
+from tests.support.loaders import data, digest, digests, indexed, loader
 from tests.support.pictures import make_shards, picture
 from tests.support.tars import write_tar
 

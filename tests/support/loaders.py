@@ -22,6 +22,12 @@ INPUTS = ModelInputs(ByteTokenizer(), IMAGE)
 OPEN: weakref.WeakSet[Loader] = weakref.WeakSet()  # closed after each test by conftest.py
 
 
+def indexed(shards: Any, tail: str = "drop", batch: int = 12, **changes: Any) -> DataSettings:
+    """Settings of exact epochs."""
+    sampling = {"mode": "indexed", "remainder": tail, **changes.pop("sampling", {})}
+    return data(shards, sampling=sampling, global_batch_size=batch, **changes)
+
+
 def close_loaders() -> None:
     """Close what a test left open: each lane holds shards open, and the system's limit may be 1,024 files."""
     while OPEN:

@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import time
+from array import array
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 from clipstream.data.batch import Batch
 from clipstream.data.loader.health import DroppedSample as Lost
-from clipstream.data.loader.stage_timing import StageTimes
+from clipstream.data.loader.stage_timing import NUMBER, StageIntervals, StageTimes
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
@@ -23,7 +24,11 @@ from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep
 from clipstream.training.trainer import Hooks, Length, Rollback, Trainer
 from tests.support.steps import LOSSES, TinyTowers, make_batch
-from tests.support.timings import lap
+
+
+def lap(stage: str, seconds: float) -> StageIntervals:
+    """A stage that took so long."""
+    return StageIntervals(bytes([NUMBER[stage]]), array("d", [0.0, seconds]).tobytes())
 
 
 class Health:

@@ -22,7 +22,7 @@ from clipstream.training.trainer import NEGLIGIBLE
 from tests.support.clocks import Clock
 from tests.support.loaders import data, loader
 from tests.support.pictures import ByteTokenizer, make_shards
-from tests.support.timings import lap
+from tests.support.trainer_runs import lap
 
 DELAY = 0.02
 

@@ -31,9 +31,8 @@ from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import ShardIndex, scan
 from tests.support.forks import ROOT, wait_until
-from tests.support.indexed_sampling import indexed
 from tests.support.json_values import JSON, changed, places
-from tests.support.loaders import digests
+from tests.support.loaders import digests, indexed
 from tests.support.pictures import make_shards
 from tests.support.ranks import command_ends, command_runs
 from tests.support.sites import Site
