@@ -66,7 +66,7 @@ def marks(number: int, row: pairs.Row) -> list[pytest.MarkDecorator]:
 
 def test_each_pair_of_values_occurs() -> None:
     assert len(pairs.FACTORS) >= 22
-    for seed in range(3):
+    for seed in range(2):
         assert not pairs.missing(pairs.rows(seed))
 
 

@@ -384,7 +384,7 @@ def test_a_killed_writer_is_continued_to_the_same_bytes(tmp_path: Path) -> None:
     content.make(tmp_path / "whole")
     took, random_ = time.monotonic() - began, random.Random(0)
     for _ in range(100):
-        if end_at_random(content.make, tmp_path / "killed", seconds=random_.uniform(0.05, 0.6) * took):
+        if end_at_random(content.make, tmp_path / "killed", seconds=random_.uniform(0.1, 0.9) * took):
             break
     else:
         content.make(tmp_path / "killed")
