@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.cli.main import VERBS, verb_module
+from clipstream.config.by_size import by_size
 from clipstream.config.settings import load, with_known_epoch
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
@@ -167,7 +168,8 @@ class Session:
         path.write_text(block.text, encoding="utf-8")
         more = [] if "sources:" in block.text else ["--train-data", "shards/00000.tar"]
         steps = [] if re.search(r"^train:", block.text, re.M) else ["--steps", "9"]
-        validate_run(with_known_epoch(load(["--config", str(path), "--warmup", "0", *steps, *more])), World())
+        settings = load(["--config", str(path), "--warmup", "0", *steps, *more])
+        validate_run(with_known_epoch(by_size(settings, 1)[0]), World())
         text = block.text.replace("00099}", "00001}")
         path.write_text(re.sub("|".join(map(re.escape, MODELS)), lambda name: MODELS[name[0]], text))
 
