@@ -391,15 +391,10 @@ def model_at(path: Path) -> Path | None:
 
 
 def named(text: str) -> str:
-    """A model's name, as users write it, in the form that `models.pretrained` reads.
+    """A model's name as `models.pretrained` reads it: `local-dir:FOLDER` for what `model_at` finds, `hf-hub:ORG/NAME`
+    for ORG/NAME where there is no such path, and every other name (open_clip's, a tag, a file) as it is.
 
-    Returns:
-        `local-dir:FOLDER` for what `model_at` finds, `hf-hub:ORG/NAME` for ORG/NAME where there is no such path, and
-        every other name as it is: open_clip's, a tag, a file.
-
-    Raises:
-        SettingsError: as `model_at`.
-        ValueError: the name contains a null character.
+    Raises SettingsError: as `model_at`.
     """
     text = with_home(text)
     path = Path(text.removeprefix(LOCAL))
@@ -412,11 +407,8 @@ def named(text: str) -> str:
 
 
 def with_own_config(model: Mapping[str, Any], name: str = "name") -> dict[str, Any]:
-    """The settings of a model; where they name weights alone that have a configuration, the model is that of these.
-
-    Args:
-        model: by key; names as `named` returns them.
-        name: the key of the model's name, beside `pretrained`.
+    """The settings of a model by key; if they name weights alone that have a configuration, the model is that of these.
+    `name` is the key of the model's name, beside `pretrained`.
     """
     own, weights = model.get(name), model.get("pretrained")
     if isinstance(own, str) and weights is None and not own.endswith(".json") and Path(own).is_file():

@@ -29,11 +29,7 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
-    """The console script: `clipstream VERB …`, or `python -m clipstream VERB …`.
-
-    Args:
-        own: whether the process is the verb's own, though `argv` is given.
-    """
+    """The console script: `clipstream VERB …`, or `python -m clipstream VERB …`; `own` with another name."""
     own, argv = own or argv is None, list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "help"):
         from clipstream.config.help import row, terminal_width

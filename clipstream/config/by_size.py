@@ -1,21 +1,19 @@
 """Settings by the size of the data: what training takes where the user set nothing, and why.
 
-Facts enter, and settings with their reasons leave (`choose`); `by_size` asks the data for the facts, and puts what is
-chosen into a run's settings. Data of more than `LARGE` samples, or of an unknown number, have the usual defaults.
-docs/training.md has the measurements behind the numbers.
+Facts enter; settings with their reasons leave. Data of more than `LARGE` samples, or of an unknown number, have the
+usual defaults. docs/training.md has the measurements behind the numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from clipstream.config.settings import Settings, open_sources
 from clipstream.data.sources.indexes import count_samples
 from clipstream.errors import ClipstreamError
-from clipstream.utils.section import Section
 
 LARGE = 100_000  # samples
 COUNTED = 256  # shards at most whose samples are counted for this
@@ -30,6 +28,7 @@ LEFT_OUT = 0.05  # share of the samples that a pass may leave out
 BATCH, MODE, REMAINDER = "data.global_batch_size", "data.sampling.mode", "data.sampling.remainder"
 STEPS, WARMUP, LR, EVERY = "train.steps", "schedule.warmup", "optim.lr", "evals.val.every"
 LENGTHS = (STEPS, "train.samples", "train.epochs")
+Choice = tuple[str, Any, str]  # key, value, reason
 
 
 @dataclass(frozen=True)
@@ -43,23 +42,14 @@ class Facts:
     free: frozenset[str]  # keys that the user did not set
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A setting and its reason."""
-
-    key: str
-    value: Any
-    reason: str
-
-
 def choose(facts: Facts) -> Iterator[Choice]:
-    """The settings that differ from `facts.values`, each of which follows from those before it."""
+    """The settings that differ from `facts.values`; each follows from those before it."""
     n, values = facts.samples, dict(facts.values)
 
     def chosen(key: str, value: Any, reason: str) -> Iterator[Choice]:
         if key in facts.free and value != values[key]:
             values[key] = value
-            yield Choice(key, value, reason)
+            yield key, value, reason
 
     batch = max(min(1 << max(n // PASS, 1).bit_length() - 1, BATCHES[1]), BATCHES[0], facts.ranks)
     yield from chosen(BATCH, batch, f"batch {batch}: a pass over {n:,} samples has {n / batch:.0f} steps; --batch-size")
@@ -73,7 +63,7 @@ def choose(facts: Facts) -> Iterator[Choice]:
     a_pass = n // batch if drops else -(-n // batch)
     samples, (fewest, most) = FRESH if facts.fresh else TUNED
     passes = min(max(round(samples / n), fewest), most)
-    yield from chosen(STEPS, passes * a_pass, f"steps {passes * a_pass}: {passes} passes; --steps, --epochs")
+    yield from chosen(STEPS, passes * a_pass, f"steps {passes * a_pass}: {passes} passes; --steps or --epochs")
     steps, samples, epochs = (values[key] for key in LENGTHS)
     if steps is None:
         steps = math.ceil(epochs * a_pass) if samples is None else -(-samples // batch)
@@ -88,25 +78,23 @@ def choose(facts: Facts) -> Iterator[Choice]:
 
 def by_size(settings: Settings, ranks: int) -> tuple[Settings, list[str]]:
     """The settings with what is chosen by the size of the data, and the lines that say so."""
-    data, train = settings.data, settings.train
     keys = [BATCH, MODE, REMAINDER, WARMUP, LR, *LENGTHS, *([EVERY] if "val" in settings.evals else [])]
-    values = {key: _at(settings, key.split("."))[0] for key in keys}
-    free = {key for key in keys if not _at(settings, key.split("."))[1]}
+    values = {key: getattr(_section(settings, key), key.rpartition(".")[2]) for key in keys}
+    free = {key for key in keys if key.rpartition(".")[2] not in _section(settings, key).model_fields_set}
     if any(values[key] is not None for key in LENGTHS):
         free -= {STEPS}
-    if len(data.sources) > 1 or data.sampling.model_fields_set or data.batch_schedule:
+    if len(settings.data.sources) > 1 or settings.data.sampling.model_fields_set:
         free -= {MODE}
-    if data.batch_schedule or train.epoch_samples is not None:
-        free -= {BATCH, STEPS}
     if EVERY in values and settings.evals["val"].every_epochs is not None:
         free -= {EVERY}
-    samples = _samples(settings) if free else None
+    planned = settings.data.batch_schedule or settings.train.epoch_samples is not None
+    samples = None if planned or not free else _samples(settings)
     if samples is None or samples > LARGE:
         return settings, []
     choices = [*choose(Facts(samples, ranks, settings.model.is_fresh, values, frozenset(free)))]
-    for one in choices:
-        settings = _with(settings, one.key.split("."), one.value)
-    return settings, [f"{one.reason} sets it" for one in choices]
+    for key, value, _ in choices:
+        settings = _with(settings, *key.split("."), value)
+    return settings, [f"{reason} sets it" for *_, reason in choices]
 
 
 def _samples(settings: Settings) -> int | None:
@@ -122,19 +110,16 @@ def _samples(settings: Settings) -> int | None:
     return total or None
 
 
-def _at(section: Any, path: Sequence[str]) -> tuple[Any, bool]:
-    """The value at a path, and whether it was set."""
-    key, *rest = path
+def _section(settings: Settings, key: str) -> Any:
+    """The section of a key."""
+    found: Any = settings
+    for part in key.split(".")[:-1]:
+        found = found[part] if isinstance(found, Mapping) else getattr(found, part)
+    return found
+
+
+def _with(section: Any, key: str, *rest: Any) -> Any:
+    """A copy of a section, or of a mapping of sections, with a value at a path: keys, and then the value."""
     if isinstance(section, Mapping):
-        return _at(section[key], rest)
-    if rest:
-        return _at(getattr(section, key), rest)
-    return getattr(section, key), key in section.model_fields_set
-
-
-def _with(section: Any, path: Sequence[str], value: Any) -> Any:
-    """A copy of a section, or of a mapping of sections, with a value at a path."""
-    key, *rest = path
-    if isinstance(section, Section):
-        return section.model_copy(update={key: _with(getattr(section, key), rest, value) if rest else value})
-    return {**section, key: _with(section[key], rest, value)}
+        return {**section, key: _with(section[key], *rest)}
+    return section.model_copy(update={key: rest[0] if len(rest) == 1 else _with(getattr(section, key), *rest)})

@@ -308,6 +308,7 @@ def print_end(settings: Settings, report: str) -> None:
         announce(f"best     {settings.run_folder / 'checkpoints' / best.name}: {best.metric} {best.value:.4g}")
     if settings.log.report:
         announce(f"report   {settings.run_folder / report}")
-    specs = [parts_of(source.shards) for _, source in sorted(settings.data.sources.items())]
-    data = shlex.quote(redact("::".join(part for parts in specs for part in parts)))
-    announce(f'next     clipstream search {shlex.quote(str(settings.run_folder))} {data} "a text of your own"')
+    sources = (source for _, source in sorted(settings.data.sources.items()))
+    if data := "::".join(redact(part) for source in sources for part in source.parts):
+        command = f"clipstream search {shlex.quote(str(settings.run_folder))} {shlex.quote(data)}"
+        announce(f'next     {command} "a text of your own"')

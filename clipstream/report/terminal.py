@@ -36,8 +36,7 @@ SHOWN_KEYS = 4  # samples shown of a skipped step
 FEW = 1000  # answers, below which a line has the interval of their share
 OFF_TERMINAL = 120  # columns where there is no terminal
 IN_NOTEBOOK = 100  # columns of a notebook's cell on a common screen
-REDRAWN = 0.1  # s between two states of the bar in a notebook, each of which is a message to the browser
-STEPS_DRAWN = 0.2  # s between two states of the bar on a terminal, where only the number of steps differs
+REDRAWN = 0.1  # s between two states of the bar of steps, and of one in a notebook, a message to the browser each
 BAR_WIDTHS = 4, 30  # columns of the bar, at least and at most
 LOG_FILE = "out.log"
 _URL = re.compile(r"\S+://\S+")
@@ -103,7 +102,7 @@ class ProgressDisplay(Sink):
     def step(self, done: int) -> None:
         """Show the number of steps done, in the bar."""
         loading.end()
-        if self._bar is not None and time.monotonic() - self._drawn >= STEPS_DRAWN:
+        if self._bar is not None and time.monotonic() - self._drawn >= REDRAWN:
             self._bar.update(self._task, completed=done)
             self._draw()
 

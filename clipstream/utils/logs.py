@@ -72,7 +72,8 @@ class Loading:
     def show(self, text: str) -> None:
         """What is loaded now; without effect where the line is not shown."""
         self._text = text
-        self._draw()
+        # The cursor goes back to the start of the line: what is printed by others replaces it.
+        self._write(f"\r\x1b[K{text} … {time.monotonic() - self._began:.0f} s\r")
 
     def erase(self) -> None:
         """Clear the line, before another one is printed."""
@@ -91,11 +92,7 @@ class Loading:
 
     def _redraw(self) -> None:
         while not self._ended.wait(1.0):
-            self._draw()
-
-    def _draw(self) -> None:
-        # The cursor goes back to the start of the line: what is printed by others replaces it.
-        self._write(f"\r\x1b[K{self._text} … {time.monotonic() - self._began:.0f} s\r")
+            self.show(self._text)
 
     def _write(self, text: str) -> None:
         if not self._ended.is_set():

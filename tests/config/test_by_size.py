@@ -33,8 +33,8 @@ USUAL = {BATCH: 512, MODE: "resampled", REMAINDER: "drop", LR: 5e-4, WARMUP: 0, 
 def test_what_is_chosen(samples: int, fresh: bool, given: dict[str, Any], chosen: dict[str, Any]) -> None:
     free = frozenset(USUAL.keys() - given.keys() - ({STEPS, MODE} if {*LENGTHS} & given.keys() else set()))
     found = list(choose(Facts(samples, 1, fresh, USUAL | given, free)))
-    assert {one.key: one.value for one in found} == chosen
-    assert all(one.reason.rpartition("; ")[2].startswith("--") for one in found)
+    assert {key: value for key, value, _ in found} == chosen
+    assert all(reason.rpartition("; ")[2].startswith("--") for _, _, reason in found)
 
 
 def test_a_run_has_them_and_its_configuration_repeats_them(

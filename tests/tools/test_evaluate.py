@@ -288,7 +288,7 @@ def test_what_is_wrong_is_told(tmp_path: Path, run: Path, capsys: pytest.Capture
     torn = tmp_path / "checkpoints" / "step_00000003"
     tiny_towers().save_pretrained(torn)
     for path in (tmp_path, torn):
-        with pytest.raises(SettingsError, match="whole"):
+        with pytest.raises(SettingsError, match="no complete checkpoint"):
             locate(str(path))
 
 

@@ -29,9 +29,8 @@ STORED_DTYPES = ("float32", "float16", "bfloat16", "int8")
 CHUNK_ROWS, ROWS_MULTIPLE = 8192, 4096
 NAME = re.compile(r"[A-Za-z0-9][\w-]{0,60}")
 TAKEN = ("image", "text", "ids", "samples", "texts", "model")  # names that no teacher may have
-CHECKPOINT = "--checkpoint"
 OWN_FLAGS = {
-    CHECKPOINT: "run or checkpoint with the model, as --model",
+    "--checkpoint": "run or checkpoint with the model, as --model",
     "--towers": "towers of --model to compute: image, text or both",
     "--teacher": "NAME=MODEL[,PRETRAINED]: another model whose towers to compute, with its own image size and "
     "tokenizer; can be repeated",
@@ -86,7 +85,7 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     own, (store, *flags) = command.own, command.flags or [""]
     if not store or store.startswith("-"):
         raise SettingsError("missing STORE: clipstream precompute STORE --towers image --train-data …")
-    flags += [f"--model={own[CHECKPOINT]}"] if CHECKPOINT in own else []
+    flags += [f"--model={own['--checkpoint']}"] if "--checkpoint" in own else []
     settings = command.load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
     teachers = _teachers(own.get("--teacher", ""), settings.model.cache_dir)
     towers = choice_flag(own, "--towers", ("image", "text", "both"), "")
