@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from clipstream.cli.verbs.check import CheckReport as CheckReport
     from clipstream.cli.verbs.check import check as check
     from clipstream.cli.verbs.evaluate import evaluate as evaluate
+    from clipstream.cli.verbs.search.images import Match as Match
+    from clipstream.cli.verbs.search.images import SearchResults as SearchResults
+    from clipstream.cli.verbs.search.images import search as search
     from clipstream.config.settings import Settings as Settings
     from clipstream.config.settings import load_settings as load_settings
 
@@ -35,9 +38,11 @@ __all__ = [
     "BatchLoader",
     "CheckReport",
     "ImageTextBatch",
+    "Match",
     "Model",
     "Preprocess",
     "Run",
+    "SearchResults",
     "Settings",
     "TextTokenizer",
     "ZeroShotClassifier",
@@ -49,6 +54,7 @@ __all__ = [
     "load_model",
     "load_settings",
     "losses",
+    "search",
     "train",
     "zero_shot",
 ]
@@ -58,6 +64,7 @@ _PLACES = {  # of what is not a module of its own name
     "check": "clipstream.cli.verbs.check",
     "evaluate": "clipstream.cli.verbs.evaluate",
     "Run": "clipstream.api.run",
+    **dict.fromkeys(("Match", "SearchResults", "search"), "clipstream.cli.verbs.search.images"),
     "Settings": "clipstream.config.settings",
     "load_settings": "clipstream.config.settings",
     **dict.fromkeys(("BatchLoader", "ImageTextBatch", "build_loader"), "clipstream.api.loader"),

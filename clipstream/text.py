@@ -7,6 +7,7 @@ line.
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 from urllib.parse import quote
@@ -17,6 +18,7 @@ _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 VALUE = 300  # characters of a value that a message shows
+FRAME = 700  # pixels, height of a page in a notebook
 MESSAGE = 20_000  # characters of a whole message
 
 
@@ -91,3 +93,11 @@ def milliseconds(seconds: float) -> str:
     if seconds >= 1:
         return duration(seconds)
     return f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+
+
+def framed(page: str, title: str) -> str:
+    """A page of HTML for a notebook: in a frame, as its style must not reach the notebook's."""
+    return (
+        f'<iframe sandbox="allow-scripts" style="width:100%;height:{FRAME}px;border:0" title="{html.escape(title)}" '
+        f'srcdoc="{html.escape(page)}"></iframe>'
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from clipstream.config.settings import Settings, load
 from clipstream.errors import SettingsError, wrong_type
 from clipstream.report.html_report import REPORT_FILE, read_run, render, write_page
 from clipstream.report.sinks import METRICS_FILE, lines
+from clipstream.text import framed
 
 if TYPE_CHECKING:
     import pandas
 
 Kind = Literal["metrics", "evaluations"]
-FRAME_HEIGHT = 700  # pixels of the report in a notebook
 
 
 @dataclass(frozen=True)
@@ -142,9 +141,5 @@ class Run:
         return path
 
     def _repr_html_(self) -> str:
-        """The report, for notebooks: a page of its own in a frame, as its style must not reach the notebook's."""
-        page = html.escape(render([read_run(self.folder)]), quote=True)
-        return (
-            f'<iframe sandbox="allow-scripts" style="width:100%;height:{FRAME_HEIGHT}px;border:0" '
-            f'title="Report of {html.escape(self.name)}" srcdoc="{page}"></iframe>'
-        )
+        """The report, for notebooks."""
+        return framed(render([read_run(self.folder)]), f"Report of {self.name}")

@@ -20,7 +20,7 @@ VERBS = {
     "audit": "audit the dtypes of a training step",
     "stage": "copy shards to this machine ahead of a run",
     "precompute": "compute and store features of frozen towers and teachers",
-    "search": "search in precomputed features: neighbours, near-duplicates, clusters, scores",
+    "search": "find images by a text or an image; near-duplicates, clusters and scores of precomputed features",
     "export": "write precomputed features as Parquet or NumPy",
     "compare": "compare runs in one HTML file",
     "env": "print versions and hardware, for a bug report",

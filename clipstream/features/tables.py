@@ -21,7 +21,7 @@ from pyarrow import csv, parquet
 
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.features.search import StoredRows
-from clipstream.features.store import FeatureStore
+from clipstream.features.store import FeatureStore as FeatureStore
 from clipstream.text import file_name
 from clipstream.utils import atomic_write
 

@@ -35,7 +35,7 @@ from clipstream.utils.timing import PARTS
 
 REPORT_FILE = "report.html"
 TEMPLATE = "page.html"
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # which no page has, though names of runs may
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # which no page has, though names of runs may
 TITLES = {  # of curves, in the order of the page; others follow
     "loss": "loss",
     "samples_per_s": "samples a second",
@@ -305,7 +305,7 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         "settings": ("Settings", settings),
         "environment": ("Environment", any(run.starts for run in runs)),
     }
-    rendered: str = _template().render(
+    rendered: str = template(TEMPLATE).render(
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
         version=__version__,
         runs=list(zip(names, runs, strict=True)),
@@ -325,17 +325,17 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         milliseconds=milliseconds,
         early_stop_line=early_stop_line,
     )
-    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", rendered)
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", rendered)
 
 
 @cache
-def _template() -> Any:
-    """The page's template; a process that writes several pages compiles it once."""
+def template(name: str) -> Any:
+    """A page's template; a process that writes several pages compiles it once."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("clipstream.report", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template(TEMPLATE)
+    return environment.get_template(name)
 
 
 def _series(names: Sequence[str], points: Sequence[Points], marks: Sequence[str] = ()) -> tuple[Series, ...]:

@@ -372,6 +372,11 @@ class Shard:
     def look(self, ref: SampleRef) -> dict[str, bytes]:
         return self.load(ref, [suffix for suffix, (_, size) in ref.members.items() if size < LINK])
 
+    def place(self, ref: SampleRef, keys: Collection[str]) -> Place | None:
+        """Where the member of the first of `keys` that a sample has is; None without one, and for links."""
+        span = next((ref.members[key] for key in keys if key in ref.members), (0, LINK))
+        return None if span[1] >= LINK else Place(str(self.path), *span)
+
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         if self._fd >= 0:
@@ -397,6 +402,14 @@ class Shard:
         if len(data) < size:
             raise Dropped("unreadable_member", f"{self.path}: {key}: the file became shorter since it was opened")
         return data
+
+
+class Place(NamedTuple):
+    """Where an image is."""
+
+    path: str  # of a file
+    offset: int = 0  # in the file
+    size: int = 0  # bytes; 0 for the whole file
 
 
 class SampleRef(NamedTuple):

@@ -5,12 +5,17 @@ The first 512 bytes enter; the name of a kind (`kind`), or words with what to do
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from clipstream.errors import Dropped
+
 UTF8 = "utf-8-sig"  # a byte order mark is left out
+SHORTEST_IMAGE = 100  # characters of an image in base64
 HEAD = 512  # bytes that are looked at, at most
 IMAGES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF")  # that are decoded
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
@@ -144,3 +149,31 @@ def rows_of(found: Mapping[str, Any]) -> Iterable[Mapping[str, Any]] | None:
         return values  # orient="index"
     alike = all(isinstance(v, list) and len(v) == len(values[0]) and not isinstance(v[0], dict) for v in values)
     return [dict(zip(found, row, strict=True)) for row in zip(*values, strict=True)] if alike else None  # "list"
+
+
+def read_file(path: str) -> bytes:
+    """The bytes of a file. Raises OSError, ValueError: it cannot be read."""
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def is_base64(text: str) -> bool:
+    """Whether a text is an image in base64, also as a data URL."""
+    return len(text) > SHORTEST_IMAGE and kind(text[:HEAD].encode(errors="replace")) == "base64"
+
+
+def from_base64(text: str) -> bytes:
+    """The bytes of an image in base64, also as a data URL. Raises Dropped."""
+    try:
+        return base64.b64decode(text.rpartition(";base64,")[2].replace("-", "+").replace("_", "/"))
+    except ValueError as error:
+        raise Dropped("undecodable_image", f"base64: {error}") from error
+
+
+def plain(value: object) -> str | None:
+    """A value that JSON has no type for."""
+    if not isinstance(value, bytes):
+        return str(value)
+    with contextlib.suppress(UnicodeDecodeError):
+        return value.decode()
+    return None

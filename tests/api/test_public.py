@@ -62,7 +62,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return furnish_reader(tmp_path_factory.mktemp("reader"))
 
 
-ORDER = ("train", "Run", "load_settings", "load_model", "zero_shot", "evaluate", "check", "build_loader")
+ORDER = ("train", "Run", "load_settings", "load_model", "zero_shot", "evaluate", "check", "build_loader", "search")
 NO_EXAMPLE = {"__version__", "errors", "losses", "Settings"}  # and classes that a function with one returns
 
 
@@ -71,8 +71,10 @@ def test_the_order_names_all() -> None:
         "BatchLoader",
         "CheckReport",
         "ImageTextBatch",
+        "Match",
         "Model",
         "Preprocess",
+        "SearchResults",
         "TextTokenizer",
         "ZeroShotClassifier",
     }

@@ -180,7 +180,7 @@ def test_wrong_flags(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ("scores --min-score nan", "expected a cosine, from -1 to 1, not 'nan'"),
         ("neighbours --query-key k1 --index faisss", "expected exact, faiss or faiss:FACTORY"),
         ("neighbours --query-key k1 --out s3://a/b.csv", "s3://a/b.csv is a URL"),
-        ("nonsense", "invalid choice"),
+        ("nonsense", "at least one query"),
     ):
         topic, *flags = command.split()
         try:

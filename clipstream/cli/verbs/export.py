@@ -47,8 +47,7 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv)
     if options.rows is not None and options.rows < 1:
         raise SettingsError(f"--rows: expected a whole number, at least 1, not {options.rows}")
-    from clipstream.features.store import FeatureStore
-    from clipstream.features.tables import export  # on use: --help imports no torch
+    from clipstream.features.tables import FeatureStore, export  # on use: --help imports no torch
 
     store, how = FeatureStore(options.store, options.cache), (options.format, options.dtype, options.captions)
     for part in options.part or store.manifest.feature_parts:

@@ -31,6 +31,7 @@ from clipstream.storage.shard_url import (
     table_format,
     with_variables,
 )
+from clipstream.storage.tar import Place as Place
 from clipstream.storage.tar import SampleRef as SampleRef
 from clipstream.storage.tar import ShardIndex as ShardIndex
 from clipstream.text import counted, printable
@@ -56,6 +57,14 @@ class OpenShard(Protocol):
     def look(self, ref: SampleRef) -> dict[str, bytes]:
         """The members shown in diagnostics, also of samples that `load` drops, where some can be read."""
         return self.load(ref)
+
+    def place(self, ref: SampleRef, keys: Collection[str]) -> Place | None:
+        """Where the image of a sample is; None if it is nowhere as bytes of a file of the user's.
+
+        Args:
+            keys: suffixes of the image member, as `image_key` has them; the first present counts.
+        """
+        return None
 
     def close(self) -> None:
         """Release what `open` acquired."""

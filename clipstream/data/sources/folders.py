@@ -28,7 +28,7 @@ from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType
 from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.shard_url import ShardURL, table_format, with_variables
-from clipstream.storage.tar import SampleRef, ShardIndex
+from clipstream.storage.tar import Place, SampleRef, ShardIndex
 from clipstream.text import counted
 from clipstream.utils.content import open_text
 from clipstream.utils.logs import logger
@@ -310,6 +310,11 @@ class PairShard(OpenShard):
                 found["txt"] = (text if isinstance(text, str) else json.dumps(text)).encode("utf-8", "surrogatepass")
         return found
 
+    def place(self, ref: SampleRef, keys: Collection[str]) -> Place | None:
+        """See OpenShard."""
+        image = next((suffix for suffix in self._suffixes[ref.key] if suffix.lower() in keys), None)
+        return None if image is None else Place(os.path.join(self._folder, f"{ref.key}.{image}"))
+
 
 class FolderShard(OpenShard):
     """The images of a class. Members: the image by its suffix, `cls` (number of the class), `class` (folder's name)."""
@@ -329,6 +334,10 @@ class FolderShard(OpenShard):
         except OSError as error:
             raise Dropped("unreadable_member", str(error)) from error
         return found
+
+    def place(self, ref: SampleRef, keys: Collection[str]) -> Place:
+        """See OpenShard."""
+        return Place(str(self._folder / ref.key))
 
 
 def _images(folder: Path, image_keys: Collection[str]) -> Iterator[str]:

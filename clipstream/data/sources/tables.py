@@ -7,7 +7,6 @@ alone, when it is read. Images are read from the files or the bytes that a row h
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import csv
 import hashlib
@@ -15,7 +14,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -31,10 +30,10 @@ from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact, table_format
-from clipstream.storage.tar import SampleRef, ShardIndex
+from clipstream.storage.tar import Place, SampleRef, ShardIndex
 from clipstream.text import counted, listed, printable
 from clipstream.utils import content
-from clipstream.utils.content import HEAD, IMAGE_NAME, OTHER_NAME, SUFFIXES, TEXTS, describe, kind, open_text, rows_of
+from clipstream.utils.content import HEAD, IMAGE_NAME, TEXTS, describe, kind, open_text, rows_of
 from clipstream.utils.logs import logger
 
 BLOCK = 1000  # most rows of a shard
@@ -46,7 +45,6 @@ RAW = "__json__"  # column of the unparsed rows of JSON
 SEPARATORS = "\t,;|"  # of equally many, the first one: names have commas, and no tabs
 LONGEST_FIELD = 1 << 28  # characters of a CSV's field
 MOST_LINES = 100  # of a CSV's row
-SHORTEST_IMAGE = 100  # characters of an image in base64
 MOST_JSON = 1 << 30  # bytes of a JSON list or object, which is read at once
 URLS = ("url", "urls", "image_url", "img_url", "image_link")  # columns of addresses in place of files
 Row = TypeVar("Row")
@@ -473,8 +471,10 @@ class RowShard(OpenShard):
         self._names = self._reader.schema.names
         self.index = ShardIndex(_Refs(rows))
 
-    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
-        """The columns of a row by name; `json` is the whole row.
+    def load(
+        self, ref: SampleRef, suffixes: Collection[str] | None = None, read: Callable[[str], bytes] = content.read_file
+    ) -> dict[str, bytes]:
+        """The columns of a row by name; `json` is the whole row. `read` reads the file of an image.
 
         Raises:
             Dropped: `row_fields`, `json_invalid`, `json_not_object`, `missing_picture`.
@@ -494,18 +494,18 @@ class RowShard(OpenShard):
                     values[name] = _value(batch.column(name)[row])
             if fault := values.pop(FAULT, None):
                 raise Dropped("row_fields", str(fault))
-        found = self._image(values)
+        found = self._image(values, read)
         for name, value in values.items():
             missing = value is None or value != value  # NaN: what pandas makes of a missing value
             if missing or name in self._keys or (suffixes is not None and name not in wanted):
                 continue
             if isinstance(value, (bool, int, float, list, dict)):
-                value = json.dumps(value, default=_plain)
+                value = json.dumps(value, default=content.plain)
             # Half a character is found with the caption.
             found[name] = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
         if "json" in wanted and "json" not in values:
             # The whole row as a JSON object; bytes that are not text, such as images, are null.
-            found["json"] = json.dumps(values, default=_plain).encode() if raw is None else raw
+            found["json"] = json.dumps(values, default=content.plain).encode() if raw is None else raw
         return found | {member: found[column] for member, column in self._usual.items() if column in found}
 
     def look(self, ref: SampleRef) -> dict[str, bytes]:
@@ -517,7 +517,20 @@ class RowShard(OpenShard):
                 raise
         return RowShard(self._arrow, range(0), (), "").load(ref)
 
-    def _image(self, values: Mapping[str, object]) -> dict[str, bytes]:
+    def place(self, ref: SampleRef, keys: Collection[str]) -> Place | None:
+        """See OpenShard; None for an image in the table itself, and for one that is not there."""
+        found: list[str] = []
+
+        def note(path: str) -> bytes:
+            os.stat(path)
+            found.append(path)
+            return b""
+
+        with contextlib.suppress(Dropped):
+            self.load(ref, self._keys, note)
+        return Place(found[0]) if found else None
+
+    def _image(self, values: Mapping[str, object], read: Callable[[str], bytes]) -> dict[str, bytes]:
         """The member with the image, named as its column."""
         for name in self._keys:
             value = values.get(name)
@@ -530,8 +543,8 @@ class RowShard(OpenShard):
             if isinstance(value, bytes) and FAULT not in self._names:
                 return {name: value}
             text = os.fsdecode(value) if isinstance(value, (bytes, str)) else str(value)
-            if len(text) > SHORTEST_IMAGE and kind(text[:HEAD].encode(errors="replace")) == "base64":
-                return {name: _from_base64(text)}
+            if content.is_base64(text):
+                return {name: content.from_base64(text)}
             url = ShardURL(text)
             if url.path is None:
                 raise Dropped(
@@ -541,37 +554,23 @@ class RowShard(OpenShard):
             for path in dict.fromkeys((url.path, url.path.strip(), url.path.strip().replace("\\", "/"))):
                 where = os.path.join(self._folder, os.path.expanduser(path))
                 try:
-                    with open(where, "rb") as file:
-                        return {name: file.read()}
+                    return {name: read(where)}
                 except (OSError, ValueError) as error:  # ValueError: a null byte in the path
                     fault = getattr(error, "strerror", None) or str(error)
             shown = where.encode(errors="backslashreplace").decode()  # a name that is no UTF-8
-            others = (IMAGE_NAME.sub("", where) + one for suffix in SUFFIXES for one in (suffix, suffix.upper()))
+            others = (
+                IMAGE_NAME.sub("", where) + one for suffix in content.SUFFIXES for one in (suffix, suffix.upper())
+            )
             there = os.path.basename(next(filter(os.path.isfile, others), ""))
-            raise Dropped(MISSING_IMAGE, f"{shown}: {fault}{f'; {OTHER_NAME} {there}: write that' if there else ''}")
+            raise Dropped(
+                MISSING_IMAGE, f"{shown}: {fault}{f'; {content.OTHER_NAME} {there}: write that' if there else ''}"
+            )
         return {}
-
-
-def _from_base64(text: str) -> bytes:
-    """The bytes of an image in base64, also as a data URL. Raises Dropped."""
-    try:
-        return base64.b64decode(text.rpartition(";base64,")[2].replace("-", "+").replace("_", "/"))
-    except ValueError as error:
-        raise Dropped("undecodable_image", f"base64: {error}") from error
 
 
 def _object(raw: bytes | None) -> dict[str, object]:
     """The row's fields by name in lower case."""
     return {name.lower(): inner for name, inner in json_object(raw).items()}
-
-
-def _plain(value: object) -> str | None:
-    """A value that JSON has no type for."""
-    if not isinstance(value, bytes):
-        return str(value)
-    with contextlib.suppress(UnicodeDecodeError):
-        return value.decode()
-    return None
 
 
 def _value(scalar: Any) -> Any:

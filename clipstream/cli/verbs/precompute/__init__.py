@@ -54,6 +54,7 @@ class StoreOptions:
     chunk_rows: int  # samples of a chunk
     random_weights: bool  # whether a teacher may have no pretrained weights
     batch_size: int  # images, or texts, of a forward pass
+    with_model: bool = True  # whether the store has the model too
 
 
 @entry_point

@@ -139,7 +139,7 @@ def _compute(job: Job) -> None:
     writer = StoreWriter(folder, draft) if world.is_main else None
     world.barrier()
     with writer or StoreWriter(folder, draft, rank=world.rank) as writer:
-        if world.is_main and job.options.towers:
+        if world.is_main and job.options.towers and job.options.with_model:
             _save_model(models[0].towers, folder / MODEL, writer.manifest)
         found: dict[str, SourceHealth] = {}
         for model in models:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from clipstream.cli.verbs.search import images
 from clipstream.config.entry import entry_point
 from clipstream.utils.section import own_path, with_home
+
+TOPICS = ("neighbours", "duplicates", "clusters", "scores")
 
 
 @entry_point
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if the store cannot be read."""
+    if argv and argv[0] not in TOPICS and not argv[0].startswith("-"):
+        images.main(argv)
+        return 0
     options = build_parser().parse_args(argv)
-    from clipstream.cli.verbs.search.run import search  # on use: --help imports no torch
-
-    search(options)
+    images.computed().search(options)  # on use: --help imports no torch
     return 0
 
 
@@ -23,10 +27,13 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream search",
-        description="Search a store written by `clipstream precompute`: neighbours of images and texts, "
-        "near-duplicates, clusters, and scores of images with their captions.",
+        usage="clipstream search RUN DATA QUERY… [-k N] [--html F]\n       clipstream search TOPIC STORE …",
+        description='`clipstream search runs/first images "a red bird"` prints the images of a data set that match '
+        "texts, or images given by their paths, best. RUN names a model, DATA is what training reads. The topics "
+        "search a store written by `clipstream precompute`: neighbours of images and texts, near-duplicates, "
+        "clusters, and scores of images with their captions.",
     )
-    topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
+    topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC", prog="clipstream search")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("store", type=with_home, metavar="STORE", help="folder or URL of the store")
     common.add_argument(
@@ -50,6 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     query.add_argument("--query-image", nargs="+", default=[], type=with_home, metavar="FILE", help="images")
     query.add_argument("--query-text", nargs="+", default=[], metavar="TEXT", help="texts")
     query.add_argument("--query-key", nargs="+", default=[], metavar="KEY", help="stored samples, KEY or SHARD/KEY")
+    topic.add_argument("--html", type=own_path, metavar="FILE", help="write the neighbours as a page of images")
+    topic.add_argument("--train-data", metavar="DATA", help="for --html: where the images are, as for precompute")
     topic.add_argument("-k", type=_count, default=10, metavar="N", help="number of neighbours per query (default: 10)")
     topic.add_argument(
         "--index", default="exact", type=_index, metavar="exact|faiss[:FACTORY]",

@@ -1,4 +1,7 @@
-"""The topics of `clipstream search`: a store and a command line enter; tables are printed, and a file is written.
+"""What searches need torch for: the topics of `clipstream search`, and the features of `images`.
+
+Of a topic, a store and a command line enter; tables are printed, and a file is written. Of a search by `images`, the
+features of all images, by the pass of `clipstream precompute`, and those of queries are written into its index.
 
 Queries by image or text are encoded by the model in the store, in float32.
 """
@@ -6,8 +9,13 @@ Queries by image or text are encoded by the model in the store, in float32.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +23,42 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from clipstream.api.model import load_model
+from clipstream.cli.verbs.precompute import CHUNK_ROWS, StoreOptions
+from clipstream.cli.verbs.precompute.run import precompute
+from clipstream.cli.verbs.search import indexing
+from clipstream.cli.verbs.search.indexing import image_row, opened
+from clipstream.config.settings import load
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
+from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import ModelTokenizer
+from clipstream.data.sources import SampleRef, Source
+from clipstream.distributed.launch import run_embedded
+from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.features import search as exact
+from clipstream.features.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.search import Name, PairScores, StoredRows, pair_scores
 from clipstream.features.store import FeatureStore
 from clipstream.features.tables import SAMPLE, TableWriter, check_suffix
 from clipstream.models.build import build_towers
+from clipstream.models.numpy_text import Floats, NumpyText
+from clipstream.models.pretrained import fetch
 from clipstream.models.settings import ModelSettings
+from clipstream.report.gallery import Card, render_gallery
 from clipstream.text import printable
+from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole, result_table
+from clipstream.utils.logs import announce
 
 SHOWN = 25  # rows of a table
 NUMBERS = ("rank", "score", "samples", "rows", "share", "quantile", "pairs", "cluster")  # columns of tables
 CELL = 100  # characters of a caption or query
+BATCH = 64  # images of a forward pass
+PROBES = ("a red bird", "Two dogs' 12 puppies, on grass")
+EXACT = 1e-4  # largest difference of a feature in numpy from torch's
 QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 RECALL_QUERIES = 100  # of which the recall of an index is measured
 
@@ -92,6 +119,34 @@ def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.devi
         start, end = (("query", pa.string()), ("rank", pa.int32()), ("score", pa.float32())), ("caption", pa.string())
         with TableWriter(Path(options.out), pa.schema([*start, *SAMPLE, end])) as writer:
             writer.write({name: [row[name] for row in written] for name in writer.schema.names})
+    if options.html:
+        _write_gallery(options, rows, titles, found)
+        print(options.html)
+
+
+def _write_gallery(options: argparse.Namespace, rows: StoredRows, titles: Sequence[str], found: exact.Found) -> None:
+    """Write the neighbours as a page, with the images of --train-data."""
+    source = None if options.train_data is None else indexing.source_of(load(["--train-data", options.train_data]))
+    shards = {} if source is None else dict(zip(stable_names(source.names), source.names, strict=True))
+    pairs = zip(found.rows.tolist(), found.scores.tolist(), strict=True)
+    hits = [[(row, score) for row, score in zip(*pair, strict=True) if row >= 0] for pair in pairs]
+    numbers = sorted({row for some in hits for row, _ in some})
+    others = exact.search(rows, rows.gather(numbers), indexing.NEAR + 1)
+    names = _names(rows, torch.cat([found.rows.flatten(), others.rows.flatten()]))
+
+    def card(row: int) -> Card:
+        name = names[row]
+        shard = next((full for stable, full in shards.items() if stable.endswith(name.shard)), None)
+        if source is None or shard is None:
+            return Card(name.label, name.captions[0] if name.captions else "", "")
+        reader = source.open(shard)
+        ref = next((ref for ref in reader.index.samples if ref.key == name.key), SampleRef(name.key))
+        return indexing.card(indexing.image_row(source, shard, reader, ref, name.captions), lambda: source)
+
+    near = [list(zip(*pair, strict=True)) for pair in zip(others.rows.tolist(), others.scores.tolist(), strict=True)]
+    heads = [(title, Path(title).read_bytes() if title in options.query_image else None) for title in titles]
+    page = render_gallery(list(zip(heads, hits, strict=True)), dict(zip(numbers, near, strict=True)), card)
+    atomic_write.replace(Path(options.html), page.encode(errors="backslashreplace"))
 
 
 def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
@@ -291,3 +346,65 @@ def _by_shard(rows: StoredRows) -> Iterator[tuple[list[Name], np.ndarray[Any, An
 def _samples(names: Sequence[Name]) -> dict[str, list[str]]:
     """The columns of `SAMPLE`."""
     return {column: [getattr(name, column) for name in names] for column, _ in SAMPLE}
+
+
+def make_index(call: ImageSearch, folder: Path) -> None:
+    """Compute the features of all images, and write the index.
+
+    Raises ClipstreamError: no image is usable, the disk is full, or a signal came.
+    """
+    settings, source = opened(call)
+    announce(f"features of the images in {call.data} are computed once, and kept in {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    options = StoreOptions(
+        folder=folder / "store", towers=("image",), views=0, dtype="float32", zstd=False, chunk_rows=CHUNK_ROWS,
+        random_weights=False, batch_size=BATCH, with_model=False,
+    )  # fmt: skip
+    run_embedded(settings.run, partial(precompute, settings, options, {}))
+    rows = StoredRows(FeatureStore(options.folder))
+    features = np.lib.format.open_memmap(folder / FEATURES, "w+", np.float32, (len(rows), rows.width))
+    for first, block in rows.blocks():
+        features[first : first + len(block)] = block
+    features.flush()
+    with (folder / IMAGES).open("wb") as file:
+        sizes = [file.write(json.dumps(image).encode() + b"\n") for image in _images(rows, source)]
+    np.save(folder / f"draft.{ENDS}", np.cumsum([0, *sizes]))
+    os.replace(folder / f"draft.{ENDS}", folder / ENDS)  # the last file: now the folder is complete
+    shutil.rmtree(options.folder)
+
+
+def _images(rows: StoredRows, source: Source) -> Iterator[ImageRow]:
+    """The image of each row."""
+    for shard in rows.shards:
+        name, used = source.names[shard.number], shard.rows_of_samples()
+        reader = None if source.types[name].is_remote(name) else source.open(name)
+        for number, (key, captions) in enumerate(shard.source.texts(shard.number)):
+            if used[number]:
+                ref = SampleRef(key) if reader is None else reader.index.samples[number]
+                yield image_row(source, name, reader, ref, captions)
+        if reader is not None:
+            reader.close()
+
+
+def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floats]:
+    """Features of queries, float32 [D] each, by torch; notes whether numpy computes those of texts alike.
+
+    Raises SettingsError: an image cannot be decoded.
+    """
+    settings, _ = opened(call)
+    model = load_model(call.model, settings.model.pretrained if "--pretrained" in call.flags else None)[0]
+    files = fetch(settings.model.not_trained(), settings.tokenizer, World())
+    tower = NumpyText.of(files.weights, files.model_cfg)
+    with suppress(LookupError):  # tensors of another text tower
+        theirs = model.encode_text(PROBES).cpu().numpy()
+        if tower is not None and np.abs([tower.encode(text) for text in PROBES] - theirs).max() < EXACT:
+            about = [os.path.abspath(str(files.weights)), files.model_cfg]
+            atomic_write.replace(folder / TEXT_MODEL, json.dumps(about).encode())
+    found = []
+    for query in queries:
+        try:
+            feature = model.encode_image(query) if is_image(query) else model.encode_text(query)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        found.append(feature[0].cpu().numpy())
+    return found

@@ -1,0 +1,231 @@
+"""`clipstream search RUN DATA QUERY…` and `clipstream.search`: the images of a data set that match a text or an image.
+
+Names of a model and of data, and queries, enter; paths, scores and captions leave. The first call computes the features
+of all images into a folder of the cache (`indexing`). Later calls look whether the files of model and data have
+changed, and import torch only for a query that is neither in that folder nor a text for `NumpyText`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from clipstream.errors import SettingsError, each
+from clipstream.features.image_index import (
+    ENDS,
+    FEATURES,
+    IMAGES,
+    QUERIES,
+    TEXT_MODEL,
+    ImageRow,
+    ImageSearch,
+    is_image,
+    root,
+    stamp,
+)  # fmt: skip
+from clipstream.models.numpy_text import Floats, NumpyText
+from clipstream.text import framed, printable, shortened
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import on_terminal
+
+if TYPE_CHECKING:
+    from clipstream.api.run import Run
+
+USAGE = 'clipstream search runs/first images "a red bird" [-k N] [--html FILE]'
+
+
+def computed() -> Any:
+    """The module that imports torch."""
+    from clipstream.cli.verbs.search import run
+
+    return run
+
+
+def index_of(call: ImageSearch) -> Path:
+    """The folder of a call's index, which is made if it is not there, or if model or data have changed.
+
+    Raises ClipstreamError: there is no such model or data, no image is usable, or a signal came.
+    """
+    memo = root() / "calls" / f"{_digest(json.dumps([*call, os.getcwd()]).encode())}.json"
+    with suppress(OSError, ValueError):
+        folder, watched = json.loads(memo.read_bytes())  # the index of this call, and the files that it depends on
+        if (root() / folder / ENDS).is_file() and all(stamp(path) == seen for path, seen in watched):
+            return root() / str(folder)
+    from clipstream.cli.verbs.search import indexing
+
+    made, files = indexing.index_folder(call)
+    if not (made / ENDS).is_file():
+        computed().make_index(call, made)
+    memo.parent.mkdir(exist_ok=True)
+    atomic_write.replace(memo, json.dumps([made.name, [(path, stamp(path)) for path in files]]).encode())
+    return made
+
+
+def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
+    """Features of queries, float32 [q, D]. Raises SettingsError: an image cannot be read."""
+    files = {query: folder / QUERIES / f"{_digest(_content(query))}.npy" for query in queries}
+    if missing := [query for query, file in files.items() if not file.is_file()]:
+        (folder / QUERIES).mkdir(exist_ok=True)
+        try:
+            weights, config = json.loads((folder / TEXT_MODEL).read_bytes())
+            tower = NumpyText.of(Path(weights), config)
+            if tower is None or any(map(is_image, missing)):
+                raise ValueError("for torch")
+            features = [tower.encode(query) for query in missing]
+        except (OSError, ValueError):  # torch computes other features, or a text is not plain ASCII
+            features = computed().encode(call, missing, folder)
+        for query, feature in zip(missing, features, strict=True):
+            np.save(files[query], feature)
+    return np.stack([np.load(files[query]) for query in queries])
+
+
+def _content(query: str) -> bytes:
+    try:
+        return Path(query).expanduser().read_bytes() if is_image(query) else query.encode(errors="surrogatepass")
+    except OSError as error:
+        raise SettingsError(f"the image {query} cannot be read: {error.strerror}") from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class Match:
+    """An image that a search has found."""
+
+    score: float  # its cosine with the query
+    path: str  # of its file; SHARD/KEY where it is inside of another file
+    caption: str
+
+
+class SearchResults:
+    """The result of `clipstream.search`; in a notebook, a gallery.
+
+    Attributes:
+        queries: texts, and paths of images.
+        matches: for each query the images that match it best, best first.
+    """
+
+    def __init__(self, call: ImageSearch, queries: Sequence[str], k: int) -> None:
+        self._call, self._folder = call, index_of(call)
+        self._features: Floats = np.load(self._folder / FEATURES, mmap_mode="r")
+        self._ends = np.load(self._folder / ENDS, mmap_mode="r")
+        self._hits = self._nearest(encoded(call, queries, self._folder), k)
+        self.queries: list[str] = list(queries)
+        self.matches: list[list[Match]] = [
+            [Match(score, (image := self._image(row)).shown, image.caption) for row, score in hits]
+            for hits in self._hits
+        ]
+
+    def __repr__(self) -> str:
+        return f"SearchResults({len(self.queries)} queries, {sum(map(len, self.matches))} matches)"
+
+    def lines(self) -> Iterator[str]:
+        """A line for each match: score, path and the beginning of the caption."""
+        width = max((len(match.path) for matches in self.matches for match in matches), default=0)
+        for query, matches in zip(self.queries, self.matches, strict=True):
+            yield from [query] if len(self.queries) > 1 else []
+            yield from (f"{m.score:.4f}  {m.path:{width}}  {shortened(m.caption, 100)}".rstrip() for m in matches)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the gallery, one HTML file that needs no network. Raises OSError: it cannot be written."""
+        atomic_write.replace(Path(path), self._page().encode(errors="backslashreplace"))
+
+    def _repr_html_(self) -> str:
+        return framed(self._page(), "Images found")
+
+    def _page(self) -> str:
+        from clipstream.cli.verbs.search import indexing
+
+        rows = list({row for hits in self._hits for row, _ in hits})
+        near = dict(zip(rows, self._nearest(self._features[rows], indexing.NEAR + 1), strict=True))
+        heads = [(query, _content(query) if is_image(query) else None) for query in self.queries]
+        found = list(zip(heads, self._hits, strict=True))
+        source = partial(indexing.source_in, self._call)
+        return indexing.render_gallery(found, near, lambda row: indexing.card(self._image(row), source))
+
+    def _nearest(self, queries: Floats, k: int) -> list[list[tuple[int, float]]]:
+        """(row, cosine) of the k best rows for each query, best first."""
+        found = []
+        for scores in queries @ self._features.T:
+            best = np.argpartition(-scores, min(k, len(scores)) - 1)[:k]
+            best = best[np.lexsort((best, -scores[best]))]
+            found.append([(int(row), float(scores[row])) for row in best])
+        return found
+
+    def _image(self, row: int) -> ImageRow:
+        with (self._folder / IMAGES).open("rb") as file:
+            file.seek(self._ends[row])
+            return ImageRow(*json.loads(file.read(self._ends[row + 1] - self._ends[row])))
+
+
+def main(argv: Sequence[str]) -> None:
+    """`clipstream search RUN DATA QUERY… [-k N] [--html FILE] [flags of training]`. Raises ClipstreamError."""
+    own, names, flags, tokens = {"-k": "10", "--html": ""}, list[str](), list[str](), list(argv)
+    while tokens:
+        flag, equals, value = (token := tokens.pop(0)).partition("=")
+        if flag in own:
+            own[flag] = value if equals else tokens.pop(0) if tokens else ""
+        else:  # a flag of training, and all behind it
+            (flags if flags or token.startswith("--") else names).append(token)
+    if len(names) < 3 or not own["-k"].isdecimal():
+        raise SettingsError(f"name a run, data and at least one query, and as -k a whole number, as in: {USAGE}")
+    try:
+        if own["--html"]:
+            atomic_write.probe(Path(own["--html"]))
+    except OSError as error:
+        raise SettingsError(f"--html: {own['--html']} cannot be written ({error.strerror})") from error
+    found = SearchResults(ImageSearch(names[0], names[1], tuple(flags)), names[2:], max(1, int(own["-k"])))
+    print(*map(printable, found.lines()), sep="\n")
+    if own["--html"]:
+        found.save(own["--html"])
+        print(own["--html"])
+
+
+def search(
+    model: Run | str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    queries: str | Sequence[str],
+    k: int = 10,
+    **flags: str,
+) -> SearchResults:
+    """The images of a data set that match texts or images best.
+
+    The first call for a model and data computes the features of all images, which later calls read from the cache.
+
+    Args:
+        model: a run or its folder (its newest checkpoint), a checkpoint, or a model's name.
+        data: what training reads: a folder, a table, tars.
+        queries: a text or several, or paths of images.
+        k: matches of each query.
+        flags: short flags of the command line, with underscores, on the model and on how the data are read, such as
+            `pretrained="openai"` or `caption_key="title"`.
+
+    Raises:
+        SettingsError: there is no such model or data, or a query names an image that cannot be read.
+        DataError: no image is usable.
+
+    Examples:
+        >>> import clipstream
+        >>> found = clipstream.search("runs/first", "shards/*.tar", "a red circle", k=3, workers="0")
+        >>> len(found.matches[0]), found.matches[0][0].score >= found.matches[0][1].score
+        (3, True)
+        >>> found.save("found.html")
+    """
+    texts = [os.fspath(query) for query in each("queries", "a text or several", queries, (str, os.PathLike))]
+    given = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    if not texts or k < 1:
+        raise SettingsError("give at least one query, and a k of at least 1")
+    run: str | os.PathLike[str] = getattr(model, "folder", model)  # type: ignore[arg-type]
+    with on_terminal():
+        return SearchResults(ImageSearch(os.fspath(run), os.fspath(data), tuple(given)), texts, k)

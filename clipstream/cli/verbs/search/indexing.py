@@ -1,0 +1,191 @@
+"""The model and the data of a search: their settings, the folder of the index of images, and single images.
+
+A call enters; a folder in the cache leaves, named by the weights and the files of the data. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import SerializeAsAny
+
+from clipstream.checkpoint.store import locate, model_at, model_in
+from clipstream.config.config_sources import Node
+from clipstream.config.settings import Settings, load
+from clipstream.config.validate import validate_sources
+from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
+from clipstream.data.order_plan import reading_of
+from clipstream.data.settings import CaptionSettings
+from clipstream.data.sources import OpenShard, SampleRef, Source, SourceContext
+from clipstream.distributed.world import World
+from clipstream.errors import Dropped, SettingsError
+from clipstream.features.image_index import (
+    ImageRow,
+    ImageSearch,
+    root,
+    stamp,
+)  # fmt: skip
+from clipstream.models.pretrained import fetch, preflight
+from clipstream.open_clip.aliases import SOURCE
+from clipstream.report.gallery import Card
+from clipstream.report.gallery import render_gallery as render_gallery
+from clipstream.storage.download import ShardError
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import PATH_SCHEMES, TABLE_FORMATS, ShardURL
+
+NEAR = 8  # neighbours of each image on a page
+NONE = "(no caption)"
+NAME = "train"
+BESIDE = (".txt", ".json", ".tar", *TABLE_FORMATS)  # suffixes of files that the data depend on, beside images
+
+
+class AnyCaptionSettings(CaptionSettings):
+    """Settings of AnyCaption."""
+
+    of: SerializeAsAny[CaptionSettings]
+
+
+class AnyCaption:
+    """The captions of another extractor; where it has none, `NONE`, as images are searched without captions too."""
+
+    Settings = AnyCaptionSettings
+
+    def __init__(self, settings: AnyCaptionSettings) -> None:
+        self._inner = build_caption(settings.of)
+        self.members = self._inner.members
+
+    def candidates(self, sample: RawSample) -> list[str]:
+        """See `data.decode.captions.candidates`."""
+        try:
+            return [text for path in candidates(self._inner, sample) for text in path] or [NONE]
+        except Dropped:
+            return [NONE]
+
+    def __call__(self, sample: RawSample, rng: object) -> str:
+        return self.candidates(sample)[0]
+
+
+@lru_cache(maxsize=1)
+def opened(call: ImageSearch) -> tuple[Settings, Source]:
+    """The settings of a call, with the model and with the data as the source `NAME`, and this source.
+
+    Raises ClipstreamError: there is no such model or data.
+    """
+    argv, model = ["--train-data", call.data, *call.flags], Path(call.model).expanduser()
+    if model_at(model) is not None:
+        subject = locate(str(model))
+        assert subject.checkpoint is not None
+        run, tree = Settings() if subject.run is None else load(["--config", str(subject.run / "config.yaml")]), Node()
+        for trained in [*run.data.sources.values()][:1]:
+            tree.put_keys(SOURCE, Node.of(reading_of(trained), ""))
+        own = {"model": model_in(subject.checkpoint, run.model, subject.run is not None), "tokenizer": run.tokenizer}
+        settings = load(argv, trees=[tree]).model_copy(update=own)
+    else:
+        settings = load(["--model", call.model, *argv])
+        if settings.model.is_fresh:
+            raise SettingsError(f"{call.model} names a model without weights: add --pretrained TAG, or name a run")
+    section = settings.data.sources[NAME]
+    caption = AnyCaptionSettings(type=f"{AnyCaption.__module__}:{AnyCaption.__name__}", of=section.caption)
+    sources = {NAME: section.model_copy(update={"caption": caption})}
+    settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": sources}), "evals": {}})
+    validate_sources(settings)
+    return settings, source_of(settings)
+
+
+def source_in(call: ImageSearch) -> Source:
+    """The source of a call's data, opened once. Raises ClipstreamError: as `opened`."""
+    return opened(call)[1]
+
+
+def source_of(settings: Settings) -> Source:
+    """The source `NAME`, whose shards can be opened. Raises ClipstreamError: there are no such data."""
+    cache = settings.data.cache
+    return Source(settings.data.sources[NAME], SourceContext(ShardCache(cache), cache, f"data.sources.{NAME}"))
+
+
+def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
+    """The folder of a call's index, and the files and folders that it depends on.
+
+    Raises ClipstreamError: model or data are wrong.
+    """
+    opened.cache_clear()  # the data may have changed since the last call in this process
+    settings, source = opened(call)
+    model, section = settings.model.not_trained(), settings.data.sources[NAME]
+    preflight(model, settings.tokenizer)
+    files = fetch(model, settings.tokenizer, World())
+    listed, watched = _files(call, source, split_keys(section.image_key))
+    with open(str(files.weights), "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        digest = hashlib.sha256(data).hexdigest()
+    made_of = {
+        "weights": digest,
+        "model": [files.model_cfg, files.preprocess_cfg, model.image_size, model.image_mean, model.image_std],
+        "precision": settings.train.precision,
+        "reading": reading_of(section),
+        "shards": [ShardURL(name).unsigned for name in source.names],
+        "files": [(os.path.abspath(path), stamp(path)) for path in listed],
+    }
+    folder = root() / hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:24]
+    if (checkpoints := Path(call.model).expanduser() / "checkpoints").is_dir():
+        watched.append(str(checkpoints))  # where a run's next checkpoint appears
+    return folder, [os.path.abspath(path) for path in (str(files.weights), *watched)]
+
+
+def _files(call: ImageSearch, source: Source, image_keys: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The local files of images, captions, tables and tars that a source reads, and what changes when they do."""
+    suffixes = (*BESIDE, *(f".{key}" for key in image_keys))
+    files: dict[str, None] = {}
+    watched: dict[str, None] = {call.data: None} if os.path.isdir(call.data) else {}
+    for shard in source.names:
+        url = ShardURL(shard)
+        path = shard.partition(":")[2] if url.scheme in PATH_SCHEMES else url.path or ""
+        path = path if os.path.exists(path) else path.rpartition("#")[0]
+        if os.path.isfile(path):
+            files[path] = watched[path] = None
+            if "*" in call.data:
+                watched[os.path.dirname(path) or "."] = None
+        for where, _, names in os.walk(path, followlinks=True):
+            watched[where] = None
+            files.update((os.path.join(where, name), None) for name in names if name.lower().endswith(suffixes))
+    return sorted(files), [*watched]
+
+
+def image_row(
+    source: Source, shard: str, reader: OpenShard | None, ref: SampleRef, captions: Sequence[str]
+) -> ImageRow:
+    """A sample of a source, whose shard is opened as `reader` unless it is remote."""
+    place = None if reader is None else reader.place(ref, split_keys(source.settings.image_key))
+    title = source.types[shard].title(shard)
+    title = os.path.abspath(title) if ShardURL(shard).path is not None else title
+    if place is not None:
+        place = place._replace(path=os.path.abspath(place.path))
+    name = place.path if place is not None and not place.size else f"{title}/{ref.key}"
+    return ImageRow(name, captions[0] if captions and captions[0] != NONE else "", place, (shard, ref.key))
+
+
+def card(image: ImageRow, source: Callable[[], Source]) -> Card:
+    """An image on a page; read by the source where only its sample is known."""
+    if image.place is None:
+        return Card(image.shown, image.caption, "", read_image(source(), image))
+    data, (path, offset, size) = None, image.place
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(offset)
+        data = file.read(size or -1)
+    return Card(image.shown, image.caption, "" if size else Path(path).as_uri(), data)
+
+
+def read_image(source: Source, image: ImageRow) -> bytes | None:
+    """The bytes of an image by the key of its sample; None if they cannot be read."""
+    keys = split_keys(source.settings.image_key)
+    try:
+        reader = source.open(image.sample[0])
+        ref = next(ref for ref in reader.index.samples if ref.key == image.sample[1])
+        return next(filter(None, map(reader.load(ref, keys).get, keys)), None)
+    except (OSError, StopIteration, ShardError, Dropped):
+        return None

@@ -1,0 +1,60 @@
+"""The files of an index of images, and the call that it is for. Imports no torch.
+
+FOLDER/features.npy    float32 [N, D], rows of length 1
+FOLDER/images.jsonl    an `ImageRow` for each row
+FOLDER/ends.npy        int64 [N + 1], where these lines begin and end, in bytes; the last file to be written
+FOLDER/model.json      the model for `NumpyText`, once its features were found equal to torch's
+FOLDER/queries/        features of queries
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from clipstream.storage.shard_cache import cache_root
+
+FEATURES, IMAGES, ENDS, TEXT_MODEL, QUERIES = "features.npy", "images.jsonl", "ends.npy", "model.json", "queries"
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".avif", ".bmp", ".tif", ".tiff")  # of a query that is an image
+
+
+class ImageSearch(NamedTuple):
+    """What is searched."""
+
+    model: str  # as the user names it: a run, a checkpoint, a name
+    data: str
+    flags: tuple[str, ...] = ()  # of training, on the model and on how the data are read
+
+
+class ImageRow(NamedTuple):
+    """An image."""
+
+    name: str  # path of its file; SHARD/KEY where it is inside of another file
+    caption: str
+    place: tuple[str, int, int] | None  # path, offset and bytes of the image (0: the whole file); None: see `sample`
+    sample: tuple[str, str]  # shard and key
+
+    @property
+    def shown(self) -> str:
+        """The name as seen from the working folder, where it is below it."""
+        return self.name.removeprefix(os.path.join(os.getcwd(), ""))
+
+
+def root() -> Path:
+    """The folder of all indexes in the cache."""
+    return cache_root() / "search"
+
+
+def stamp(path: str) -> list[int]:
+    """Size and time of the last change of a file or folder; nothing if it is gone."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return [found.st_size, found.st_mtime_ns]
+    return []
+
+
+def is_image(query: str) -> bool:
+    """Whether a query is the path of an image."""
+    return query.lower().endswith(SUFFIXES)
