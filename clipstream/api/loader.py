@@ -21,7 +21,15 @@ from pydantic import TypeAdapter, ValidationError
 from timm.layers import to_2tuple
 
 from clipstream.api.model import Model, Preprocess, TextTokenizer, usable_device
-from clipstream.config.settings import Config, Overrides, Settings, open_sources, settings_from, with_lanes
+from clipstream.config.settings import (
+    Config,
+    Overrides,
+    Settings,
+    open_sources,
+    settings_from,
+    with_lanes,
+    with_val_split,
+)
 from clipstream.config.validate import validate_sources
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import training_loader
@@ -261,6 +269,7 @@ def build_loader(
     with on_terminal():
         settings = settings_from(*_source(data, overrides, flags), ranks=world.size)
         validate_sources(settings)
+        settings = with_val_split(settings)
         found = with_lanes(settings.data)
         workers, _ = resolve_workers(found, world)
         settings = settings.model_copy(update={"data": found.model_copy(update={"workers": workers})})

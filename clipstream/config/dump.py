@@ -22,7 +22,7 @@ import braceexpand
 
 from clipstream.checkpoint import store
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.settings import Settings, by_key, changed, open_sources, shown
+from clipstream.config.settings import SPLIT_FILE, Settings, by_key, changed, open_sources, shown, with_own_split
 from clipstream.data.settings import DataSettings, PathTokenizer, SourceSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
@@ -62,7 +62,7 @@ def dump(settings: Settings) -> str:
     is an epoch's length that the data determined. `${NAME}` references stay.
     """
     exclude = {"checkpoint": {"resume", "resume_approximate"}}
-    tree = portable(settings).model_dump(mode="json", exclude=exclude)
+    tree = portable(with_own_split(settings)).model_dump(mode="json", exclude=exclude)
     if settings._epoch_from_data:
         tree["train"]["epoch_samples"] = None
     return to_yaml(tree)
@@ -83,6 +83,8 @@ def write_config(settings: Settings) -> None:
             f"{', '.join(keys)} has a password or key, which is written to config.yaml (mode 0600{synced}): use an "
             f"environment variable, ${{NAME}}, instead"
         )
+    if settings._split is not None and settings._split != (own := settings.run_folder / SPLIT_FILE):
+        atomic_write.replace(own, settings._split.read_bytes())
     atomic_write.replace(settings.run_folder / "config.yaml", dump(settings).encode(), private=bool(keys))
 
 
@@ -229,7 +231,7 @@ def noted(settings: Settings) -> dict[str, object]:
     """The settings that determine the weights, by dotted key, for a checkpoint's state."""
     return {
         key: redact_value(value) if isinstance(value, str) else value
-        for key, value in by_key(portable(settings)).items()
+        for key, value in by_key(portable(with_own_split(settings))).items()
         if TRAINS.match(key) and not BESIDES.fullmatch(key)
     }
 

@@ -33,7 +33,7 @@ from clipstream.config.config_sources import (
 )
 from clipstream.config.flags import flag_tree, split
 from clipstream.data.order import default_lanes
-from clipstream.data.settings import DataSettings, TokenizerSettings
+from clipstream.data.settings import DataSettings, SourceSettings, TokenizerSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
@@ -70,6 +70,8 @@ INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
     "not supported in mode indexed, where the data determine the length of an epoch: remove it",
 )
 SHIPPED = f"{PACKAGE}/configs/"
+SPLIT_FILE = "val_split.txt"  # of a run's folder: the samples that are held out
+SPLIT_KEYS = re.compile(r"evals\.val\.data\.|data\.sources\..*\.drop$")
 OF_A_NODE = re.compile(
     r"run\.(device|threads|debug)|model\.cache_dir|data\.(cache|cache_gib)|data\.sources\..*\.(shards|folder)"
 )
@@ -114,6 +116,7 @@ class Settings(Section):
     _places: Node = PrivateAttr(default_factory=Node)
     _epoch_from_data: bool = PrivateAttr(default=False)  # whether the data determined `train.epoch_samples`
     _epochs: EpochPlan | None = PrivateAttr(default=None)
+    _split: FilePath | None = PrivateAttr(default=None)  # names of the samples that `data.val_split` holds out
 
     @property
     def places(self) -> Node:
@@ -160,6 +163,9 @@ def load(argv: Sequence[str], *, trees: Sequence[Node] = (), ranks: int | None =
     ranks = World.from_env().size if ranks is None else ranks
     flags = flag_tree(Settings, given, files, ranks, problems, trains=trains)
     places = merged(Settings, [*files, flags])
+    share = places.at(("data", "val_split"))
+    if trains and share is not None and share.value is not None and places.at(("evals", "val")) is None:
+        places.put(("evals", "val"), Node.of({}, share.place))
     bare: list[str] = []
     tree: Tree = plain(Settings, places, bare)
     problems += bare
@@ -205,6 +211,48 @@ def with_known_epoch(settings: Settings) -> Settings:
     known = settings.model_copy(update={"train": train.model_copy(update={"epoch_samples": samples})})
     known._epoch_from_data, known._epochs = True, epochs
     return known
+
+
+def with_val_split(settings: Settings) -> Settings:
+    """The settings in which `data.val_split` has become lists: training drops the samples that are held out, and the
+    evaluator `val` keeps them. A run that is resumed has its own list; else it is made, unless the cache has it.
+
+    Raises:
+        SettingsError: too few samples can be held out.
+        DataError: a table cannot be read.
+    """
+    data, run = settings.data, settings.run
+    if data.val_split is None:
+        return settings
+    from clipstream.data.val_split import evaluated, held_out  # imports Pillow and the decoders
+
+    ((name, source),) = data.sources.items()
+    own = settings.run_folder / SPLIT_FILE if run.name is not None and settings.checkpoint.resume is not None else None
+    path = own if own is not None and own.is_file() else held_out(source, data.val_split, data, f"data.sources.{name}")
+    split = _split_by(settings, path, evaluated(source))
+    split._split = path
+    samples = settings.train.epoch_samples
+    if samples is not None and settings._epoch_from_data and data.sampling.mode != "indexed":
+        held = path.read_bytes().count(b"\n")
+        split = split.model_copy(update={"train": split.train.model_copy(update={"epoch_samples": samples - held})})
+        split._epoch_from_data = False
+    return split
+
+
+def _split_by(settings: Settings, path: FilePath, evaluated: SourceSettings | None) -> Settings:
+    """The settings with a file of the names of held-out samples, and the source that the evaluator reads."""
+    assert evaluated is not None
+    trained = {name: one.model_copy(update={"drop": str(path)}) for name, one in settings.data.sources.items()}
+    data = settings.data.model_copy(update={"val_split": None, "sources": trained})
+    val = settings.evals["val"].model_copy(update={"data": evaluated.model_copy(update={"keep": str(path)})})
+    return settings.model_copy(update={"data": data, "evals": {**settings.evals, "val": val}})
+
+
+def with_own_split(settings: Settings) -> Settings:
+    """The settings of a run's files: with the list of held-out samples in the run's folder."""
+    if settings._split is None:
+        return settings
+    return _split_by(settings, settings.run_folder / SPLIT_FILE, settings.evals["val"].data)
 
 
 def by_key(settings: Settings) -> dict[str, object]:
@@ -253,6 +301,9 @@ def require_equal(settings: Settings, world: World) -> None:
     Raises SettingsError: they differ; names the keys and both values.
     """
     own = {key: value for key, value in by_key(settings).items() if not OF_A_NODE.fullmatch(key)}
+    if settings._split is not None:  # each node has the list in its own cache
+        own = {key: value for key, value in own.items() if not SPLIT_KEYS.match(key)}
+        own["data.val_split"] = hashlib.sha256(settings._split.read_bytes()).hexdigest()
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
     digests = world.gather_objects(digest)
     if len(set(digests)) == 1:

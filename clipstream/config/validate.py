@@ -16,7 +16,7 @@ from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.store import holds_a_run
 from clipstream.config.by_size import by_size
 from clipstream.config.config_sources import enumerate_words, format_problem
-from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch
+from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch, with_val_split
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import expand
@@ -180,7 +180,7 @@ def prepare_run(settings: Settings) -> Settings:
     for line in lines if world.is_main else ():
         announce(f"chosen   {line}")
     preflight_models(settings)
-    return settings
+    return with_val_split(settings)
 
 
 def preflight_models(settings: Settings) -> None:
@@ -199,7 +199,7 @@ def validate_run(settings: Settings, world: World) -> None:
 
     Raises SettingsError: with one line for each mistake.
     """
-    parts = _length(settings), _batches(settings, world), _shards(settings), _evals(settings)
+    parts = _length(settings), _batches(settings, world), _shards(settings), _val_split(settings), _evals(settings)
     rest = found(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
     _conclude(settings, world, *parts, *rest)
     tell(settings, world, (*_notices(settings), *found(PAIRS, settings, notices=True)))
@@ -223,7 +223,7 @@ def validate_sources(settings: Settings) -> None:
 
     Raises SettingsError: with one line for each mistake.
     """
-    _conclude(settings, World.from_env(), _shards(settings.model_copy(update={"evals": {}})))
+    _conclude(settings, World.from_env(), _shards(settings.model_copy(update={"evals": {}})), _val_split(settings))
 
 
 def _conclude(settings: Settings, world: World, *parts: Problems) -> None:
@@ -354,10 +354,27 @@ def _shards(settings: Settings) -> Problems:
             yield path, f"{error}{fetch}"
 
 
+def _val_split(settings: Settings) -> Problems:
+    """Samples to hold out of several sources or of generated ones, or beside other data of the evaluator."""
+    path, data, val = ("data", "val_split"), settings.data, settings.evals.get("val")
+    if data.val_split is None or not data.sources:
+        return
+    if val is not None and val.data is not None:
+        yield path, "not supported with data of the evaluator val (--val-data): remove one of them"
+    if len(data.sources) > 1:
+        yield path, "not supported with several sources: set evals.NAME.data to data of their own"
+    for name, source in data.sources.items():
+        if source.drop is not None:
+            yield path, f"not supported with data.sources.{name}.drop: list the samples to use, as keep"
+        if str(source.shards).startswith("synthetic:"):
+            yield path, "not supported with synthetic data"
+
+
 def _evals(settings: Settings) -> Problems:
     """Evaluators without data, and class names and templates that cannot be read."""
     for name, evaluator in settings.evals.items():
-        if evaluator.data is None and evaluator.reads and evaluator.type in EvalSettings.builtin:
+        held_out = name == "val" and settings.data.val_split is not None and settings.data.sources
+        if evaluator.data is None and evaluator.reads and not held_out and evaluator.type in EvalSettings.builtin:
             text = f"the evaluator has no data: set --evals.{name}.data.shards, or remove it with --evals.{name} null"
             yield ("evals", name), text
         if isinstance(evaluator, LabelledSettings):

@@ -443,6 +443,13 @@ class DataSettings(Section):
     )
     prefetch: int = Field(3, ge=1, description="batches to prepare ahead per rank")
     sources: dict[str, SourceSettings] = Field(default_factory=dict, description="named sources, mixed by weight")
+    val_split: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of the training samples to hold out for the evaluator val, by groups of the same "
+        "caption or image file or nearly the same image; takes one pass over the data",
+    )
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)

@@ -161,6 +161,8 @@ ALIASES = (
            "frequency of the shards in each '::'-separated part of --train-data"),
     _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on; retrieval unless "
            "evals.val.type is set"),
+    _alias("--val-split", "data.val_split", "SHARE", "hold out this share of --train-data for the evaluator val, "
+           "without near-duplicates in training"),
     _alias("--image-key", f"{_TRAIN}.image_key", "SUFFIXES", "suffixes of the image member, separated by ';'"),
     _alias("--csv-img-key", f"{_TRAIN}.image_key", "COLUMN", "column with the image's path"),
     _alias("--csv-caption-key", f"{_TRAIN}.caption", "COLUMN", "column with the caption (CSV default: title, "

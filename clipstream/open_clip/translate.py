@@ -49,7 +49,7 @@ DEFAULTS = {
 }
 # Flag of an interval -> the flags, and the names of the evaluators, that it is about.
 _INTERVALS = {
-    "--val-frequency": (("--val-data",), ("val",)),
+    "--val-frequency": (("--val-data", "--val-split"), ("val",)),
     "--zeroshot-frequency": (tuple(IMAGENETS), tuple(IMAGENETS.values())),
 }
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from clipstream.data.decode.key_lists import SampleFilter
 from clipstream.data.loader.health import SourceHealth
 from clipstream.data.loader.stage_timing import OPEN, ORDER
 from clipstream.data.loader.stored import StoredSamples
@@ -357,12 +358,19 @@ class OnceSampler:
     """The sampler of evaluation: a lane takes its stretch of every shard, in stored order, once.
 
     Every lane reads every shard, so that few shards still spread evenly over ranks and workers.
+
+    Args:
+        limit: samples to take at most.
+        used: says which samples are taken, by name and key; None for all.
     """
 
     keeps_slots = False
 
-    def __init__(self, lane: int, lanes: int, shards: OpenShards, limit: int | None = None) -> None:
+    def __init__(
+        self, lane: int, lanes: int, shards: OpenShards, limit: int | None = None, used: SampleFilter | None = None
+    ) -> None:
         self.cursor = Cursor()
+        self._used = used
         self._samples = self._iterate(lane, lanes, shards, limit)
 
     def take(self) -> LaneSample | None:
@@ -379,10 +387,14 @@ class OnceSampler:
             if not size:
                 continue
             shard, title = shards[number], shards.title(number)
-            size = size if limit is None else min(size, limit - before)
+            refs: Sequence[SampleRef] = shard.index.samples
+            if self._used is not None:
+                samples = (LaneSample(shard, ref, title, None) for ref in refs)
+                refs = [one.ref for one in samples if self._used(one.name, one.ref.key)]
+            size = len(refs) if limit is None else min(len(refs), limit - before)
             first, count = share_of(lane, lanes, size)
             for i in range(first, first + count):
-                yield LaneSample(shard, shard.index.samples[i], title, None)
+                yield LaneSample(shard, refs[i], title, None)
             shards.release(number)
             before += size
 

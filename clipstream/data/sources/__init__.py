@@ -146,6 +146,7 @@ class SourceType(Protocol):
 
 Result = TypeVar("Result")
 
+FOLDER_ENTRIES = "clipstream.data.sources.folders:folder_entries"  # imported on first use, as the types
 TYPES = {  # imported on first use
     "tar": "clipstream.data.sources.tars:TarSource",
     "table": "clipstream.data.sources.tables:TableSource",
@@ -183,8 +184,6 @@ def entries(spec: str | list[str], type: str = AUTO, *, evaluates: bool = False)
         SettingsError: a pattern matches nothing, a folder holds nothing to read, a variable is not set, nothing is
             named, or a command is named although WDS_SECURE forbids commands.
     """
-    from clipstream.data.sources.folders import contents, named_folder  # which imports the class SourceType
-
     parts = parts_of(spec) if ":" not in type else [spec] if isinstance(spec, str) else spec
     if not parts:
         raise SettingsError(f"{spec!r} matches no shard")
@@ -193,8 +192,8 @@ def entries(spec: str | list[str], type: str = AUTO, *, evaluates: bool = False)
             yield type, part
         elif part.startswith("pipe:"):
             yield from (("tar", command) for command in expand_pipe(part))
-        elif (path := named_folder(part, type)) is not None:
-            yield from contents(path, evaluates=evaluates).entries(path)
+        elif (held := load_plugin(FOLDER_ENTRIES)(part, type, evaluates)) is not None:
+            yield from held
         elif (scheme := ShardURL(text := with_home(with_variables(part))).scheme) in TYPES:
             yield str(scheme), text
         elif type not in (AUTO, "tar", "table"):

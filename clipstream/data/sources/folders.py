@@ -65,13 +65,6 @@ class Contents(NamedTuple):
     split: str = ""  # the split that was chosen by name; '' where the folder has none
     what: str = ""  # in words
 
-    def entries(self, path: str) -> Iterator[tuple[str, str]]:
-        """(type, entry) of the sources that read the folder, which PATH or PATH#SPLIT names."""
-        if self.kind in ("tars", "tables"):
-            yield from ((self.kind.removesuffix("s"), file) for file in self.files)
-        else:
-            yield "folder", f"folder:{divided(path)[0]}#{self.split}" if self.split else f"folder:{path}"
-
 
 def named_folder(part: str, type: str = AUTO) -> str | None:
     """The path in an entry that names a local folder, `folder:PATH` or PATH, also with `#SPLIT`; None for others."""
@@ -80,6 +73,26 @@ def named_folder(part: str, type: str = AUTO) -> str | None:
     if scheme == "folder" or (type == "folder" and scheme is None):
         return text.removeprefix("folder:")
     return text if type == AUTO and scheme is None and os.path.isdir(divided(text)[0]) else None
+
+
+def folder_entries(part: str, type: str, evaluates: bool) -> list[tuple[str, str]] | None:
+    """(type, entry) of what the folder in an entry holds; None if the entry names none. Raises as `contents`."""
+    if (path := named_folder(part, type)) is None:
+        return None
+    held = contents(path, evaluates=evaluates)
+    if held.kind in ("tars", "tables"):
+        return [(held.kind.removesuffix("s"), file) for file in held.files]
+    return [("folder", f"folder:{divided(path)[0]}#{held.split}" if held.split else f"folder:{path}")]
+
+
+def with_split(part: str, type: str = AUTO) -> str:
+    """The entry as training reads it: where the folder that it names has splits, with the name of the one for training.
+
+    Raises SettingsError: as `contents`.
+    """
+    path = named_folder(part, type)
+    split = "" if path is None else contents(path).split
+    return f"folder:{divided(str(path))[0]}#{split}" if split else part
 
 
 def divided(path: str) -> tuple[str, str]:

@@ -1,0 +1,175 @@
+"""Held-out samples: groups of the same caption, file or look, the same for any number of ranks, and their lists."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from clipstream.cli.main import main
+from clipstream.config.settings import load
+from clipstream.config.validate import validate_run
+from clipstream.data.decode.key_lists import KeyList
+from clipstream.data.val_split import NEAR, Seen, choose, group, look_of, near_pairs
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from tests.support.pictures import picture
+from tests.support.ranks import end_ranks
+from tests.support.runs import MODEL, flags, lines, train_on
+from tests.support.tars import write_tar
+
+WHITE = 255, 255, 255
+
+
+def differing(one: int, other: int) -> int:
+    return (one ^ other).bit_count()
+
+
+@given(st.integers(0, 1 << 32), st.integers(2, 300))
+@settings(max_examples=20, deadline=None)
+def test_all_near_pairs_are_found(seed: int, count: int) -> None:
+    random = Random(seed)
+    found = {random.getrandbits(64) for _ in range(count // 2)}
+    for look in random.choices(sorted(found), k=count):  # copies with up to 8 bits flipped
+        found.add(look ^ sum(1 << bit for bit in random.sample(range(64), random.randrange(9))))
+    hashes = np.array(sorted(found), np.uint64)
+    near = {
+        frozenset(pair) for parts in near_pairs(hashes) for pair in zip(*(part.tolist() for part in parts), strict=True)
+    }
+    numbers = itertools.combinations(range(len(hashes)), 2)
+    assert near == {frozenset(p) for p in numbers if differing(int(hashes[p[0]]), int(hashes[p[1]])) <= NEAR}
+
+
+@given(st.integers(0, 1 << 32), st.integers(10, 200), st.floats(0.05, 0.5))
+@settings(max_examples=30, deadline=None)
+def test_a_group_is_on_one_side(seed: int, count: int, share: float) -> None:
+    random = Random(seed)
+    samples = [
+        Seen(f"{n % 3}.tar/{random.randrange(count)}", tuple(random.sample(range(3 * count), random.randrange(1, 3))),
+             random.randrange(4 * count), random.getrandbits(64))
+        for n in range(count)
+    ]  # fmt: skip
+    names, said = choose(samples, share)
+    assert choose(samples[::-1], share)[0] == names  # the order of shards does not matter
+    if names is None:
+        assert "can be held out" in said
+        return
+    held = [sample for sample in samples if sample.name in set(names)]
+    rest = [sample for sample in samples if sample.name not in set(names)]
+    assert len(held) == len(names) <= round(share * count) and f"{len(held):,} of {count:,} samples" in said
+    for marks in (lambda s: {s.name}, lambda s: {s.file}, lambda s: set(s.captions), lambda s: {s.look}):
+        assert not set().union(*map(marks, held)) & set().union(*map(marks, rest))
+    roots, _ = group(samples)
+    sizes = [roots.count(root) for root in set(roots)]
+    if max(sizes) == 1:
+        assert len(held) == round(share * count)
+
+
+def photo(seed: int) -> Image.Image:
+    """An image with structure at several scales."""
+    draw, image = np.random.default_rng(seed), np.zeros((128, 128, 3))
+    for side in (3, 7, 20):
+        noise = Image.fromarray(draw.integers(0, 256, (side, side, 3), dtype=np.uint8))
+        image += np.asarray(noise.resize((128, 128), Image.Resampling.BICUBIC), np.float64) / 3
+    return Image.fromarray(image.astype(np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: int) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def test_a_copy_looks_alike_and_another_image_does_not() -> None:
+    looks = []
+    for seed in range(12):
+        image = photo(seed)
+        looks.append(look_of(encoded(image, "PNG"), WHITE))
+        for copy in (encoded(image, quality=40), encoded(image.resize((64, 50)), "PNG"), encoded(image.convert("L"))):
+            assert differing(looks[-1], look_of(copy, WHITE)) <= NEAR
+    assert all(differing(one, other) > 2 * NEAR for one, other in itertools.combinations(looks, 2))
+
+
+def write_pairs(folder: Path) -> None:
+    """Two shards of 60 samples with the same keys: captions repeat over shards, and images are copied there."""
+    for shard in range(2):
+        samples = []
+        for number in range(60):
+            image = photo(number if number < 20 else 100 + number + 60 * shard)
+            text = (
+                f"A  text {number}"
+                if shard and number > 50
+                else f"a text {number if number > 50 else number + 60 * shard}"
+            )
+            data = encoded(image, quality=95 - 40 * shard)
+            samples.append({"__key__": f"{number:03d}", "jpg": data, "txt": text})
+        write_tar(folder / "pairs" / f"{shard:05d}.tar", samples)
+    (folder / "model.json").write_text(json.dumps(MODEL))
+
+
+def test_runs_hold_out_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pairs(tmp_path)
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    shards = ["--train-data", f"{tmp_path}/pairs", "--val-split=0.2", "--workers=0", "--evals.val.every=1"]
+    assert main(["train", *flags(tmp_path, "one", *shards, steps=2)]) == 0
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "another"))
+    for end in end_ranks(2, train_on, flags(tmp_path, "two", *shards, steps=2)):
+        assert end.code == 0, end.stderr
+    lists = [(tmp_path / "runs" / name / "val_split.txt").read_text() for name in ("one", "two")]
+    held = lists[0].split()
+    assert lists[0] == lists[1] and len(held) == len(set(held)) == 24
+    for name in held:  # captions and images of these numbers are in both shards
+        shard, _, key = name.partition(".tar/")
+        if int(key) < 20 or int(key) > 50:
+            assert f"{1 - int(shard):05d}.tar/{key}" in held
+    (line,) = [line for line in lines(tmp_path, "two", "eval") if line["step"] == 2]
+    assert line["n"] == 24 and line["dropped"] == 0
+    config = yaml.safe_load((tmp_path / "runs" / "two" / "config.yaml").read_text())
+    path = str(tmp_path / "runs" / "two" / "val_split.txt")
+    assert config["data"]["val_split"] is None and config["data"]["sources"]["train"]["drop"] == path
+    assert config["evals"]["val"]["data"]["keep"] == path and KeyList(path, "train").holds(held[0], "")
+    assert main(["evaluate", "--checkpoint", f"{tmp_path}/runs/one", "--workers=0"]) == 0
+    # A resumed run keeps its list, also where the data have changed.
+    write_tar(tmp_path / "pairs" / "00002.tar", [{"__key__": "0", "jpg": picture(0), "txt": "new"}])
+    resumed = flags(tmp_path, "one", *shards, "--resume=latest", "--resume-approximate", steps=3)
+    assert main(["train", *resumed]) == 0
+    assert (tmp_path / "runs" / "one" / "val_split.txt").read_text() == lists[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--val-data=a.tar"], "not supported with data of the evaluator val"),
+        (["--data.sources.b.shards=a.tar"], "not supported with several sources"),
+        (["--data.sources.train.drop=x.txt"], "not supported with data.sources.train.drop"),
+        (["--val-split=1.5"], "--val-split"),
+    ],
+)
+def test_what_does_not_go_together_is_told(more: list[str], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        validate_run(load(["--train-data=a.tar", "--steps=2", "--val-split=0.1", *more]), World())
+
+
+def test_too_few_samples_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    for number in range(6):
+        (tmp_path / "few").mkdir(exist_ok=True)
+        (tmp_path / "few" / f"{number}.png").write_bytes(encoded(photo(number), "PNG"))
+        (tmp_path / "few" / f"{number}.txt").write_text("the same")
+    argv = flags(
+        tmp_path, "few", f"--train-data={tmp_path}/few", "--val-split=0.1", "--data.global-batch-size=2", steps=1
+    )
+    assert main(["train", *argv]) == 2
+    assert "data.val_split: only 0 of 6 usable samples can be held out (share 0.1, 1 group" in capsys.readouterr().err
