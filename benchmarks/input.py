@@ -151,23 +151,40 @@ def write_csv(works: Sequence[Work], path: Path) -> None:
                 table.writerow((work.name, work.size, name, *(one[column] for column in COLUMNS)))
 
 
+def read_csv(path: Path) -> list[Work]:
+    """The works of a table of `write_csv`."""
+    works: dict[str, Work] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            work = works.setdefault(row["work"], Work(row["work"], [], int(row["size"])))
+            work.results[row["stream"]] = {column: float(row[column]) for column in COLUMNS}
+    return list(works.values())
+
+
 def plot(works: Sequence[Work], path: Path) -> None:
-    """Bars of samples/s."""
+    """Bars of clipstream's samples/s relative to open_clip's, in colours that are read on a light and a dark page."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(works[0].results)
-    figure, axes = plt.subplots(figsize=(1.6 * len(works) + 3, 4))
-    for number, name in enumerate(names):
-        places = [place + (number - len(names) / 2) * 0.8 / len(names) for place in range(len(works))]
-        axes.bar(places, [work.results[name]["samples_per_s"] for work in works], 0.8 / len(names), label=name)
-    axes.set(yscale="log", ylabel="samples/s", xticks=range(len(works)), xticklabels=[work.name for work in works])
-    axes.grid(alpha=0.3, axis="y")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
+    grey, blue = "#7d8590", "#2f81f7"
+    plt.rcParams.update({"text.color": grey, "axes.edgecolor": grey, "svg.hashsalt": "input", "font.size": 12})
+    rates = [(work, *(work.results[name]["samples_per_s"] for name in ("clipstream", "open_clip"))) for work in works]
+    ratios = [ours / theirs for _, ours, theirs in rates]
+    figure, axes = plt.subplots(figsize=(8, 0.5 * len(works) + 0.9))
+    axes.barh(range(len(works)), ratios, 0.62, color=blue)
+    for place, (ratio, (_, ours, _)) in enumerate(zip(ratios, rates, strict=True)):
+        axes.text(ratio + 0.06, place, f"{ratio:.1f}x", va="center", weight="bold")
+        axes.text(ratio + 0.62, place, f"{ours:,.0f} samples/s", va="center", size=11)
+    axes.axvline(1, 0.03, 1 - 0.6 / (len(works) + 0.5), color=grey, dashes=(4, 3))
+    axes.text(1, -0.72, "open_clip's loader = 1", ha="center", size=11)
+    labels = [f"{work.name.replace('-', ', ').upper().replace('WEBP', 'WebP')} px" for work in works]
+    axes.set(xlim=(0, max(ratios) + 2), ylim=(len(works) - 0.5, -1), yticks=range(len(works)), yticklabels=labels)
+    axes.tick_params(left=False, bottom=False, labelbottom=False, labelcolor=grey)
+    axes.spines[:].set_visible(False)
+    figure.tight_layout(pad=0.4)
+    figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 def main() -> None:
@@ -185,7 +202,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot-of", type=Path, metavar="CSV", help="measure nothing: plot the figures of a table")
     args = parser.parse_args()
+    if args.plot_of:
+        return plot(read_csv(args.plot_of), args.plot)
     with tempfile.TemporaryDirectory(prefix="bench-input-") as folder:
         scratch = Path(folder)
         if args.shards:
