@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
 quickstart: .venv/.installed
-	$(BIN)/python -m clipstream.train --config configs/quickstart.yaml
+	$(BIN)/clipstream train --config configs/quickstart.yaml
 
 # The lines before the last say what took longest and what was skipped.
 test: .venv/.installed-dev

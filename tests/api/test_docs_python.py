@@ -1,4 +1,4 @@
-"""The Python blocks of docs/python.md run in their order, in a folder like their reader's; its script, by torchrun."""
+"""The Python blocks of docs/python.md and README run in their order; the script of docs/python.md, by torchrun."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+import clipstream
 from clipstream.config.config_sources import to_yaml
 from tests.support import model_files
 from tests.support.examples import MY, furnish_reader
 from tests.support.forks import ROOT, run_fork
+from tests.support.pictures import picture
 
 
 def test_the_blocks_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +32,29 @@ def test_the_blocks_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Monke
             exec(block, names)
     assert len(blocks) == 8 and names["run"].status == "done" and names["figures"]["val"]["n"] == 16
     assert names["best"] in ("cat.jpg", "dog.jpg") and names["state"]["data"]["data"]["step"] == 8
+
+
+def test_the_block_of_the_readme_trains_the_model_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = furnish_reader(tmp_path)
+    for number in range(16):
+        (folder / "photos").mkdir(exist_ok=True)
+        (folder / "photos" / f"{number}.jpg").write_bytes(picture(number))
+        (folder / "photos" / f"{number}.txt").write_text(f"a photo of {number}")
+    monkeypatch.chdir(folder)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    small = {
+        '"ViT-B-32", pretrained="openai"': '"model.json", steps=2, workers=1, device="cpu"',
+        "size=64": "size=8, workers=1",
+        "=1000": "=16",
+    }
+    for word, other in small.items():
+        assert word in block
+        block = block.replace(word, other)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["scores"].shape == (2, 2) and names["loss"].requires_grad and names["clip"].training
+    saved = clipstream.load_model(names["run"], device="cpu")[0].clip.state_dict()
+    assert any((saved[name] != value).any() for name, value in names["clip"].state_dict().items()), "it has trained"
 
 
 LATE = """

@@ -215,6 +215,11 @@ def make_folder(home: Path) -> Path:
         (home / "pictures" / f"{number}.jpg").write_bytes(picture(number))
         rows.append(f"pictures/{number}.jpg,picture {number}")
     (home / "pairs.csv").write_text("\n".join(rows) + "\n")
+    for number in range(24):
+        pair = home / "photos" / f"{number % 3}" / f"{number}.jpg"
+        pair.parent.mkdir(parents=True, exist_ok=True)
+        pair.write_bytes(picture(number))
+        pair.with_suffix(".txt").write_text(f"a photo of {number}\nfr.utf8=une photo de {number}\n")
     for split in ("test", "train"):
         write_benchmark(home / "sets/cars", drawn(3), split=split)
     (home / "configs").symlink_to(ROOT / "configs")
