@@ -165,7 +165,7 @@ def _blocks_memory(towers: Any, tower: Tower) -> float:
 def test_a_budget_below_the_inputs_of_the_blocks_is_an_error(tmp_path: Path) -> None:
     settings = {"name": write(tmp_path), "text": {"grad_checkpointing": 0.001}}
     towers = build(**settings).train()
-    with pytest.raises(SettingsError, match=r"model\.text\.grad_checkpointing: 0\.001 is too small"):
+    with pytest.raises(SettingsError, match=r"model\.text\.grad_checkpointing: 0\.001 is less than the inputs"):
         fit_budgets(towers, ModelSettings.model_validate(settings), 8, nullcontext)
     locked = build(**settings, lock_text=True).train()
     assert fit_budgets(locked, ModelSettings.model_validate(settings), 8, nullcontext) == []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clipstream.checkpoint.state import CheckpointMeta
 from clipstream.data.order.lanes import Cursor, DataState, LaneSlots, LaneState, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import SampleRNG, SampleRNGs, mix, permutation
 from clipstream.data.order.windows import SourceOrder
@@ -133,8 +135,8 @@ def test_the_rare_of_two_sources_comes_as_often_as_its_weight_says() -> None:
 
 def test_a_position_survives_json() -> None:
     lanes = {lane: LaneState(9, [Cursor(3, 2, 1, [0]), Cursor(lane)]) for lane in (0, 11)}
-    state = TrainState(data=DataState(5, 12, {"run.seed": 1}, 2, 4, lanes))
-    assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
+    meta = CheckpointMeta(TrainState(data=DataState(5, 12, {"run.seed": 1}, 2, 4, lanes)))
+    assert CheckpointMeta.from_json(json.dumps(meta.to_json()).encode(), Path("state")) == meta
 
 
 def test_the_positions_of_ranks_are_merged() -> None:
