@@ -81,7 +81,7 @@ def test_a_resume_before_at_and_after_the_step_changes_no_bit(name: str, place: 
     ("model", "parallel"),
     [
         pytest.param("vit", ["--train.micro-batch-size", "5"], id="ddp", marks=pytest.mark.slow),
-        pytest.param("vit", [*FSDP, "--train.micro-batch-size", "5"], id="fsdp"),
+        pytest.param("vit", [*FSDP, "--train.micro-batch-size", "5"], id="fsdp", marks=pytest.mark.ci),
     ],
 )
 def test_two_ranks_equal_one_and_resume_exactly(model: str, parallel: list[str], place: Path) -> None:
