@@ -261,7 +261,7 @@ def fit(
     def show(number: int, batch: Batch) -> None:
         if number == 0:
             warn_of_duplicates(settings.loss, batch, world)
-        outputs.show_batch(number, batch, decode=partial(tokenizers.readable, tokenizer))
+        outputs.show_batch(number, batch, tokenizer)
 
     lr = settings.schedule.build(peak=settings.optim.lr, total_steps=total)
     trainer = Trainer(

@@ -36,6 +36,7 @@ class Batch:
         teacher_pixels: as `pixels`, at a live teacher's size; None where the teacher takes `pixels`.
         teacher_ids: as `ids`, of a live teacher's tokenizer; None where the teacher takes `ids`.
         known: 'image' or 'text' where `features` has what the tower would give, as it is.
+        captions: the texts that `ids` were made of, in evaluation and in the first batch of a process that trains.
         lengths: true length of each text in tokens, counted on the host; None if nobody counted.
     """
 
@@ -52,6 +53,7 @@ class Batch:
     teacher_ids: torch.Tensor | None = None
     lengths: tuple[int, ...] | None = None
     known: tuple[Literal["image", "text"], ...] = ()
+    captions: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -94,7 +96,8 @@ class Batch:
         places = kept.nonzero().flatten().tolist()
         keys = tuple(self.keys[place] for place in places)
         lengths = None if self.lengths is None else tuple(self.lengths[place] for place in places)
-        return replace(self._map(lambda tensor: tensor[kept]), keys=keys, lengths=lengths)
+        captions = None if self.captions is None else tuple(self.captions[place] for place in places)
+        return replace(self._map(lambda tensor: tensor[kept]), keys=keys, lengths=lengths, captions=captions)
 
 
 @dataclass(frozen=True)

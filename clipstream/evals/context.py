@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from statistics import fmean
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import nn
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import EvalSource, evaluation_loader
 from clipstream.data.decode.captions import CaptionExtractor
-from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, readable
+from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, marked, readable
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.order.rng import GOLDEN, Keys, scramble
 from clipstream.data.settings import DataSettings, SourceSettings, TokenizerSettings
@@ -71,6 +72,7 @@ class Reading:
     samples: int = 0  # used ones
     images: int = 0  # sum of their image numbers (see `of_samples`), modulo 2^64
     pairs: int = 0  # sum of their numbers of image and ids, modulo 2^64
+    lost: list[float] = field(default_factory=list)  # shares of the first images' area that the centre crop left out
 
     def add(self, batch: Batch) -> None:
         images, pairs = of_samples(batch)
@@ -80,11 +82,13 @@ class Reading:
 
     def with_others(self, parts: list[Reading]) -> dict[str, object]:
         """The sum over the ranks' `parts`, for a record."""
+        lost = [share for part in parts for share in part.lost]
         return {
             "shards": self.shards,
             "samples": sum(part.samples for part in parts),
             "pictures": f"{sum(part.images for part in parts) % (1 << 64):016x}",
             "pairs": f"{sum(part.pairs for part in parts) % (1 << 64):016x}",
+            **({"measured": len(lost), "lost_area": round(fmean(lost), 4)} if lost else {}),
         }
 
 
@@ -189,6 +193,7 @@ class EvalContext:
                 raise Stopped(f"evaluation {self.name!r} was interrupted") from None
             self.dropped += sum(source.dropped.total() for source in loader.health.sources.values())
             self.complaint = loader.complaint()
+            reading.lost = [share for one in loader.health.sources.values() for share, _ in one.lost.values()]
 
     def unusable(self, what: str) -> DataError:
         """The error for a source without a usable sample on any rank, with this rank's reason."""
@@ -210,9 +215,9 @@ class EvalContext:
         if len(self.examples) < self.examples_wanted:
             self.examples.append(example)
 
-    def decode(self, ids: torch.Tensor) -> str:
-        """The text of ids [T], as the model sees it."""
-        return readable(self.tokenizer, ids.tolist())
+    def shown(self, caption: str | None, ids: torch.Tensor) -> str:
+        """The first line of a caption, with a mark where the context cuts it; decoded from its ids [T] without one."""
+        return marked(self.tokenizer, caption.split("\n")[0]) if caption else readable(self.tokenizer, ids.tolist())
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, 3, H, W] -> L2-normalised float32 [n, D] on the world's device, without gradient."""

@@ -20,6 +20,7 @@ KEPT = 512  # images; 77 MB at 224 pixels
 GUESSES = 3
 MATCHES = 4  # images per prompt
 WORST = 10  # classes
+REMEMBERED = 1 << 17  # captions by their ids, about 60 MB
 AT_ONCE = 1 << 16  # captions scored against the kept images at once: 128 MiB
 
 
@@ -30,6 +31,7 @@ class Kept:
         pixels: uint8 [3, H, W] each.
         ids: int [T] each.
         keys: of the samples.
+        captions: of the samples; '' where they are not known.
     """
 
     def __init__(self, context: EvalContext) -> None:
@@ -37,6 +39,7 @@ class Kept:
         self.pixels: list[torch.Tensor] = []
         self.ids: list[torch.Tensor] = []
         self.keys: list[str] = []
+        self.captions: list[str] = []
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -49,28 +52,58 @@ class Kept:
         self.pixels += batch.pixels[:free].clone().unbind()
         self.ids += batch.ids[:free].clone().unbind()
         self.keys += batch.keys[:free]
+        self.captions += (batch.captions or [""] * len(batch))[:free]
         return True
 
     def only(self, chosen: torch.Tensor) -> None:
         """Leave out images. `chosen`, bool: one for each, and more."""
         there = chosen[: len(self)].tolist()
-        self.pixels, self.ids, self.keys = ([*compress(x, there)] for x in (self.pixels, self.ids, self.keys))  # type: ignore[assignment]
+        for name in ("pixels", "ids", "keys", "captions"):
+            setattr(self, name, [*compress(getattr(self, name), there)])
+
+
+class Wording:
+    """The captions of this rank by their ids, for those that are shown: as they were written, not as ids decode.
+
+    At most REMEMBERED are kept; later ones, and those of a source that gives none, are decoded.
+    """
+
+    def __init__(self, context: EvalContext) -> None:
+        self._context = context
+        self._texts: dict[bytes, str] = {}
+
+    def add(self, ids: torch.Tensor, captions: Sequence[str]) -> None:
+        """Take captions and their ids, int [n, T], on the CPU."""
+        if self._context.examples_wanted and len(self._texts) < REMEMBERED:
+            self._texts.update(zip((row.tobytes() for row in ids.numpy()), captions, strict=True))
+
+    def of(self, ids: torch.Tensor) -> list[str]:
+        """The captions with these ids, int [n, T], of any rank, with a mark where the context cuts them. Collective."""
+        rows = ids.cpu().to(torch.int32)
+        mine = {i: text for i, row in enumerate(rows.numpy()) if (text := self._texts.get(row.tobytes())) is not None}
+        found = {i: text for part in self._context.world.gather_objects(mine)[::-1] for i, text in part.items()}
+        return [self._context.shown(found.get(i), row) for i, row in enumerate(rows)]
 
 
 def show_retrieval(
-    context: EvalContext, kept: Kept, images: torch.Tensor, texts: torch.Tensor, owners: torch.Tensor, ids: torch.Tensor
+    context: EvalContext,
+    kept: Kept,
+    pairs: Sequence[torch.Tensor],
+    owners: torch.Tensor,
+    ids: torch.Tensor,
+    wording: Wording,
 ) -> None:
     """Show the kept images whose own caption ranks best, and worst, among all captions. Collective.
 
     Args:
         context: takes the examples.
         kept: the images of the first rows of rank 0's `images`.
-        images: this rank's features [n, D].
-        texts: this rank's features [m, D].
+        pairs: this rank's features of images [n, D] and of texts [m, D].
         owners: int64 [m], the row of `images` for each caption.
         ids: int [m, T], this rank's captions.
+        wording: of the captions.
     """
-    world = context.world
+    world, (images, texts) = context.world, pairs
     queries = world.gather_rows(images[: len(kept)])
     if not len(queries):
         return
@@ -84,18 +117,18 @@ def show_retrieval(
     found = [AT_ONCE * number + part.indices for number, part in enumerate(parts)]
     captions = world.gather_rows(ids[torch.cat(found)])
     total = sum(world.gather_objects(len(texts)))
+    values, best = values.topk(min(GUESSES, len(values)), dim=0)
+    captions = captions.gather(0, best[..., None].expand(-1, -1, captions.shape[2]))
+    said = wording.of(captions.flatten(0, 1))
     if not len(kept):
         return
-    values, best = values.topk(min(GUESSES, len(values)), dim=0)
     order = sorted(range(len(kept)), key=lambda i: (int(ahead[i] + level[i]), -float(own[i])))
     half = min(context.examples_wanted // 2, len(order) // 2)
     for group, chosen in (("best", order[:half]), ("worst", order[::-1][:half])):
         for i in chosen:
-            guesses = [
-                (context.decode(captions[j, i]), v) for j, v in zip(best[:, i], values[:, i].tolist(), strict=True)
-            ]
+            guesses = list(zip(said[i :: len(queries)], values[:, i].tolist(), strict=True))
             first, last = int(ahead[i]) + 1, int(ahead[i] + level[i])
-            text = context.decode(kept.ids[i][: context.tokenizer.context_length])
+            text = context.shown(kept.captions[i], kept.ids[i][: context.tokenizer.context_length])
             places = f"{first} to {last} (equal scores)" if last > first else f"{first}"
             note = f"its caption is in place {places} of {total}"
             context.show(Example(kept.pixels[i], text, kept.keys[i], tuple(guesses), group, note))

@@ -1,6 +1,6 @@
-"""Files of evaluations with their provenance: model, weights, data, settings and versions of each metric.
+"""Files of evaluations: tables of metrics, and their provenance (model, weights, data, settings, versions).
 
-Records of evaluations enter; `evaluations.jsonl` (an evaluation per line) and `.csv` files (a metric per line) leave.
+Records of evaluations enter; `evaluations.jsonl` (an evaluation per line) and tables (a metric per line) leave.
 Lines are only appended, except that a resumed run writes its later ones again. `differences` says whether two
 evaluations may be compared: they need the same test set and settings.
 """
@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from clipstream.distributed.run_record import versions
-from clipstream.report.sinks import AppendedFile, JsonLines, Record, flat, json_line, lines
+from clipstream.report.sinks import AppendedFile, JsonLines, Record, flat, json_line, lines, markdown_table
+from clipstream.report.terminal import bounds, chance_of, interval, is_share, shown_chance
 from clipstream.storage.shard_url import redact_tree
+from clipstream.text import percent
 from clipstream.utils import atomic_write
 
 FIGURES_FILE = "evaluations.jsonl"
 TABLE_FILE = "evaluations.csv"
+TABLES = (".csv", ".md")  # suffixes of tables
 WATCH_FOLDER = "watch"  # in a run's folder: the same files, written by `clipstream evaluate --watch`
 # Settings that do not affect metrics.
 NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size", "prompts")
 NO_METRIC = ("step", "eval", "error")
-TABLE = (
-    "step", "eval", "metric", "value", "run", "checkpoint", "model", "pretrained", "weights", "shards", "samples",
-    "pictures", "pairs", "precision", "ranks", "time", "clipstream", "torch", "open_clip_torch", "settings", "texts",
-)  # fmt: skip
+NO_ROW = ("n", "captions", "dropped", "seconds")
+TABLE = ("run", "checkpoint", "model", "pretrained", "step", "eval", "metric", "value", "low", "high", "chance", "n")
+MARKDOWN = ("checkpoint", "model", "step", "eval", "metric", "value", "95% interval", "chance")
 
 
 def traced(record: Record, about: Record, subject: Record) -> Record:
@@ -65,15 +66,15 @@ def way_of(evaluation: Record) -> tuple[Any, Any]:
 
 
 def add(path: Path, *evaluations: Record) -> None:
-    """Append traced evaluations to a file: a line per metric to a `.csv` file, else a JSON line each.
+    """Append traced evaluations to a file: a line per metric to a `.csv` or `.md` file, else a JSON line each.
 
     Raises OSError: the file cannot be written, and is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         before = file.tell()
-        if path.suffix.lower() == ".csv":
-            text = table_lines(*evaluations, head=not before)
+        if path.suffix.lower() in TABLES:
+            text = table_lines(*evaluations, head=not before, markdown=path.suffix.lower() == ".md")
         else:
             text = "".join(map(json_line, evaluations))
         left = text.encode()
@@ -115,24 +116,38 @@ class FiguresFile:
             file.close()
 
 
-def table_lines(*evaluations: Record, head: bool) -> str:
-    """A line of CSV per metric of traced evaluations, after the names of the columns if `head`."""
+def table_lines(*evaluations: Record, head: bool, markdown: bool = False) -> str:
+    """A line per metric of traced evaluations, after the names of the columns if `head`.
+
+    CSV has numbers, with the 95% interval of shares as `low` and `high`; Markdown has them as text. What the metrics
+    were made with is in the JSON lines alone.
+    """
+    rows = [
+        _row(one, metric, markdown)
+        for one in evaluations
+        for metric in one.get("metrics", [])
+        if metric not in NO_ROW and not metric.startswith("chance")
+    ]
+    if markdown:
+        cells = [["" if row.get(key) is None else str(row[key]) for key in MARKDOWN] for row in rows]
+        lines = markdown_table(MARKDOWN, cells).splitlines()
+        return "".join(f"{line}\n" for line in (lines if head else lines[2:]))
     out = io.StringIO()
     writer = csv.DictWriter(out, TABLE, extrasaction="ignore", lineterminator="\n")
     if head:
         writer.writeheader()
-    for one in evaluations:
-        data, model = one.get("data", []), one.get("model", {})
-        rest = {
-            **one,
-            **one.get("versions", {}),
-            "model": model.get("name"),
-            "pretrained": model.get("pretrained"),
-            **{key: " + ".join(str(part[key]) for part in data) for key in ("shards", "samples", "pictures", "pairs")},
-            "settings": json.dumps(one.get("settings")),
-        }
-        writer.writerows({**rest, "metric": name, "value": one[name]} for name in one.get("metrics", []))
+    writer.writerows(rows)
     return out.getvalue()
+
+
+def _row(one: Record, metric: str, markdown: bool) -> dict[str, Any]:
+    model, value = one.get("model", {}), one[metric]
+    row = {**one, "model": model.get("name"), "pretrained": model.get("pretrained"), "metric": metric, "value": value}
+    if markdown:
+        row["value"] = percent(value) if is_share(metric, value) else f"{value:.4g}"
+        return {**row, "95% interval": interval(one, metric), "chance": shown_chance(one, metric)}
+    low, high = (round(end, 4) for end in found) if (found := bounds(one, metric)) else (None, None)
+    return {**row, "low": low, "high": high, "chance": chance_of(one, metric)}
 
 
 def _is_source(value: Any) -> bool:

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import itertools
+import base64
+import io
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,18 @@ from typing_extensions import TypedDict
 
 from clipstream import __version__
 from clipstream.checkpoint.store import is_occupied
+from clipstream.data.decode.tokenizers import CUT
+from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
+from clipstream.report.charts import COLOURS, Chart, Points, Series, StepTimes, short
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, groups, way_of
-from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, Page, Record, Sink, flat, lines
-from clipstream.report.terminal import chance_of, early_stop_line, is_minor, is_share
+from clipstream.report.sinks import AUDIT_FILE, LARGEST, METRICS_FILE, ImageFiles, Page, Record, Sink, flat, lines
+from clipstream.report.terminal import chance_of, early_stop_line, interval, is_minor, is_share
 from clipstream.storage.shard_url import redact
 from clipstream.text import duration, milliseconds, percent
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.section import checked
-from clipstream.utils.timing import PARTS
 
 REPORT_FILE = "report.html"
 TEMPLATE = "page.html"
@@ -58,18 +60,20 @@ TITLES = {  # of curves, in the order of the page; others follow
 }
 RARE = ("skipped",)  # not shown if all values are 0
 SHARES = ("mfu", "data_wait", "gpu/utilization", "overflow_rate")
+MACHINE = ("samples_per_s", "tokens_per_s", "tflops", "mfu", "data_wait", "gpu/", "cpu/")  # folded, behind the results
 # Not shown as charts of their own: the parts of a step, and memory at the moment of a line.
 HIDDEN = ("time/", "gpu/memory_allocated", "cpu/memory_peak")
 INTERVAL = 60.0  # minimum seconds between two reports of a running run
+HEADINGS = {  # of groups of images
+    "best": "Found: images whose own caption ranks best",
+    "worst": "Missed: images whose own caption ranks worst",
+    "right": "Classified correctly",
+    "wrong": "Classified wrongly",
+}
+ROW = 3  # charts side by side
+TILES = 8  # metrics shown as large figures
 COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
-WIDTH, HEIGHT = 360, 190  # of a chart
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 22  # its margins
-COLOURS = 8
-
-
 _NO_CURVE = ("step", "samples", "epoch")
-
-Points = list[tuple[float, float]]
 
 
 class _Finding(TypedDict):
@@ -94,6 +98,7 @@ class RunContents:
     curves: dict[str, Points] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Points]] = field(default_factory=dict)  # (step, value) by evaluator and metric
     health: Record = field(default_factory=dict)  # the newest counts of data health, by source
+    cropped: Record = field(default_factory=dict)  # what crops leave out, by source (see `lost_areas`)
     # time of the data stages in the last training line's steps
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     profile: Record = field(default_factory=dict)  # the newest one (see `StepProfiler.finish`)
@@ -123,6 +128,16 @@ class RunContents:
     def steps(self) -> int:
         """Step of the last training line."""
         return int(self.curves["loss"][-1][0]) if self.curves.get("loss") else 0
+
+    def crops(self) -> dict[str, Record]:
+        """What crops leave out of the images of sources and evaluations: images, training, evaluation."""
+        made = {
+            name: {"images": data["measured"], "evaluation": data["lost_area"]}
+            for name, record in self.made.items()
+            for data in record.get("data", [])[:1]
+            if "lost_area" in data
+        }
+        return {**self.cropped, **made}
 
 
 def read_run(folder: Path) -> RunContents:
@@ -169,7 +184,7 @@ def take(run: RunContents, record: Record) -> None:
     elif "rollback" in record:
         run.rollbacks.append({"step": step, **record["rollback"]})
     elif "health" in record:
-        run.health = record["health"]
+        run.health, run.cropped = record["health"], record.get("cropped", {})
     elif "stages" in record:
         run.stages = record["stages"]
     elif "profile" in record:
@@ -214,21 +229,6 @@ def _take_later_evaluations(run: RunContents, folder: Path) -> None:
     run.failed = {**failed, **run.failed}
 
 
-def fewer(points: Points, most: int = 400) -> Points:
-    """Reduce points to at most `most`: means over equal spans of steps; the first and last are kept."""
-    if len(points) <= most:
-        return points
-    first, last = points[0][0], points[-1][0]
-    spans: dict[int, Points] = {}
-    for x, y in points[1:-1]:
-        spans.setdefault(int((x - first) / (last - first or 1) * (most - 2)), []).append((x, y))
-    means = []
-    for span in spans.values():
-        finite = [y for _, y in span if math.isfinite(y)]
-        means.append((span[-1][0], sum(finite) / len(finite) if finite else math.nan))
-    return [points[0], *means, points[-1]]
-
-
 class Report(Sink):
     """The report of a run, written after evaluations and at the end. A failure is a warning and never ends a run.
 
@@ -269,54 +269,32 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
     """The page; `trained` says whether the runs trained, or were evaluated only."""
     names = _distinct([run.name for run in runs])
     evaluations = _evaluations(runs, names)
-    known = [*TITLES]
-    metrics = dict.fromkeys(
-        metric
-        for run in runs
-        for metric, points in run.curves.items()
-        if not metric.startswith(HIDDEN) and (metric not in RARE or any(value for _, value in points))
-    )
-    curves = [
-        Chart(
-            TITLES.get(metric, metric.replace("_", " ")),
-            _series(names, [run.curves.get(metric, []) for run in runs]),
-            share=metric in SHARES,
-        )
-        for metric in sorted(metrics, key=lambda metric: known.index(metric) if metric in known else len(known))
-    ]
     settings = []  # a row per key with its value in each run; those that differ come first
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = [run.settings.get(key, "") for run in runs]
         settings.append({"key": key, "values": values, "differs": len(set(values)) > 1})
     settings.sort(key=lambda row: not row["differs"])
-    pages = [(name, page) for name, run in zip(names, runs, strict=True) for page in run.pages]
-    pages.sort(key=lambda named: named[1].name == "train")  # last
-    headlines = []  # the main metrics of each evaluation, or else its first one
-    for one in evaluations:
-        rows = [row for row in one["rows"] if not is_minor(row["metric"])] or one["rows"][:1]
-        headlines += [{**row, "name": one["name"]} for row in rows]
+    shown = {**_results(runs, names, evaluations), **_details(runs, names)}
     sections = {
-        "figures": ("Figures", trained and headlines),
-        "training": ("Training", trained),
+        "results": ("Results", shown["tiles"] or (shown["headlines"] and len(runs) > 1)),
+        "images": ("Images", shown["pages"]),
+        "curves": ("Curves and metrics", shown["curves"] or evaluations),
+        "data": ("Data", shown["health"] or shown["crops"] or shown["trained_on"]),
         "precision": ("Precision", any(run.audit for run in runs)),
-        "evaluations": ("Evaluations", evaluations),
-        "data": ("Data", any(run.stages or run.health for run in runs)),
-        "pictures": ("Images", pages),
         "settings": ("Settings", settings),
+        "machine": ("Machine", any(shown[key] for key in ("machine", "steps", "stages", "profiles"))),
         "environment": ("Environment", any(run.starts for run in runs)),
     }
     rendered: str = template(TEMPLATE).render(
+        shown,
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
         version=__version__,
         runs=list(zip(names, runs, strict=True)),
         colours=COLOURS,
-        contents=[(id_, called) for id_, (called, there) in sections.items() if there],
-        headlines=headlines,
-        curves=curves,
-        steps=[(name, StepTimes.of(run)) for name, run in zip(names, runs, strict=True)],
+        contents={id_: called for id_, (called, there) in sections.items() if there},
         evaluations=evaluations,
-        pages=pages,
         settings=settings,
+        differing=sum(row["differs"] is True for row in settings),
         several=len(runs) > 1,
         trained=trained,
         short=short,
@@ -324,8 +302,130 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         duration=duration,
         milliseconds=milliseconds,
         early_stop_line=early_stop_line,
+        image_size=image_size,
+        lost_area_note=lost_area_note,
+        LARGE_CROP=LARGE_CROP,
+        CUT=CUT,
+        HEADINGS=HEADINGS,
     )
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", rendered)
+
+
+def _results(runs: Sequence[RunContents], names: Sequence[str], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the page shows of metrics: tiles of one run, rows of several, and charts."""
+    headlines = []  # the main metrics of each evaluation, or else its first one
+    for one in evaluations:
+        rows = [row for row in one["rows"] if not is_minor(row["metric"])] or one["rows"][:1]
+        headlines += [{**row, "name": one["name"]} for row in rows]
+    main = [row["chart"] for row in headlines]
+    kinds = list(dict.fromkeys(loss_kind(run) for run in runs if "loss" in run.curves))
+    losses = [
+        Chart(
+            f"loss ({kind})" if len(kinds) > 1 else "loss",
+            _series(names, [run.curves.get("loss", []) if loss_kind(run) == kind else [] for run in runs]),
+        )
+        for kind in kinds
+    ]
+    charts = _training_charts(runs, names)
+    machine = [metric for metric in charts if metric.startswith(MACHINE)]
+    minor = [chart for metric, chart in charts.items() if metric not in ("loss", *machine)]
+    minor += [row["chart"] for one in evaluations for row in one["rows"] if row["chart"] not in main]
+    drawn = {"curves": [*losses, *main], "minor": minor, "machine": [charts[metric] for metric in machine]}
+    shown = {name: [chart for chart in those if chart.svg()] for name, those in drawn.items()}
+    few = max(0, ROW - len(shown["curves"]))
+    shown["curves"], shown["minor"] = shown["curves"] + shown["minor"][:few], shown["minor"][few:]
+    return {
+        "headlines": headlines,
+        "tiles": _tiles(runs[0], headlines) if len(runs) == 1 else [],
+        "kinds": kinds,
+        **shown,
+    }
+
+
+def _details(runs: Sequence[RunContents], names: Sequence[str]) -> dict[str, Any]:
+    """What the page shows of images, data and the machine, with the run's name, or of several that of the source."""
+    named = list(zip(names, runs, strict=True))
+    pages = [(name, page) for name, run in named for page in run.pages]
+
+    def of(name: str, source: str) -> str:
+        return source if len(runs) == 1 else f"{name}: {source}"
+
+    return {
+        "pages": [(name, page) for name, page in pages if page.name != "train"],
+        "trained_on": [(name, page) for name, page in pages if page.name == "train"],
+        "health": [(of(name, one), counts) for name, run in named for one, counts in sorted(run.health.items())],
+        "crops": [(of(name, one), crop) for name, run in named for one, crop in run.crops().items()],
+        "steps": [(name, times) for name, run in named if (times := StepTimes.of(run.curves)).parts],
+        "stages": [(name, run.stages) for name, run in named if run.stages],
+        "profiles": [(name, run.profile) for name, run in named if run.profile],
+    }
+
+
+def _training_charts(runs: Sequence[RunContents], names: Sequence[str]) -> dict[str, Chart]:
+    """The charts of training lines by metric, in the order of the page."""
+    known = [*TITLES]
+    metrics = dict.fromkeys(
+        metric
+        for run in runs
+        for metric, points in run.curves.items()
+        if not metric.startswith(HIDDEN) and (metric not in RARE or any(value for _, value in points))
+    )
+    return {
+        metric: Chart(
+            TITLES.get(metric, metric.replace("_", " ")),
+            _series(names, [run.curves.get(metric, []) for run in runs]),
+            share=metric in SHARES,
+        )
+        for metric in sorted(metrics, key=lambda metric: known.index(metric) if metric in known else len(known))
+    }
+
+
+def loss_kind(run: RunContents) -> str:
+    """The kind of a run's loss, in words: losses of different kinds have different scales."""
+    of = run.settings.get
+    kind, model = of("loss.type", "auto"), of("model.name", "")
+    if kind == "auto":
+        biased = of("model.config.model_cfg.init_logit_bias", "null") != "null" or "siglip" in model.lower()
+        kind = "siglip" if biased else "clip"
+    distilled = any(metric.startswith("loss_") and metric != "loss_scale" for metric in run.curves)
+    batch = f", batch {size}" if (size := of("data.global_batch_size")) else ""
+    return {"clip": "softmax", "siglip": "sigmoid"}.get(kind, kind) + batch + ", distillation" * distilled
+
+
+def _tiles(run: RunContents, headlines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The large figures: the main metrics, means first; without evaluations the last loss."""
+    tiles = []
+    for row in sorted(headlines, key=lambda row: row["metric"] != "mean")[:TILES]:
+        cell = row["cells"][0]
+        lines = [
+            f"chance {row['chance']}" if row["chance"] else "",
+            f"95% interval {cell['interval']}" if cell["interval"] else "",
+            cell["best"],
+        ]
+        name = f"{row['name']} · {row['metric'].replace('_', ' ')}"
+        share = cell["value"] if row["chart"].share else None
+        tiles.append(
+            {
+                "name": name,
+                "value": cell["last"],
+                "share": share,
+                "chance_share": row["chart"].chance,
+                "lines": filter(None, lines),
+            }
+        )
+    if not tiles and (points := run.curves.get("loss")):
+        lines = [f"{short(points[0][1])} at step {short(points[0][0])}"]
+        tiles.append({"name": "loss", "value": short(points[-1][1]), "share": None, "lines": lines})
+    return tiles
+
+
+def image_size(src: str) -> tuple[int, int]:
+    """(width, height) of the image in a data: URL, so that a browser leaves its place before it is decoded."""
+    from PIL import Image
+
+    with suppress(Exception):  # of any kind, where the file was changed by hand
+        return Image.open(io.BytesIO(base64.b64decode(src.partition(",")[2]))).size
+    return LARGEST, LARGEST
 
 
 @cache
@@ -353,18 +453,25 @@ def _evaluations(runs: Sequence[RunContents], names: Sequence[str]) -> list[dict
     explains the marks.
     """
     found = []
+    kinds = [{"kind of loss": loss_kind(run)} for run in runs]
     for name in dict.fromkeys(name for run in runs for name in (*run.evaluations, *run.failed)):
         of_runs = [run.evaluations.get(name, {}) for run in runs]
         last = [{metric: points[-1][1] for metric, points in metrics.items()} for metrics in of_runs]
         having = [i for i, run in enumerate(runs) if name in run.evaluations]
-        grouped = dict(zip(having, groups([runs[i].made.get(name) for i in having]), strict=True))
+        made = [runs[i].made.get(name) for i in having]
+        if any("val_loss" in metrics for metrics in last):
+            made = [
+                one and {**one, "settings": {**one["settings"], **kinds[i]}}
+                for i, one in zip(having, made, strict=True)
+            ]
+        grouped = dict(zip(having, groups(made), strict=True))
         marks = [f"≠{grouped[i][0]}" if i in grouped and grouped[i][0] else "" for i in range(len(runs))]
         others = {}
         for mark in dict.fromkeys(filter(None, marks)):
             members = [i for i, other in enumerate(marks) if other == mark]
             who = ", ".join(names[i] for i in members)
             others[mark] = f"{who} with {names[having[0]]}: {grouped[members[0]][1]}"
-        charts, rows = [], []
+        rows = []
         for metric in dict.fromkeys(metric for metrics in last for metric in metrics):
             if metric.startswith("chance") or metric in COUNTS:
                 continue
@@ -373,17 +480,24 @@ def _evaluations(runs: Sequence[RunContents], names: Sequence[str]) -> list[dict
             chances = [chance for values in last if (chance := chance_of(values, metric)) is not None]
             first = [[], *(lines[0] if mark == marks[0] else [] for mark in marks[1:])]
             cells = [
-                {**_cell(points, share, of), "mark": mark} for points, of, mark in zip(lines, first, marks, strict=True)
+                {
+                    **_cell(points, share, of),
+                    "mark": mark,
+                    "interval": interval(values, metric) if metric in values else "",
+                }
+                for points, of, mark, values in zip(lines, first, marks, last, strict=True)
             ]
-            rows.append({"metric": metric, "chance": " / ".join(dict.fromkeys(map(percent, chances))), "cells": cells})
-            charts.append(Chart(metric, _series(names, lines, marks), chances[0] if chances else None, share))
+            shown = percent if share else short
+            chart = Chart(f"{name} · {metric}", _series(names, lines, marks), chances[0] if chances else None, share)
+            told = " / ".join(dict.fromkeys(map(shown, chances)))
+            rows.append({"metric": metric, "chance": told, "cells": cells, "chart": chart})
         about = [
             f"{of}: {_about(metrics)}" if len(runs) > 1 else _about(metrics)
             for of, metrics in zip(names, of_runs, strict=True)
             if metrics
         ]
         failed = [(of, *run.failed[name]) for of, run in zip(names, runs, strict=True) if name in run.failed]
-        found.append({"name": name, "about": about, "failed": failed, "others": others, "rows": rows, "charts": charts})
+        found.append({"name": name, "about": about, "failed": failed, "others": others, "rows": rows})
     return found
 
 
@@ -400,16 +514,17 @@ def _about(metrics: dict[str, Points]) -> str:
     return ", ".join(parts)
 
 
-def _cell(points: Points, share: bool, first: Points) -> dict[str, str]:
+def _cell(points: Points, share: bool, first: Points) -> dict[str, Any]:
     """The last value, the best one if it was earlier, and the difference from the first run's last value."""
     if not points:
-        return {"last": "", "best": "", "more": ""}
+        return {"last": "", "best": "", "more": "", "value": math.nan}
     say = percent if share else short
     best_step, best = max(points, key=lambda point: point[1])
     earlier = share and best > points[-1][1]
     more = points[-1][1] - first[-1][1] if first else math.nan
     told = f"{100 * more:+.1f} points" if share else f"{'+' * (more >= 0)}{short(more)}"
     return {
+        "value": points[-1][1],
         "last": say(points[-1][1]),
         "best": f"best {say(best)} at {short(best_step)}" if earlier else "",
         "more": told if math.isfinite(more) else "",
@@ -424,148 +539,3 @@ def _distinct(names: Sequence[str]) -> list[str]:
         counts[name] = counts.get(name, 0) + 1
         found.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
     return found
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line."""
-
-    name: str  # of the run, for the legend
-    points: Points  # (step, value)
-    number: int = 0  # of its colour
-    other: bool = False  # whether its values may not be compared with those of the first line
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One chart."""
-
-    title: str  # of the chart
-    series: tuple[Series, ...]  # its lines
-    chance: float | None = None  # value for random guesses, if it is known
-    share: bool = False  # whether values are shown in percent
-
-    def svg(self) -> str:
-        """The chart as SVG; '' if no line has two points."""
-        lines = [fewer(series.points) for series in self.series]
-        ys = [y for points in lines for _, y in points if math.isfinite(y)]
-        xs = [x for points in lines for x, _ in points]
-        if not ys or max(len(points) for points in lines) < 2:
-            return ""
-        if self.chance is not None:
-            ys.append(self.chance)
-        ticks = nice_ticks(min(ys), max(ys))
-        x0, x1, y0, y1 = min(xs), max(xs), min(*ticks, *ys), max(*ticks, *ys)
-
-        def at(x: float, y: float) -> tuple[float, float]:
-            """The position of a value in the drawing."""
-            right = LEFT + (x - x0) / (x1 - x0 or 1) * (WIDTH - LEFT - RIGHT)
-            return right, HEIGHT - BOTTOM - (y - y0) / (y1 - y0 or 1) * (HEIGHT - TOP - BOTTOM)
-
-        # The page's script turns positions back into values by the data attributes.
-        inner = f"{LEFT} {WIDTH - RIGHT} {TOP} {HEIGHT - BOTTOM}"
-        spans = f'data-x0="{x0}" data-x1="{x1}" data-y0="{y0}" data-y1="{y1}"'
-        label = f'role="img" aria-label="{escape(self.title)}" data-share="{str(self.share).lower()}"'
-        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {label} {spans} data-inner="{inner}">']
-        labels = (f"{100 * tick:.3g}%" if self.share else short(tick) for tick in ticks)
-        parts += _axes({at(x0, tick)[1]: label for tick, label in zip(ticks, labels, strict=True)}, x0, x1)
-        if self.chance is not None:
-            y = at(x0, self.chance)[1]
-            parts.append(f'<line class="chance" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        for series, points in zip(self.series, lines, strict=True):
-            about = f'class="s{series.number % COLOURS}{" other" * series.other}" data-name="{escape(series.name)}"'
-            for finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
-                if not finite:
-                    continue
-                positions = [at(x, y) for x, y in run]
-                if len(positions) == 1:
-                    parts.append(f'<circle {about} cx="{positions[0][0]:.1f}" cy="{positions[0][1]:.1f}" r="2"/>')
-                else:
-                    parts.append(f'<polyline {about} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in positions)}"/>')
-        return "".join([*parts, "</svg>"])
-
-
-def _axes(ticks: dict[float, str], first: float, last: float) -> Iterator[str]:
-    """SVG of the y axis, with labels by their height in the drawing, and of the first and the last step below."""
-    for y, shown in ticks.items():
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>'
-    for step, x, anchor in ((first, LEFT, "start"), (last, WIDTH - RIGHT, "end")):
-        yield f'<text class="tick" x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{short(step)}</text>'
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Time of the training step by part, as a stacked chart and a table."""
-
-    parts: dict[str, Points]  # part -> (step, seconds), all of the same steps
-
-    @classmethod
-    def of(cls, run: RunContents) -> StepTimes:
-        found = {key.removeprefix("time/"): dict(run.curves[key]) for key in run.curves if key.startswith("time/")}
-        steps = sorted(set().union(*found.values()))
-        known = [part for part in PARTS if part in found]
-        order = [*known, *(part for part in found if part not in known)]
-        return cls({part: [(step, found[part].get(step, 0.0)) for step in steps] for part in order})
-
-    def rows(self) -> list[tuple[str, float, float]]:
-        """(part, mean seconds, share) over all training lines but the first, which has the warm-up."""
-        means = {}
-        for part, points in self.parts.items():
-            values = [seconds for _, seconds in points[1:] or points]
-            means[part] = sum(values) / len(values)
-        whole = sum(means.values()) or 1.0
-        return [(part, mean, mean / whole) for part, mean in means.items()]
-
-    def svg(self) -> str:
-        """The shares of the parts over the steps as SVG; '' if there are not two training lines."""
-        lines = {part: fewer(points) for part, points in self.parts.items()}
-        steps = [step for step, _ in next(iter(lines.values()), [])]
-        if len(steps) < 2:
-            return ""
-        wholes = [sum(points[n][1] for points in lines.values()) or 1.0 for n in range(len(steps))]
-        right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-
-        def at(n: int, share: float) -> str:
-            x = LEFT + (steps[n] - steps[0]) / (steps[-1] - steps[0]) * (right - LEFT)
-            return f"{x:.1f},{bottom - share * (bottom - TOP):.1f}"
-
-        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="time of a step by part">']
-        below = [0.0] * len(steps)
-        for part, points in lines.items():
-            above = [low + points[n][1] / wholes[n] for n, low in enumerate(below)]
-            outline = [at(n, share) for n, share in enumerate(above)]
-            outline += [at(n, below[n]) for n in reversed(range(len(steps)))]
-            shape = f'<polygon class="part {escape(part)}" points="{" ".join(outline)}">'
-            parts.append(f"{shape}<title>{escape(part.replace('_', ' '))}</title></polygon>")
-            below = above
-        ticks = {bottom - share * (bottom - TOP): f"{share:.0%}" for share in (0.0, 0.5, 1.0)}
-        parts += _axes(ticks, steps[0], steps[-1])
-        return "".join([*parts, "</svg>"])
-
-
-def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """About `about` round values from `low` to `high`, with a step of 1, 2 or 5 times a power of ten."""
-    if low > 0 and low < 0.35 * high:
-        low = 0.0
-    size = max(abs(low), abs(high))
-    span = high - low if high - low > 1e-9 * size + 1e-15 else max(size, 1e-15) if size else 1.0
-    power = 10 ** math.floor(math.log10(span / about))
-    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= about)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    digits = 2 - math.floor(math.log10(step))  # hides rounding errors of the product
-    return [round(step * k, digits) for k in range(first, max(last, first + 1) + 1)]
-
-
-def short(value: float) -> str:
-    """A number in few characters: 0.00012 as 1.2e-4, 12000 as 12k."""
-    if not math.isfinite(value):
-        return "–"
-    size = abs(value)
-    if size >= 1e4:
-        for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-            if size >= unit:
-                return f"{value / unit:.4g}{letter}"
-    if 0 < size < 1e-3:
-        return f"{value:.2g}".replace("e-0", "e-")
-    return f"{value:.4g}"

@@ -49,6 +49,7 @@ from clipstream.utils.plugins import make_plugin
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
+    from clipstream.data.decode.tokenizers import Tokenizer
     from clipstream.evals.context import Example, Table
     from clipstream.utils.timing.step_timer import StepProfiler
 
@@ -253,17 +254,17 @@ class Outputs(SinkGroup):
         """Add an evaluation to the files of figures, with what it was made with; on rank 0 only."""
         self._figures.add(traced(record, about, self._subject))
 
-    def show_batch(self, step: int, batch: Batch, decode: Callable[[Sequence[int]], str]) -> None:
-        """Show the first samples of a training batch as the model sees them.
-
-        Args:
-            decode: the ids of a text -> the text.
-        """
+    def show_batch(self, step: int, batch: Batch, tokenizer: Tokenizer) -> None:
+        """Show the first samples of a training batch as the model sees them."""
         if self.sinks and self._examples and batch.pixels is not None:
+            from clipstream.data.decode.tokenizers import marked, readable
             from clipstream.evals.context import Example
 
             rows = batch.weights.nonzero().flatten().tolist()[: self._examples]  # without padding
-            texts = [decode(ids) for ids in batch.ids[rows].tolist()]
+            if batch.captions is not None:
+                texts = [marked(tokenizer, batch.captions[i]) for i in rows]
+            else:
+                texts = [readable(tokenizer, ids) for ids in batch.ids[rows].tolist()]
             self.show(step, "train", list(map(Example, batch.pixels[rows], texts, [batch.keys[i] for i in rows])))
 
     def step(self, done: int) -> None:

@@ -492,6 +492,14 @@ class _Data(TypedDict):
     samples: Count
     pictures: object
     pairs: object
+    measured: NotRequired[Count]
+    lost_area: NotRequired[float]
+
+
+class _Cropped(TypedDict):
+    images: Count
+    training: NotRequired[float]
+    evaluation: float
 
 
 class _Line(TypedDict, total=False):
@@ -512,6 +520,7 @@ class _Line(TypedDict, total=False):
     end: _End
     rollback: _Rollback
     health: dict[str, _Counts]
+    cropped: dict[str, _Cropped]
     stages: dict[str, _Stage]
     profile: _Profile
     seconds: float

@@ -40,6 +40,7 @@ REDRAWN = 0.1  # s between two states of the bar of steps, and of one in a noteb
 BAR_WIDTHS = 4, 30  # columns of the bar, at least and at most
 LOG_FILE = "out.log"
 _URL = re.compile(r"\S+://\S+")
+_SHARE = re.compile(r"chance|(?:chance_)?(?:top\d+|(?:\w+_)?R@\d+|mAP|mean|mean_per_class_recall|(?:\w+_)?accuracy)")
 _DIRECTIONS = ("image_to_text", "text_to_image")
 
 
@@ -237,8 +238,7 @@ def evaluation_line(record: Record, width: int = OFF_TERMINAL) -> str:
         name: f"{name} {percent(value) if is_share(name, value) else _number(value, '.4g')}"
         for name, value in values.items()
     }
-    chances = {name: chance_of(record, name) for name in names}
-    beside = {name: "" if chance is None else f" (chance {percent(chance)})" for name, chance in chances.items()}
+    beside = {name: f" (chance {chance})" if (chance := shown_chance(record, name)) else "" for name in names}
     for name in names:
         if not is_minor(name) and (found := interval(record, name)) and record["n"] < FEW:
             said[name] += f" [{found}]"
@@ -291,33 +291,36 @@ def table(records: Sequence[Record]) -> str:
         for name, value in record.items():
             if name in ("step", "eval") or name.startswith("chance"):
                 continue
-            chance = chance_of(record, name)
             number = percent(value) if is_share(name, value) else f"{value:g}"
             shown = duration(value) if name == "seconds" else number
-            rows.append(
-                (record["eval"], name, shown, interval(record, name), "" if chance is None else percent(chance))
-            )
+            rows.append((record["eval"], name, shown, interval(record, name), shown_chance(record, name)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(row)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def is_share(metric: str, value: Any) -> bool:
-    """Whether a metric is shown in percent: a float from 0 to 1 that is neither a loss nor a rank."""
-    return isinstance(value, float) and 0 <= value <= 1 and not metric.endswith(("loss", "rank"))
+    """Whether a metric is shown in percent: a float from 0 to 1 whose name is that of a share."""
+    return isinstance(value, float) and 0 <= value <= 1 and _SHARE.fullmatch(metric) is not None
 
 
 def interval(record: Record, metric: str) -> str:
-    """The 95% interval of the share of n answers that are right, top1, top5 or R@k, as 0.9-10.8%; '' of other metrics.
+    """The 95% interval of a share as text, such as 0.9-10.8%; '' where `bounds` knows none."""
+    found = bounds(record, metric)
+    return "" if found is None else f"{100 * found[0]:.1f}-{percent(found[1])}"
+
+
+def bounds(record: Record, metric: str) -> tuple[float, float] | None:
+    """The 95% interval of the share of n answers that are right, top1, top5 or R@k; None for other metrics.
 
     Wilson's score interval (JASA 22, 1927): (p + z²/2n ± z √(p (1 - p)/n + z²/4n²)) / (1 + z²/n), with z = 1.96.
     """
     n, share = record.get("captions" if metric.startswith("text_to_image") else "n", 0), record[metric]
     if not n or not is_share(metric, share) or not re.fullmatch(r"top\d+|.*_R@\d+", metric):
-        return ""
+        return None
     z = 1.96**2 / n
     middle, half = (share + z / 2) / (1 + z), math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
-    return f"{100 * max(0.0, middle - half):.1f}-{percent(min(1.0, middle + half))}"
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def chance_of(record: Record, metric: str) -> float | None:
@@ -326,6 +329,12 @@ def chance_of(record: Record, metric: str) -> float | None:
         if name.startswith("chance_") and metric.endswith(name.removeprefix("chance_")):
             return float(value)
     return float(record["chance"]) if metric == "top1" and "chance" in record else None
+
+
+def shown_chance(record: Record, metric: str) -> str:
+    """The chance level of a metric as text: in percent if the metric is; '' if it is not known."""
+    chance = chance_of(record, metric)
+    return "" if chance is None else percent(chance) if is_share(metric, record[metric]) else f"{chance:.4g}"
 
 
 def _number(value: Any, form: str) -> str:

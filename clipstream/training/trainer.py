@@ -15,7 +15,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.health import merge_counts, without_sets
+from clipstream.data.loader.health import lost_areas, merge_counts, without_sets
 from clipstream.data.loader.stage_timing import StageTimes, merged
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.run_record import end_record
@@ -431,7 +431,9 @@ class Trainer:
 
     def _write_health(self) -> None:
         self._health_step = self.step
-        self._write({"step": self.step, "health": without_sets(self._health())})
+        lost = {name: list(one.lost.values()) for name, one in self.loader.health.sources.items()}
+        cropped = {name: lost_areas(shares) for name, shares in lost.items() if shares}
+        self._write({"step": self.step, "health": without_sets(self._health()), "cropped": cropped})
 
     def _health(self) -> dict[str, SourceCounts]:
         """Data counters of all ranks since the run began, before a resume included. Collective."""

@@ -17,7 +17,7 @@ from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, differences, groups, traced
-from clipstream.report.html_report import read_run, render
+from clipstream.report.html_report import loss_kind, read_run, render
 from clipstream.report.sinks import MetricsFile
 from tests.support.browser import look, needs_browser
 from tests.support.evaluating import tiny_towers
@@ -152,23 +152,42 @@ const seen = [...document.querySelectorAll("table")].map(table => {
   const narrow = [...table.querySelectorAll("td.key + td")].filter(cell => cell.offsetWidth < 90).length;
   return {cut, right, shade: getComputedStyle(box).backgroundImage !== "none", narrow};
 });
-document.title = JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth, seen});
-parent.document.title = document.title;
+parent.document.title += JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth, seen,
+  height: document.documentElement.scrollHeight}) + "|";
 </script>"""
 
 
 @needs_browser
-def test_every_table_can_be_reached_on_a_phone(tmp_path: Path) -> None:
-    page = render([read_run(make_run(tmp_path / f"run{i}", lr=i)) for i in range(1, 7)])
-    inner = html.escape(page.replace("</body>", f"{REACH}</body>"))
-    path = tmp_path / "page.html"  # in a frame, as Chromium's own window is never narrower than 500 pixels
-    path.write_text(f'<title></title><iframe style="width: 400px; height: 900px; border: 0" srcdoc="{inner}"></iframe>')
-    dom, complaints = look(path, 600)
+def test_every_table_can_be_reached_on_a_phone_and_the_page_is_short(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / f"run{i}", lr=i)) for i in range(1, 7)]
+    frames = ""  # as Chromium's own window is never narrower than 500 pixels
+    for width, shown in ((400, runs), (1280, runs[:3])):
+        inner = html.escape(render(shown).replace("</body>", f"{REACH}</body>"))
+        frames += f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{inner}"></iframe>'
+    path = tmp_path / "page.html"
+    path.write_text(f"<title></title>{frames}")
+    dom, complaints = look(path, 1300)
     assert complaints == []
-    found = re.search(r"<title>(\{.*?\})</title>", dom)
+    found = re.search(r"<title>(\{.*?\})\|</title>", dom)
     assert found is not None
-    told = json.loads(html.unescape(found[1]))
-    assert told["page"] <= told["window"] == 400
-    assert any(one["cut"] for one in told["seen"]), "six runs have no room side by side"
-    for one in told["seen"]:
-        assert one["right"] <= 1 and one["shade"] and not one["narrow"], told
+    narrow, wide = sorted(map(json.loads, html.unescape(found[1]).split("|")), key=lambda one: one["window"])
+    assert narrow["page"] <= narrow["window"] == 400 and wide["page"] <= wide["window"] == 1280
+    assert wide["height"] <= 6000, "three runs"
+    assert any(one["cut"] for one in narrow["seen"]), "six runs have no room side by side"
+    for one in narrow["seen"]:
+        assert one["right"] <= 1 and one["shade"] and not one["narrow"], one
+
+
+def test_losses_of_different_kinds_have_a_chart_each(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name, steps=40)) for name in ("clip", "siglip", "taught")]
+    runs[1].settings["loss.type"] = "siglip"
+    runs[2].curves["loss_distillation"] = runs[2].curves["loss"]
+    kinds = ["softmax", "sigmoid", "softmax, distillation"]
+    assert [loss_kind(run) for run in runs] == kinds
+    page = render(runs)
+    assert all(page.count(f"loss ({kind})<output>") == 1 for kind in kinds) and "Losses of different kinds" in page
+    assert render([runs[0], runs[0]]).count("<figcaption>loss<output>") == 1
+    for run in runs:
+        run.evaluations = {"held": {"val_loss": [(40.0, 2.0)]}}
+        run.made = {"held": {"data": [], "settings": {}}}
+    assert "siglip with clip: another kind of loss" in render(runs)

@@ -17,6 +17,7 @@ from clipstream.evals.context import EvalContext, Reading, of_weights
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings
 from clipstream.report.eval_results import FiguresFile, add, traced, way_of
+from clipstream.report.terminal import evaluation_line
 from tests.support.evaluating import context_of, tiny_towers
 from tests.support.loaders import evaluation_of
 from tests.support.pictures import ByteTokenizer, make_shards
@@ -83,7 +84,8 @@ def test_what_an_evaluation_was_made_with(tmp_path: Path) -> None:
     make_shards(tmp_path, [9, 8])
     (val, about), (_, near) = evaluate(World(), str(tmp_path))
     assert val["eval"] == "val" and about["weights"] == of_weights(tiny_towers().state_dict())
-    assert about["data"] == [{**read(tmp_path), "shards": f"{tmp_path}/*.tar"}] and about["ranks"] == 1
+    lost = {"measured": 17, "lost_area": pytest.approx(0.07, abs=0.05)}  # images of 24 x 24 to 24 x 28 pixels
+    assert about["data"] == [{**read(tmp_path), "shards": f"{tmp_path}/*.tar", **lost}] and about["ranks"] == 1
     assert about["settings"]["type"] == "retrieval" and about["precision"] == "fp32"
     assert [part["samples"] for part in near["data"]] == [17, 17]
     mine, others = run_ranks(2, evaluate, str(tmp_path))
@@ -127,9 +129,6 @@ def test_a_figure_tells_which_words_its_classes_had(tmp_path: Path) -> None:
     assert first["texts"] == again["texts"] != other["texts"] and near["texts"] is None
     assert first["settings"] == other["settings"] and first["data"] == other["data"], "nothing else would tell"
     assert way_of(first) == way_of(again) != way_of(other)
-    add(tmp_path / "figures.csv", first)
-    with (tmp_path / "figures.csv").open() as file:
-        assert {row["texts"] for row in csv.DictReader(file)} == {first["texts"]}
 
 
 def evaluation(step: int, name: str = "val", **more: Any) -> dict[str, Any]:
@@ -143,20 +142,28 @@ def evaluation(step: int, name: str = "val", **more: Any) -> dict[str, Any]:
 
 
 def test_a_figure_can_be_traced(tmp_path: Path) -> None:
-    add(tmp_path / "new" / "figures.csv", evaluation(7))
-    add(tmp_path / "new" / "figures.csv", evaluation(8))
+    for step in (7, 8):
+        add(tmp_path / "new" / "figures.csv", evaluation(step))
+        add(tmp_path / "figures.md", evaluation(step))
     add(tmp_path / "figures.json", evaluation(7))
     with (tmp_path / "new" / "figures.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["step"], row["metric"], row["value"]) for row in rows] == [
-        (step, metric, value) for step in "78" for metric, value in (("R@1", "0.25"), ("n", "9"), ("seconds", "1.5"))
-    ]
+    assert [(row["step"], row["metric"], row["value"]) for row in rows] == [("7", "R@1", "0.25"), ("8", "R@1", "0.25")]
     row, record = rows[0], json.loads((tmp_path / "figures.json").read_text())
-    assert (row["model"], row["pretrained"], row["weights"], row["pictures"]) == ("ViT-B-32", "openai", "0123", "ab")
-    assert row["torch"] == record["versions"]["torch"] and row["time"].endswith("UTC")
+    assert (row["run"], row["model"], row["pretrained"], row["n"]) == ("mine", "ViT-B-32", "openai", "9")
+    assert (tmp_path / "figures.md").read_text().splitlines()[2:] == [
+        f"|  | ViT-B-32 | {step} | val | R@1 | 25.0% |  |  |" for step in (7, 8)
+    ]
+    assert record["time"].endswith("UTC") and record["weights"] == "0123" and record["data"][0]["pictures"] == "ab"
     assert record["R@1"] == 0.25 and record["data"][0]["samples"] == 9 and record["ranks"] == 2
     for text in (json.dumps(record), json.dumps(rows)):
-        assert "secret" not in text and "abc" not in text and "host/a.tar" in text
+        assert "secret" not in text and "abc" not in text
+    assert "host/a.tar" in json.dumps(record)
+
+
+def test_a_user_metric_is_a_number_and_a_share_a_percentage(tmp_path: Path) -> None:
+    shown = evaluation_line({"step": 1, "eval": "own", "ndcg": 0.5, "top1": 0.5, "chance_ndcg": 0.25, "val_loss": 0.5})
+    assert "ndcg 0.5 (chance 0.25)" in shown and "top1 50.0%" in shown and "val_loss 0.5" in shown
 
 
 def steps(folder: Path) -> list[tuple[int, str]]:

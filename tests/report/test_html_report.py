@@ -22,21 +22,9 @@ from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Example
+from clipstream.report.charts import Chart, Series, StepTimes, fewer, nice_ticks, short
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, FiguresFile, add
-from clipstream.report.html_report import (
-    REPORT_FILE,
-    Chart,
-    Report,
-    RunContents,
-    Series,
-    StepTimes,
-    fewer,
-    nice_ticks,
-    read_run,
-    render,
-    short,
-    write_page,
-)
+from clipstream.report.html_report import REPORT_FILE, Report, read_run, render, write_page
 from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, MetricsFile
 from tests.support.browser import look, needs_browser
 from tests.support.json_values import JSON, changed, places
@@ -59,12 +47,17 @@ def test_it_says_what_the_run_was(tmp_path: Path) -> None:
         "match 0.312",
     ):
         assert said in page, said
-    assert page.index("<h4>wrong</h4>") < page.index("<h4>right</h4>") < page.index("“a &lt;red&gt; cat”"), "as shown"
-    order = ('class="status', "<nav>", 'id="figures"', 'id="training"', "<svg", 'id="evaluations"', 'id="data"',
-             'id="pictures"', "Examples of animals", "Training images", 'id="settings"',
-             'id="environment"')  # fmt: skip
+    assert (
+        page.index("<h4>Classified wrongly</h4>")
+        < page.index("<h4>Classified correctly</h4>")
+        < page.index("“a &lt;red&gt; cat”")
+    ), "as shown"
+    order = ('class="status', 'id="results"', "<b>40.0%</b>", "chance 5.0%", "95% interval 31.7-48.9%", "<nav>",
+             'id="images"', "Examples of animals", 'id="curves"', "<svg", 'id="data"', "Training images",
+             'id="settings"', 'id="machine"', "samples a second", 'id="environment"')  # fmt: skip
     places = [page.index(part, page.index("<main>")) for part in order]
-    assert places == sorted(places), "what a run came to is on top, pictures follow"
+    assert places == sorted(places), "results and images are on top, the machine is behind"
+    assert page.count('width="32" height="48" alt=') == 13, "nothing moves when an image is loaded"
     assert "<tr><td>" not in page[page.index('id="settings"') :], "names of keys and packages are not broken anywhere"
     assert re.findall(r'href="#(\w+)"', page) == re.findall(r' id="(\w+)"', page)
     assert "a &lt;b&gt;small&lt;/b&gt; cat 4" in page and "<b>small" not in page
@@ -102,7 +95,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
     assert "base (2)" in page and "2 runs" in page and "1 of them different" in page
     assert page.index("optim.lr") < page.index("optim.wd"), "what differs comes first"
     assert "50.0%<small>+10.0 points</small></td>" in page and "+0.0 points" in page, "differences to the first run"
-    assert page.count("Examples of animals") == 2 and "base (2): Examples of animals" in page
+    assert page.count(": animals, step") == 2 and "base (2): animals, step 1000" in page
     assert page.count('class="s1" data-name="base (2)"') >= 6, "the second run has its line in each chart"
     assert compare([str(tmp_path / "a"), "--out", str(out)]) == 2
     assert "is not a run folder: metrics.jsonl is missing" in capsys.readouterr().err
@@ -260,7 +253,7 @@ def test_numbers_are_short(value: float, shown: str) -> None:
 
 def test_the_time_of_a_step_by_part_is_a_stacked_chart_and_a_table(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "mine", steps=40))
-    times = StepTimes.of(run)
+    times = StepTimes.of(run.curves)
     assert list(times.parts) == [
         "data", "image_forward", "text_forward", "loss", "backward", "communication", "optimizer"
     ]  # fmt: skip
@@ -277,7 +270,7 @@ def test_the_time_of_a_step_by_part_is_a_stacked_chart_and_a_table(tmp_path: Pat
     whole = [sum(column) for column in zip(*areas.values(), strict=True)]
     assert whole == pytest.approx([whole[0]] * 4, abs=0.5), "the parts fill the chart at every step"
     assert areas["backward"][1] / whole[1] == pytest.approx(0.6, abs=0.01)
-    assert StepTimes.of(RunContents("old")).svg() == "" and StepTimes.of(RunContents("old")).rows() == []
+    assert StepTimes.of({}).svg() == "" and StepTimes.of({}).rows() == []
     page = render([run, read_run(make_run(tmp_path / "other", steps=40))])
     assert page.count("<polygon") == 14 and "other: Where the step's time goes" in page
     assert "GPU utilisation" in page and "time/data" not in page and "allocated" not in page
@@ -287,34 +280,45 @@ def test_the_time_of_a_step_by_part_is_a_stacked_chart_and_a_table(tmp_path: Pat
 MEASURE = """<script>
 const svg = document.querySelector("figure.card svg"), box = svg.getBoundingClientRect();
 svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clientY: box.top + 5}));
+const hover = svg.parentElement.querySelector("output").textContent;
 const cut = [...document.querySelectorAll("p, h1, h2, h3, figure")].filter(
   element => element.getBoundingClientRect().right > innerWidth).length;
-parent.document.title += JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth, cut,
-  columns: getComputedStyle(document.querySelector("div.grid")).gridTemplateColumns.split(" ").length,
-  loaded: [...document.images].filter(i => i.complete && i.naturalWidth > 0).length, images: document.images.length,
-  hover: svg.parentElement.querySelector("output").textContent,
-  ground: getComputedStyle(document.body).backgroundColor}) + "|";
+const rows = element => Object.values(Object.groupBy(element.children, child => child.offsetTop)).map(r => r.length);
+const alone = [...document.querySelectorAll(".grid, .tiles, .images")].filter(
+  cards => Math.max(...rows(cards)) > 1 && rows(cards).at(-1) === 1).length;
+(async () => {
+  const before = document.documentElement.scrollHeight;
+  for (const image of document.images) image.loading = "eager";
+  await Promise.all([...document.images].map(image => image.decode()));
+  parent.document.title += JSON.stringify({
+    page: document.documentElement.scrollWidth, window: innerWidth, cut, alone, hover,
+    columns: rows(document.querySelector("div.grid"))[0], moved: document.documentElement.scrollHeight - before,
+    loaded: [...document.images].filter(i => i.complete && i.naturalWidth > 0).length, images: document.images.length,
+    ground: getComputedStyle(document.body).backgroundColor}) + "|";
+})();
 </script>"""
 
 
 @needs_browser
 def test_a_browser_shows_it(tmp_path: Path) -> None:
-    page = render([read_run(make_run(tmp_path / "mine"))]).replace(' loading="lazy"', "")
+    page = render([read_run(make_run(tmp_path / "mine"))])
     path = tmp_path / "page.html"
     # In frames, as Chromium's own window is never narrower than 500 pixels.
     inner = html.escape(page.replace("</body>", f"{MEASURE}</body>"))
-    frames = [
-        f'<iframe style="width: {w}px; height: 3000px; border: 0" srcdoc="{inner}"></iframe>' for w in (1400, 400)
-    ]
-    path.write_text(f"<title></title>{''.join(frames)}")
-    dom, complaints = look(path, 2000, dark=True)
+    widths, frame = (
+        (2560, 1280, 700, 400),
+        '<iframe style="width: {}px; height: 500px; border: 0" srcdoc="{}"></iframe>',
+    )
+    path.write_text(f"<title></title>{''.join(frame.format(width, inner) for width in widths)}")
+    dom, complaints = look(path, 2600, dark=True)
     assert complaints == []
     found = re.search(r"<title>(\{.*?\})\|</title>", dom)
     assert found is not None
     seen: list[dict[str, Any]] = sorted(map(json.loads, found[1].split("|")), key=lambda one: -one["window"])
-    assert [one["window"] for one in seen] == [1400, 400] and [one["columns"] for one in seen] == [4, 1]
+    assert [one["window"] for one in seen] == [*widths] and [one["columns"] for one in seen] == [3, 3, 1, 1]
     for one in seen:
         assert one["page"] <= one["window"] and one["cut"] == 0, "nothing is wider than the window"
+        assert one["alone"] == one["moved"] == 0, "no card is alone in its row, and nothing moves while images load"
         assert one["loaded"] == one["images"] == 13
         assert re.fullmatch(r"0\.9\d+ at 2000", one["hover"]), "the loss, which has a gap"
         assert one["ground"] == "rgb(22, 24, 28)", "dark where dark is asked for"

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -25,10 +26,11 @@ from rich.console import Console
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point
 from clipstream.config.settings import PathLike, load
+from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
-from clipstream.data.decode.images import check_shape, converted, loaded, opaque, opened
+from clipstream.data.decode.images import check_shape, converted, loaded, lost_area, opaque, opened
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile, is_multilingual, least_tokens
-from clipstream.data.loader.health import Captions
+from clipstream.data.loader.health import Captions, lost_area_note
 from clipstream.data.settings import IMAGE_KEY, CaptionSettings, SourceSettings, rgb
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext
 from clipstream.data.sources.folders import contents, named_folder
@@ -46,6 +48,8 @@ T = TypeVar("T")
 SHARDS_READ = 10  # of a large data set, spread over it
 ROWS = 25
 CELL = 400  # characters of a table's cell
+SQUARE = ImageSpec((224, 224))  # whose crop leaves out as much as that of any square
+SAID = 0.1  # mean share of the area that a crop leaves out, from which it is told
 OFF_TERMINAL = 160  # columns where there is no terminal
 CONTEXT = 77  # tokens that CLIP models read of a caption
 
@@ -191,6 +195,8 @@ class CheckReport:
     first_captions: Captions = field(default_factory=Captions)  # of the samples checked for constant captions
     long: int = 0  # number of captions of more than `CONTEXT` tokens, at least
     multilingual: list[str] = field(default_factory=list)  # 'SHARD/KEY' of the captions with several languages
+    # of the images used, the share of the area that the centre crop of a model with square images leaves out
+    lost: list[float] = field(default_factory=list)
 
     @property
     def tried(self) -> int:
@@ -266,6 +272,7 @@ def _look_at(
         data, text = image_bytes(sample, keys=source.image_key), extract(sample, None)
         image = opened(data)
         check_shape(image.size)
+        lost = lost_area(image.size, SQUARE)
         pixels = np.asarray(converted(opaque(loaded(image), rgb("white"))))
     except Dropped as drop:
         view.drops[drop.reason] += 1
@@ -276,6 +283,7 @@ def _look_at(
         view.first_captions.add(where, text, pixels)
         view.long += least_tokens(text) > CONTEXT
         view.multilingual += [where] if is_multilingual(text) else []
+        view.lost.append(lost)
         if len(view.captions) < 3:
             view.captions[where] = text
 
@@ -317,6 +325,8 @@ def show(view: CheckReport, console: Console) -> None:
     for reason, count in view.drops.most_common():
         found.append((f"{count:,}", f"{count / read:.1%}", f"dropped: {reason}", view.examples[reason]))
     _table(console, "With these settings", ("samples", "share", "result", "example"), found)
+    if view.lost and (share := fmean(view.lost)) >= SAID:
+        console.print(f"note: {lost_area_note(share)}", soft_wrap=True)
 
 
 def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

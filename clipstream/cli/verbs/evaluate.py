@@ -30,7 +30,7 @@ from clipstream.errors import ClipstreamError, SettingsError, each
 from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
 from clipstream.models.model_config import HUB
 from clipstream.models.pretrained import preflight
-from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, add, traced
+from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, TABLES, add, traced
 from clipstream.report.html_report import RunContents, take, write_page
 from clipstream.report.sinks import Page, Record
 from clipstream.report.terminal import table
@@ -48,8 +48,8 @@ OF_ONE = {
     "--checkpoint": "run folder (its latest checkpoint), checkpoint folder, or RUN/checkpoints/best (default: the "
     "model of the settings)",
     "--weights": "trained (default) or averaged (train.ema) weights of the checkpoint",
-    "--output": "append results to this file: .csv, one line per metric, or other suffixes, one JSON line per "
-    f"evaluation (default: {FIGURES_FILE} and {TABLE_FILE} in the run folder)",
+    "--output": "append results to this file: a table (.csv, .md), with data and settings in a .jsonl beside it, "
+    f"or one JSON line per evaluation (default: {FIGURES_FILE} and {TABLE_FILE} in the run folder)",
     "--report": "write an HTML page with the results and images to this file",
 }
 OWN_FLAGS = {
@@ -245,7 +245,8 @@ def _evaluate_one(command: CommandLine, suites: Suites) -> int:
         subject = replace(subject, label=" ".join(part for part in model.label.values() if part))
     preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
     outputs = [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
-    outputs = [Path(own["--output"])] if "--output" in own else outputs
+    if (output := Path(own["--output"]) if "--output" in own else None) is not None:
+        outputs = [output, output.with_suffix(".jsonl")] if output.suffix.lower() in TABLES else [output]
     about = {
         "run": None if subject.run is None else subject.run.name,
         "checkpoint": subject.label,
@@ -300,6 +301,7 @@ class _Results:
     def __init__(self, outputs: Sequence[Path], report: Path | None) -> None:
         self.outputs, self.report = outputs, report
         self._pages: list[Page] = []
+        self._made: dict[str, Record] = {}
         self._lost: dict[Path, str] = {}
 
     def check(self) -> None:
@@ -319,6 +321,7 @@ class _Results:
 
     def add(self, evaluation: Record) -> None:
         """Add an evaluation to the files; a failure to write is a warning, and evaluation goes on."""
+        self._made[evaluation["eval"]] = evaluation
         for path in self.outputs:
             try:
                 add(path, evaluation)
@@ -337,7 +340,7 @@ class _Results:
         if succeeded := [record for record in records if "error" not in record]:
             print(table(succeeded), flush=True)
         if self.report is not None:
-            run = RunContents(title, pages=self._pages)
+            run = RunContents(title, pages=self._pages, made=self._made)
             for record in records:
                 take(run, record)
             try:

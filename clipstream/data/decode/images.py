@@ -66,6 +66,9 @@ class ImageTransform(Protocol):
         """
         ...
 
+    def lost(self) -> tuple[float, float] | None:
+        """Shares of the last image's area that its crop, and evaluation's, left out; None if that is not known."""
+
 
 class UserImageTransform(Protocol):
     """A user's own image transform, constructed with its settings (`data.sources.X.image_transform`)."""
@@ -124,6 +127,9 @@ class OwnImageTransform:
         out[...] = pixels
         return out
 
+    def lost(self) -> None:
+        """See ImageTransform: what a user's transform leaves out is not known."""
+
 
 class EvalTransform:
     """open_clip's evaluation transform, bit for bit, before ToTensor and Normalize.
@@ -140,6 +146,11 @@ class EvalTransform:
 
     def __init__(self, spec: ImageSpec, background: str, upright: bool = False, max_pixels: int = MAX_PIXELS) -> None:
         self.spec, self.background, self.upright, self.max_pixels = spec, rgb(background), upright, max_pixels
+        self._lost = 0.0
+
+    def lost(self) -> tuple[float, float]:
+        """See ImageTransform."""
+        return self._lost, self._lost
 
     def __call__(self, data: bytes, rng: SampleRNG | None = None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform; `rng` is not used. Raises Dropped: `undecodable_image` or `image_too_large`."""
@@ -149,6 +160,7 @@ class EvalTransform:
         """uint8 [H, W, 3] of an image that is decoded. Raises Dropped: as `__call__`."""
         image = opaque(image, self.background)
         height, width = _target(image.size, self.spec)
+        self._lost = lost_area(image.size, self.spec)
         if height * width > MAX_PIXELS:
             raise Dropped("image_too_large", f"a strip of {image.size[0]} x {image.size[1]} pixels")
         if image.size != (width, height):
@@ -342,6 +354,12 @@ def _target(size: tuple[int, int], spec: ImageSpec) -> tuple[int, int]:
     pick = min if spec.resize_mode == "shortest" else max
     ratio = pick(height / goal_height, width / goal_width)
     return max(1, round(height / ratio)), max(1, round(width / ratio))
+
+
+def lost_area(size: tuple[int, int], spec: ImageSpec) -> float:
+    """Share of the area of an image of `size` (width, height) that evaluation's centre crop leaves out, 0 to 1."""
+    height, width = _target(size, spec)
+    return 1 - min(height, spec.size[0]) * min(width, spec.size[1]) / (height * width or 1)
 
 
 def _centre(image: Image.Image, size: tuple[int, int], fill: int) -> Image.Image:

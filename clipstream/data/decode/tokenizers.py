@@ -15,6 +15,7 @@ import numpy as np
 
 from clipstream.data.settings import HubTokenizer, PathTokenizer, TokenizerSettings
 from clipstream.errors import SettingsError
+from clipstream.text import shortened
 from clipstream.utils.plugins import make_plugin, not_trusted, raised
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 CACHED_WORDS = 100_000  # about 20 MB, and the number of words in millions of English captions
+CUT = "\N{BLACK SCISSORS}"  # in a caption that is shown: where the context length cuts it
+SHOWN_REST = 120  # characters of what is cut
 _LONG = 2000  # length of a text from which its words are matched lazily
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json",
@@ -56,6 +59,23 @@ def readable(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
         return tokenizer.decode(ids)
     except Exception:  # a user's own may raise anything
         return " ".join(map(str, ids))
+
+
+def marked(tokenizer: Tokenizer, text: str) -> str:
+    """The text on one line, with CUT where the context length ends, and no more than SHOWN_REST characters after it."""
+    text = " ".join(text.split())
+    try:
+        ids = tokenizer.encode([text])[0]
+        if (tokenizer.encode([f"{text} and more"])[0] != ids).any():  # the context has room
+            return text
+        low, high = 0, len(text)
+        while low < high:  # the shortest beginning that has these ids
+            middle = (low + high) // 2
+            low, high = (low, middle) if (tokenizer.encode([text[:middle]])[0] == ids).all() else (middle + 1, high)
+    except Exception:  # as in `readable`
+        return text
+    rest = text[low:].strip()
+    return f"{text[:low]} {CUT} {shortened(rest, SHOWN_REST)}" if rest else text
 
 
 def build_tokenizer(

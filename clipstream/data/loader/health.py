@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from pathlib import PurePath
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ PROFILED = 64  # dropped samples whose members are examined for the advice
 FEW_SAMPLES = 20  # too few to tell whether captions are constant
 SHOWN_CAPTION = 60  # characters
 FLAT_RANGE = 4  # of 255: highest difference of the pixels of an image of one colour, in each channel
+LARGE_CROP = 0.3  # mean share of an image's area that a crop leaves out, above which it is worth a word
 LISTED = 1000  # dropped samples of a source that one report lists; all are counted
 _SHOWN = 5
 _NUMBER = re.compile(r"(?i)[-+.,:/\d\s%tz]*\d[-+.,:/\d\s%tze]*$|(?:true|false|none|null|nan)$")
@@ -139,6 +141,8 @@ class SourceHealth:
     # of exact epochs: samples `left_out` or `repeated`, slots `padded`
     remainder: Counter[str] = field(default_factory=Counter)
     captions: Captions = field(default_factory=Captions)  # of the first samples used in training
+    # of the first samples, by name: shares of an image's area that the crop, and that of evaluation, left out
+    lost: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def drop(self, sample: DroppedSample) -> None:
         """Count a dropped sample, and keep one of each reason as an example."""
@@ -171,9 +175,23 @@ class SourceHealth:
         self.unopened |= delta.unopened
         self.remainder.update(delta.remainder)
         self.captions.merge(delta.captions)
+        if len(self.lost) < FIRST_SAMPLES:
+            self.lost.update(delta.lost)
         self.listed += delta.listed[: max(0, LISTED - len(self.listed))]
         if sum(self.profile.suffixes.values()) < 100 * PROFILED:
             self.profile.merge(delta.profile)
+
+
+def lost_areas(lost: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The number of images, and the mean shares of their area that training's crop, and evaluation's, leave out."""
+    training, evaluation = (round(fmean(shares), 4) for shares in zip(*lost, strict=True))
+    return {"images": len(lost), "training": training, "evaluation": evaluation}
+
+
+def lost_area_note(share: float) -> str:
+    """How much of an image evaluation's centre crop leaves out on average, and what to do about it if it is much."""
+    advice = ": --image-resize-mode longest shows whole images, with borders" if share >= LARGE_CROP else ""
+    return f"the centre crop of evaluation leaves out {share:.0%} of an image's area on average{advice}"
 
 
 class Health:

@@ -190,6 +190,7 @@ class BatchPart(FilledPart):
     keys: dict[int, str]
     lanes: dict[int, LaneState]  # lane number -> position after this batch
     candidates: Candidates | None = None  # for stored features
+    captions: dict[int, str] = field(default_factory=dict)  # slot -> caption, see Batch.captions
 
     def lane_states(self) -> dict[int, LaneState]:
         return self.lanes
@@ -211,6 +212,7 @@ class Pipeline:
     image_views: int | None = None
     lanes: list[Lane] = field(default_factory=list)  # that it serves
     _begun: int = 0  # traces
+    _first: bool = True  # whether no batch was filled yet
     _reported: float = field(default_factory=lambda: time.monotonic())
     _captions: Counter[str] = field(default_factory=Counter)  # by source, captions that were counted
     _reasons: dict[int, str] = field(default_factory=dict)  # slot -> why a sample for it was dropped, in this batch
@@ -221,6 +223,7 @@ class Pipeline:
         every = None if self.image_views is None else Candidates({}, np.empty((0, 0), np.int32), {})
         self._reasons = {} if every is None else every.dropped
         keys: dict[int, str] = {}
+        shown: dict[int, str] = {}
         wanted = [(lane, self.stream.slots.of(lane.number, step)) for lane in self.lanes]
         for turn in range(max((len(mine) for _, mine in wanted), default=0)):
             # One slot of each lane at a time, so that a lane's next sample can replace a dropped one.
@@ -237,6 +240,8 @@ class Pipeline:
                 else:
                     buffer.weights[slot.index] = 1.0
                     captions[slot.index] = slot.caption
+                    if self._first or slot.rng is None:
+                        shown[slot.index] = slot.caption
                     if every is not None:
                         every.texts[slot.index] = slot.candidates
         if captions:
@@ -249,9 +254,9 @@ class Pipeline:
                 buffer.teacher_ids[list(captions)] = teacher.encode(list(captions.values()))
         lanes = {lane.number: lane.state() for lane in self.lanes}
         ended = not keys and any(mine for _, mine in wanted)
-        self._reported = time.monotonic()
+        self._reported, self._first = time.monotonic(), False
         self.stopwatch.begin(HAND_OVER)
-        return BatchPart(self.health.take(), self.stopwatch.take(), step, keys, lanes, every, ended=ended)
+        return BatchPart(self.health.take(), self.stopwatch.take(), step, keys, lanes, every, shown, ended=ended)
 
     def close(self) -> None:
         """The loader closes the shards, which outlive no worker."""
@@ -393,9 +398,12 @@ class Pipeline:
             health = self.health.sources[source]
             health.read += 1
             health.used += 1
-            if slot.rng is not None and self._captions[source] < FIRST_SAMPLES:
+            if self._captions[source] < FIRST_SAMPLES:
                 self._captions[source] += 1
-                health.captions.add(slot.name, slot.caption or "", pixels)
+                if (lost := slot.reader.image.lost()) is not None:
+                    health.lost[slot.name] = lost
+                if slot.rng is not None:
+                    health.captions.add(slot.name, slot.caption or "", pixels)
             self.report_early(source)
 
     def _drop(self, slot: Slot, drop: Dropped, again: list[Slot]) -> None:
@@ -471,6 +479,7 @@ class SampleBatches:
         """The batch in a buffer, without the empty slots of a stream that ended."""
         step = parts[0].step
         keys = {slot: key for part in parts for slot, key in part.keys.items()}
+        captions = {slot: caption for part in parts for slot, caption in part.captions.items()}
         order = sorted(keys)
         rows: Any = slice(len(order)) if order == list(range(len(order))) else order
 
@@ -491,6 +500,7 @@ class SampleBatches:
             teacher_pixels=pixels(buffer.teacher_pixels) if self.inputs.teacher_image else None,
             teacher_ids=torch.from_numpy(buffer.teacher_ids[rows]) if self.inputs.teacher_tokenizer else None,
             lengths=self.inputs.lengths(ids),
+            captions=tuple(captions.get(slot, "") for slot in order) if captions else None,
         )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from clipstream.data.decode.labels import NO_CAPTION, CaptionsEncoder, CaptionsF
 from clipstream.data.sources.tars import RETRIEVAL, of_source
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
-from clipstream.evals.gallery import Kept, Matches, show_retrieval
+from clipstream.evals.gallery import Kept, Matches, Wording, show_retrieval
 from clipstream.evals.metrics import Ranks, place_pairs
 from clipstream.evals.settings import RetrievalSettings, source_of
 from clipstream.utils.logs import logger
@@ -45,7 +45,7 @@ class Retrieval:
         target = CaptionsField(self.source.caption) if self.all else None
         encoder = CaptionsEncoder(context.tokenizer, settings.max_captions) if self.all else None
         images, texts, counts, ids, checksums = [], [], [], [], []
-        kept, matches = Kept(context), Matches(context, settings.prompts)
+        kept, matches, wording = Kept(context), Matches(context, settings.prompts), Wording(context)
         for batch in context.batches(
             self.source, settings.batch_size, target=target, tokenizer=encoder, max_samples=settings.max_samples
         ):
@@ -57,9 +57,12 @@ class Retrieval:
             texts += [context.encode_text(some) for some in torch.split(captions[there], settings.batch_size)]
             counts.append(there.sum(dim=1))
             kept.add(batch)
-            matches.add(images[-1], batch, lambda i, batch=batch: context.decode(batch.ids[i][:length]))  # type: ignore[misc]
+            words = batch.captions or [""] * len(batch)
+            matches.add(images[-1], batch, lambda i, of=batch.ids, words=words: context.shown(words[i], of[i][:length]))  # type: ignore[misc]
             if context.examples_wanted:
                 ids.append(captions[there])
+            if batch.captions is not None and ids:
+                wording.add(ids[-1], [text for one in words for text in (one.split("\n") if self.all else [one])])
         pairs, device, none = context.stacked("pair", images, texts), context.world.device, torch.zeros(0).long()
         of_each = torch.cat([none, *counts]).to(device)
         owners = torch.arange(len(of_each), device=device).repeat_interleave(of_each)
@@ -77,7 +80,7 @@ class Retrieval:
                         "samples with the same image count as one image with several captions"
                     )
         if context.examples_wanted:
-            show_retrieval(context, kept, pairs[0], pairs[1], owners, tokens)
+            show_retrieval(context, kept, pairs, owners, tokens, wording)
             matches.show()
         yield from recalls(pairs[0], pairs[1], context.world, owners=owners)
 

@@ -1,0 +1,181 @@
+"""Charts of the report: curves over the steps, and the parts of a step, as SVG.
+
+Points (step, value) enter; SVG without scripts leaves. The page's style sheet has the colours, by the classes s0 to s7.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+
+from clipstream.utils.timing import PARTS
+
+WIDTH, HEIGHT = 360, 190  # of a chart
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 22  # its margins
+COLOURS = 8
+
+Points = list[tuple[float, float]]
+
+
+def fewer(points: Points, most: int = 400) -> Points:
+    """Reduce points to at most `most`: means over equal spans of steps; the first and last are kept."""
+    if len(points) <= most:
+        return points
+    first, last = points[0][0], points[-1][0]
+    spans: dict[int, Points] = {}
+    for x, y in points[1:-1]:
+        spans.setdefault(int((x - first) / (last - first or 1) * (most - 2)), []).append((x, y))
+    means = []
+    for span in spans.values():
+        finite = [y for _, y in span if math.isfinite(y)]
+        means.append((span[-1][0], sum(finite) / len(finite) if finite else math.nan))
+    return [points[0], *means, points[-1]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line."""
+
+    name: str  # of the run, for the legend
+    points: Points  # (step, value)
+    number: int = 0  # of its colour
+    other: bool = False  # whether its values may not be compared with those of the first line
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart."""
+
+    title: str  # of the chart
+    series: tuple[Series, ...]  # its lines
+    chance: float | None = None  # value for random guesses, if it is known
+    share: bool = False  # whether values are shown in percent
+
+    def svg(self) -> str:
+        """The chart as SVG; '' if no line has two points."""
+        lines = [fewer(series.points) for series in self.series]
+        ys = [y for points in lines for _, y in points if math.isfinite(y)]
+        xs = [x for points in lines for x, _ in points]
+        if not ys or max(len(points) for points in lines) < 2:
+            return ""
+        if self.chance is not None:
+            ys.append(self.chance)
+        ticks = nice_ticks(min(ys), max(ys))
+        x0, x1, y0, y1 = min(xs), max(xs), min(*ticks, *ys), max(*ticks, *ys)
+
+        def at(x: float, y: float) -> tuple[float, float]:
+            """The position of a value in the drawing."""
+            right = LEFT + (x - x0) / (x1 - x0 or 1) * (WIDTH - LEFT - RIGHT)
+            return right, HEIGHT - BOTTOM - (y - y0) / (y1 - y0 or 1) * (HEIGHT - TOP - BOTTOM)
+
+        # The page's script turns positions back into values by the data attributes.
+        inner = f"{LEFT} {WIDTH - RIGHT} {TOP} {HEIGHT - BOTTOM}"
+        spans = f'data-x0="{x0}" data-x1="{x1}" data-y0="{y0}" data-y1="{y1}"'
+        label = f'role="img" aria-label="{escape(self.title)}" data-share="{str(self.share).lower()}"'
+        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {label} {spans} data-inner="{inner}">']
+        labels = (f"{100 * tick:.3g}%" if self.share else short(tick) for tick in ticks)
+        parts += _axes({at(x0, tick)[1]: label for tick, label in zip(ticks, labels, strict=True)}, x0, x1)
+        if self.chance is not None:
+            y = at(x0, self.chance)[1]
+            parts.append(f'<line class="chance" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        for series, points in zip(self.series, lines, strict=True):
+            about = f'class="s{series.number % COLOURS}{" other" * series.other}" data-name="{escape(series.name)}"'
+            for finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
+                if not finite:
+                    continue
+                positions = [at(x, y) for x, y in run]
+                if len(positions) == 1:
+                    parts.append(f'<circle {about} cx="{positions[0][0]:.1f}" cy="{positions[0][1]:.1f}" r="2"/>')
+                else:
+                    parts.append(f'<polyline {about} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in positions)}"/>')
+        return "".join([*parts, "</svg>"])
+
+
+def _axes(ticks: dict[float, str], first: float, last: float) -> Iterator[str]:
+    """SVG of the y axis, with labels by their height in the drawing, and of the first and the last step below."""
+    for y, shown in ticks.items():
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>'
+    for step, x, anchor in ((first, LEFT, "start"), (last, WIDTH - RIGHT, "end")):
+        yield f'<text class="tick" x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{short(step)}</text>'
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Time of the training step by part, as a stacked chart and a table."""
+
+    parts: dict[str, Points]  # part -> (step, seconds), all of the same steps
+
+    @classmethod
+    def of(cls, curves: Mapping[str, Points]) -> StepTimes:
+        """From the curves of a run, of which those of parts begin with time/."""
+        found = {key.removeprefix("time/"): dict(curves[key]) for key in curves if key.startswith("time/")}
+        steps = sorted(set().union(*found.values()))
+        known = [part for part in PARTS if part in found]
+        order = [*known, *(part for part in found if part not in known)]
+        return cls({part: [(step, found[part].get(step, 0.0)) for step in steps] for part in order})
+
+    def rows(self) -> list[tuple[str, float, float]]:
+        """(part, mean seconds, share) over all training lines but the first, which has the warm-up."""
+        means = {}
+        for part, points in self.parts.items():
+            values = [seconds for _, seconds in points[1:] or points]
+            means[part] = sum(values) / len(values)
+        whole = sum(means.values()) or 1.0
+        return [(part, mean, mean / whole) for part, mean in means.items()]
+
+    def svg(self) -> str:
+        """The shares of the parts over the steps as SVG; '' if there are not two training lines."""
+        lines = {part: fewer(points) for part, points in self.parts.items()}
+        steps = [step for step, _ in next(iter(lines.values()), [])]
+        if len(steps) < 2:
+            return ""
+        wholes = [sum(points[n][1] for points in lines.values()) or 1.0 for n in range(len(steps))]
+        right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+
+        def at(n: int, share: float) -> str:
+            x = LEFT + (steps[n] - steps[0]) / (steps[-1] - steps[0]) * (right - LEFT)
+            return f"{x:.1f},{bottom - share * (bottom - TOP):.1f}"
+
+        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="time of a step by part">']
+        below = [0.0] * len(steps)
+        for part, points in lines.items():
+            above = [low + points[n][1] / wholes[n] for n, low in enumerate(below)]
+            outline = [at(n, share) for n, share in enumerate(above)]
+            outline += [at(n, below[n]) for n in reversed(range(len(steps)))]
+            shape = f'<polygon class="part {escape(part)}" points="{" ".join(outline)}">'
+            parts.append(f"{shape}<title>{escape(part.replace('_', ' '))}</title></polygon>")
+            below = above
+        ticks = {bottom - share * (bottom - TOP): f"{share:.0%}" for share in (0.0, 0.5, 1.0)}
+        parts += _axes(ticks, steps[0], steps[-1])
+        return "".join([*parts, "</svg>"])
+
+
+def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """About `about` round values from `low` to `high`, with a step of 1, 2 or 5 times a power of ten."""
+    if low > 0 and low < 0.35 * high:
+        low = 0.0
+    size = max(abs(low), abs(high))
+    span = high - low if high - low > 1e-9 * size + 1e-15 else max(size, 1e-15) if size else 1.0
+    power = 10 ** math.floor(math.log10(span / about))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= about)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    digits = 2 - math.floor(math.log10(step))  # hides rounding errors of the product
+    return [round(step * k, digits) for k in range(first, max(last, first + 1) + 1)]
+
+
+def short(value: float) -> str:
+    """A number in few characters: 0.00012 as 1.2e-4, 12000 as 12k."""
+    if not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    if size >= 1e4:
+        for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if size >= unit:
+                return f"{value / unit:.4g}{letter}"
+    if 0 < size < 1e-3:
+        return f"{value:.2g}".replace("e-0", "e-")
+    return f"{value:.4g}"
