@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clipstream.data.decode.tokenizers import Tokenizer, marked, readable
 from clipstream.distributed.run_record import command_line, end_record, start_record
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -49,7 +50,6 @@ from clipstream.utils.plugins import make_plugin
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
-    from clipstream.data.decode.tokenizers import Tokenizer
     from clipstream.evals.context import Example, Table
     from clipstream.utils.timing.step_timer import StepProfiler
 
@@ -257,7 +257,6 @@ class Outputs(SinkGroup):
     def show_batch(self, step: int, batch: Batch, tokenizer: Tokenizer) -> None:
         """Show the first samples of a training batch as the model sees them."""
         if self.sinks and self._examples and batch.pixels is not None:
-            from clipstream.data.decode.tokenizers import marked, readable
             from clipstream.evals.context import Example
 
             rows = batch.weights.nonzero().flatten().tolist()[: self._examples]  # without padding

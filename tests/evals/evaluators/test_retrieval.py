@@ -12,12 +12,13 @@ import torch
 from open_clip_train.train import get_clip_metrics
 
 from clipstream.data.batch import Batch
+from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.settings import SourceSettings, TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals import metrics
 from clipstream.evals.evaluators.retrieval import Retrieval, recalls
-from clipstream.evals.gallery import Kept, show_retrieval
+from clipstream.evals.gallery import Kept, Wording, show_retrieval
 from clipstream.evals.metrics import TIE, Ranks, place, place_pairs
 from clipstream.evals.settings import RetrievalSettings
 from tests.support.evaluating import context_of
@@ -198,13 +199,21 @@ def shown(world: World, images: torch.Tensor, texts: torch.Tensor) -> list[tuple
     """(group, key, note, guesses) of what is shown of pairs whose captions are their numbers."""
     context = context_of(world)
     context.examples_wanted = 6
-    ids = part(world, torch.from_numpy(ByteTokenizer().encode([f"text {i}" for i in range(len(images))])))
+    texts_of_all = [f"text {i} (€) and more" for i in range(len(images))]  # the context is 16 bytes
+    captions = tuple(texts_of_all[i] for i in part(world, torch.arange(len(images))).tolist())
+    ids = torch.from_numpy(ByteTokenizer().encode(captions))
     pixels = torch.zeros((len(ids), 3, 16, 16), dtype=torch.uint8)
     keys = tuple(f"0/{i}" for i in range(len(ids)))
     kept = Kept(context)
-    kept.add(Batch(pixels, ids, torch.ones(len(ids)), keys, torch.zeros(len(ids)), step=0, global_size=len(images)))
-    show_retrieval(context, kept, part(world, images), part(world, texts), torch.arange(len(ids)), ids)
-    assert all(example.text == f"text {example.key[2:]}" for example in context.examples)
+    weights, sources, wording = torch.ones(len(ids)), torch.zeros(len(ids)), Wording(context)
+    wording.add(ids, captions)
+    kept.add(Batch(pixels, ids, weights, keys, sources, step=0, global_size=len(images), captions=captions))
+    pairs = part(world, images), part(world, texts)
+    show_retrieval(context, kept, pairs, torch.arange(len(ids)), ids, wording)
+    for example in context.examples:
+        seen, _, rest = example.text.partition(f" {CUT} ")
+        assert seen.startswith(f"text {example.key[2:]} (€) ") and rest.endswith("more")
+        assert "".join((seen + rest).split()) == "".join(texts_of_all[int(example.key[2:])].split())
     return [(e.group, e.key, e.note, [text for text, _ in e.guesses]) for e in context.examples]
 
 
@@ -220,9 +229,9 @@ def test_the_best_and_the_worst_are_shown(size: int) -> None:
         i = int(key[2:])
         order = np.argsort(-scores[i])
         assert note == f"its caption is in place {int(np.flatnonzero(order == i)[0]) + 1} of 60"
-        found = [scores[i, int(guess.removeprefix("text "))] for guess in guesses]  # equal scores come in any order
+        found = [scores[i, int(guess.split()[1])] for guess in guesses]  # equal scores come in any order
         assert np.allclose(found, scores[i, order[:3]], atol=1e-6)
-        assert (guesses[0] == f"text {i}") == (group == "best")
+        assert (guesses[0].startswith(f"text {i} (€) ")) == (group == "best")
 
 
 def test_equal_scores_are_told() -> None:
