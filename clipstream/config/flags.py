@@ -13,6 +13,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from clipstream.config.config_sources import Node, merged
+from clipstream.data.settings import SPLIT_FILE
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, nearest
 from clipstream.open_clip.aliases import BY_FLAG, CAPTION, SOURCE, notice, refusal, value_notice
@@ -108,6 +109,9 @@ def flag_tree(
             path, found = ("evals", "val", "data", key), train.at((*SOURCE, key))
             if found is not None and not any(one.at(path) for one in (*files, tree)):
                 tree.put(path, found)
+        kept = train.at(("evals", "val", "data", "keep"))
+        if kept is not None and str(kept.value).endswith(f"/{SPLIT_FILE}"):  # of the run's own training data
+            tree.put(("evals", "val", "data", "keep"), Node.of(None, "--val-data"))
     used = [flag for flag in READING if flag in aliased]
     if used and not trains:  # flags of the training source describe --val-data
         if "--val-data" not in aliased:

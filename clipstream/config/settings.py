@@ -33,7 +33,7 @@ from clipstream.config.config_sources import (
 )
 from clipstream.config.flags import flag_tree, split
 from clipstream.data.order import default_lanes
-from clipstream.data.settings import DataSettings, SourceSettings, TokenizerSettings
+from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, TokenizerSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
@@ -70,7 +70,6 @@ INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
     "not supported in mode indexed, where the data determine the length of an epoch: remove it",
 )
 SHIPPED = f"{PACKAGE}/configs/"
-SPLIT_FILE = "val_split.txt"  # of a run's folder: the samples that are held out
 SPLIT_KEYS = re.compile(r"evals\.val\.data\.|data\.sources\..*\.drop$")
 OF_A_NODE = re.compile(
     r"run\.(device|threads|debug)|model\.cache_dir|data\.(cache|cache_gib)|data\.sources\..*\.(shards|folder)"

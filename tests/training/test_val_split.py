@@ -138,6 +138,9 @@ def test_runs_hold_out_the_same_samples(tmp_path: Path, monkeypatch: pytest.Monk
     assert config["data"]["val_split"] is None and config["data"]["sources"]["train"]["drop"] == path
     assert config["evals"]["val"]["data"]["keep"] == path and KeyList(path, "train").holds(held[0], "")
     assert main(["evaluate", "--checkpoint", f"{tmp_path}/runs/one", "--workers=0"]) == 0
+    other = ["--val-data", f"{tmp_path}/pairs/00000.tar", "--output", f"{tmp_path}/other.jsonl", "--workers=0"]
+    assert main(["evaluate", "--checkpoint", f"{tmp_path}/runs/one", *other]) == 0  # of which all samples count
+    assert json.loads((tmp_path / "other.jsonl").read_text())["n"] == 60
     # A resumed run keeps its list, also where the data have changed.
     write_tar(tmp_path / "pairs" / "00002.tar", [{"__key__": "0", "jpg": picture(0), "txt": "new"}])
     resumed = flags(tmp_path, "one", *shards, "--resume=latest", "--resume-approximate", steps=3)
