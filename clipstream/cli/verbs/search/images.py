@@ -84,7 +84,7 @@ def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
         except (OSError, ValueError):  # torch computes other features, or a text is not plain ASCII
             features = computed().encode(call, missing, folder)
         for query, feature in zip(missing, features, strict=True):
-            np.save(files[query], feature)
+            np.save(files[query], feature.astype(np.float32))
     return np.stack([np.load(files[query]) for query in queries])
 
 
