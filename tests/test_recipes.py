@@ -25,7 +25,8 @@ RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 def command(name: str, made: Path = ROOT) -> list[str]:
     """The flags of the command in a recipe's head, for data that are here; what it calls MADE is in a folder."""
-    found = re.search(r"^#\s+python -m clipstream\.train (.*)$", (ROOT / f"configs/{name}.yaml").read_text(), re.M)
+    head = (ROOT / f"configs/{name}.yaml").read_text()
+    found = re.search(r"^#\s+(?:python -m clipstream\.|clipstream )train (.*)$", head, re.M)
     assert found is not None
     if "DIR/" in found[1] and not EMOJI.is_dir():
         pytest.skip("the recipe's data are not here")
