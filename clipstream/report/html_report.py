@@ -130,12 +130,12 @@ class RunContents:
         return int(self.curves["loss"][-1][0]) if self.curves.get("loss") else 0
 
     def crops(self) -> dict[str, Record]:
-        """What crops leave out of the images of sources and evaluations: images, training, evaluation."""
+        """What crops leave out of the images of sources, and of evaluations where it is more than nothing."""
         made = {
             name: {"images": data["measured"], "evaluation": data["lost_area"]}
             for name, record in self.made.items()
             for data in record.get("data", [])[:1]
-            if "lost_area" in data
+            if data.get("lost_area", 0) >= 0.005
         }
         return {**self.cropped, **made}
 
