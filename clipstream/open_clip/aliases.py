@@ -156,7 +156,7 @@ ALIASES = (
            "--warmup 10000 --workers 4 and others", together=True, switch=True),
     _alias("--dataset-type", f"{_TRAIN}.shards", "NAME", "synthetic: generated samples, without --train-data; "
            "webdataset, csv, auto: detected from file names", together=True),
-    _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "shards to train on (source train)"),
+    _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "shards, a table or a folder to train on (source train)"),
     _alias("--train-data-upsampling-factors", f"{_TRAIN}.upsampling_factors", "F::F", "relative sampling "
            "frequency of the shards in each '::'-separated part of --train-data"),
     _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on; retrieval unless "

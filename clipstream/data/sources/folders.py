@@ -11,6 +11,7 @@ classes are there.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -101,7 +102,6 @@ def divided(path: str) -> tuple[str, str]:
     return (folder, split) if sign and not os.path.exists(path) else (path, "")
 
 
-@lru_cache(maxsize=64)
 def contents(path: str, image_key: str = IMAGE_KEY, evaluates: bool = False) -> Contents:
     """What a folder holds, of the split that `PATH#SPLIT` names.
 
@@ -111,12 +111,31 @@ def contents(path: str, image_key: str = IMAGE_KEY, evaluates: bool = False) -> 
     Raises:
         SettingsError: it holds nothing that can be read, images without captions, or several kinds of data.
     """
-    folder, image_keys = divided(path)[0], split_keys(image_key)
+    key = os.path.abspath(path), image_key, evaluates
+    changed, found = _KNOWN.pop(key, ({}, None))
+    if found is None or any(_changed(folder) != time for folder, time in changed.items()):
+        found = _contents(path, split_keys(image_key), evaluates, changed := {})
+    _KNOWN[key] = changed, found
+    return found
+
+
+_KNOWN: dict[tuple[str, str, bool], tuple[dict[str, int], Contents]] = {}  # with the times of change of all folders
+
+
+def _changed(folder: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(folder).st_mtime_ns
+    return 0
+
+
+def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dict[str, int]) -> Contents:
+    """As `contents`; the folders that it depends on are added to `seen`, with their times of change."""
+    folder = divided(path)[0]
     if not os.path.isdir(folder):
         raise SettingsError(f"folder:{path}: the folder {folder} does not exist")
     try:
         files: list[str] = []
-        for names in _levels(folder):
+        for names in _levels(folder, seen):
             files += names
             if len(files) >= LOOKED:
                 break
@@ -124,7 +143,7 @@ def contents(path: str, image_key: str = IMAGE_KEY, evaluates: bool = False) -> 
         if kind == "classes":
             return Contents(kind, what="images in one folder per class")
         if len(files) >= LOOKED:
-            files = list(chain.from_iterable(_levels(folder)))
+            files = list(chain.from_iterable(_levels(folder, seen)))
     except OSError as error:
         raise SettingsError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
     if kind == "pairs":
@@ -140,15 +159,15 @@ def contents(path: str, image_key: str = IMAGE_KEY, evaluates: bool = False) -> 
     return found._replace(what=f"{found.what} (split {split})") if split else found
 
 
-def _levels(root: str) -> Iterator[list[str]]:
+def _levels(root: str, seen: dict[str, int]) -> Iterator[list[str]]:
     """The files of each folder, relative to the root, one level of folders after the other. Raises OSError."""
-    seen: set[str] = set()
+    seen.clear()
     waiting = deque([""])
     while waiting:
         where = waiting.popleft()
         if (real := os.path.realpath(os.path.join(root, where))) in seen:  # a link to a folder above
             continue
-        seen.add(real)
+        seen[real] = _changed(real)
         names: list[str] = []
         with os.scandir(real) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):

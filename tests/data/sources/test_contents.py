@@ -102,7 +102,12 @@ def test_texts_beside_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     names = Source(SourceSettings(shards=folder)).names
     monkeypatch.chdir(folder)
     assert Source(SourceSettings(shards=".")).names == names == [f"folder:{folder}#{n}-{n}" for n in range(3)]
+    monkeypatch.chdir(tmp_path / "held" / "a" / "b")
+    write(tmp_path / "held", "a/cat.png", "new/0.jpg", "new/0.txt")  # a program that goes on sees what has changed
+    assert [*samples(".")] == ["b/dog.v1"] and samples(folder).keys() == {*expected, "held/new/0"}
+    (tmp_path / "held" / "new" / "0.jpg").unlink()
     (tmp_path / "held" / "a" / "cat.txt").unlink()
+    (tmp_path / "held" / "a" / "cat.txt").symlink_to("nowhere")
     (tmp_path / "held" / "a" / "b" / "dog.v1.json").write_text("{")
     assert [text.partition("(")[0] for text in samples(folder).values()] == ["Dropped", "Dropped", "KeyError"]
 
