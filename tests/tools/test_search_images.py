@@ -27,6 +27,7 @@ from pyarrow import parquet
 
 import clipstream
 from clipstream.api.model import load_model
+from clipstream.cli.verbs.precompute import main as precompute
 from clipstream.cli.verbs.search import main, run
 from clipstream.errors import Stopped
 from clipstream.models.numpy_text import NumpyText, _BytePairs
@@ -212,3 +213,15 @@ PAIRS = _BytePairs()
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters="&<"), max_size=60))
 def test_ids_are_open_clip_s(text: str) -> None:
     assert PAIRS.encode(text)[1:-1] == open_clip.tokenizer._tokenizer.encode(text)
+
+
+def test_neighbours_in_a_store_are_shown_with_the_images_of_the_data(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--towers", "image", "--train-data", "shard.tar", "--model", "local-dir:model", "--workers", "0")
+    assert precompute(["store", *flags]) == 0
+    for more, images in ((("--train-data", "shard.tar"), 6), ((), 0)):
+        search("neighbours", "store", "--query-key", "k2", "-k", 2, "--html", "near.html", *more, capsys=capsys)
+        page = Path("near.html").read_text()
+        assert page.count("data:image/jpeg") == max(images - 1, 0), "those with a caption"
+        assert "shard.tar/k2" in page and "a green fish" in page

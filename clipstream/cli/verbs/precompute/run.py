@@ -145,8 +145,8 @@ def _compute(job: Job) -> None:
         for model in models:
             prepare(model.towers, job.precision)
             model.towers.to(world.device).eval()
-            for name in sources:
-                if (health := _pass(job, model, name, writer)) is not None:
+            for name, source in sources.items():
+                if (health := _pass(job, model, name, source, writer)) is not None:
                     found.setdefault(name, health)
             model.towers.to("cpu")
             if world.device.startswith("cuda"):
@@ -249,7 +249,7 @@ def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
         ) from error
 
 
-def _pass(job: Job, model: Model, name: str, writer: StoreWriter) -> SourceHealth | None:
+def _pass(job: Job, model: Model, name: str, source: Source, writer: StoreWriter) -> SourceHealth | None:
     """Compute what the store lacks of one model's features of one source, as far as it is this rank's share.
 
     Returns what was read, None if nothing was missing.
@@ -293,13 +293,16 @@ def _pass(job: Job, model: Model, name: str, writer: StoreWriter) -> SourceHealt
     label, began, samples = f"{model.name or 'model'} on {name}", time.monotonic(), 0
     bar = ProgressBar(label, shown=world.is_main, lines_every=LINES_EVERY, say=announce)
     places, total = {shard: place for place, shard in enumerate(share.todo)}, len(share.todo)
+    sizes = [source.num_samples(source.names[shard]) for shard in share.todo] if world.size == 1 else [None]
+    expected = None if None in sizes else sum(size or 0 for size in sizes)  # samples; those of tars are not known
     with loader, bar, ChunkComputer(writer, name, made, key=plan.key) as computer:
         try:
             for batch in loader:
                 place = places[computer.add(batch, loader.parts)]
                 samples, took = samples + len(batch), time.monotonic() - began
                 text = f"shard {place + 1:,} of {total:,}  {samples:,} samples  {samples / took:,.0f} samples/s"
-                bar.update(place, total, text + (f"  {duration(took * (total - place) / place)} left" if place else ""))
+                done, of = (place, total) if expected is None else (min(samples, expected), expected)
+                bar.update(done, of, text + (f"  {duration(took * (of - done) / done)} left" if done else ""))
         except torch.OutOfMemoryError as error:
             raise ClipstreamError(f"the GPU's memory is full: use a smaller --batch-size ({error})") from error
     health = loader.health.sources[name]
