@@ -163,8 +163,8 @@ def builtin(name: str) -> Config:
             config = json.loads(files[name].read_text())
     if config is None:
         raise SettingsError(
-            f"open_clip has no model {name!r}: model.name is open_clip's name, a path to a JSON configuration, "
-            f"{HUB}ORG/NAME or {LOCAL}PATH{did_you_mean(name, known, 3)}"
+            f"open_clip has no model {name!r}: model.name is open_clip's name, a JSON configuration, a run, "
+            f"a checkpoint, {HUB}ORG/NAME or {LOCAL}PATH{did_you_mean(name, known, 3)}"
         )
     found: Config = config
     return found
