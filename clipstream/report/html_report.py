@@ -276,13 +276,13 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
     settings.sort(key=lambda row: not row["differs"])
     shown = {**_results(runs, names, evaluations), **_details(runs, names)}
     sections = {
-        "results": ("Results", shown["tiles"] or (shown["headlines"] and len(runs) > 1)),
+        "results": ("Results", shown["headlines"] or shown["kinds"]),
         "images": ("Images", shown["pages"]),
         "curves": ("Curves and metrics", shown["curves"] or evaluations),
         "data": ("Data", shown["health"] or shown["crops"] or shown["trained_on"]),
         "precision": ("Precision", any(run.audit for run in runs)),
         "settings": ("Settings", settings),
-        "machine": ("Machine", any(shown[key] for key in ("machine", "steps", "stages", "profiles"))),
+        "machine": ("Machine", shown["machine"] or any(run.stages or run.profile for run in runs)),
         "environment": ("Environment", any(run.starts for run in runs)),
     }
     rendered: str = template(TEMPLATE).render(
@@ -307,16 +307,18 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         LARGE_CROP=LARGE_CROP,
         CUT=CUT,
         HEADINGS=HEADINGS,
+        TILES=TILES,
     )
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", rendered)
 
 
 def _results(runs: Sequence[RunContents], names: Sequence[str], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the page shows of metrics: tiles of one run, rows of several, and charts."""
+    """What the page shows of metrics: rows of the main ones, kinds of losses, and charts."""
     headlines = []  # the main metrics of each evaluation, or else its first one
     for one in evaluations:
         rows = [row for row in one["rows"] if not is_minor(row["metric"])] or one["rows"][:1]
         headlines += [{**row, "name": one["name"]} for row in rows]
+    headlines.sort(key=lambda row: row["metric"] != "mean")  # means first
     main = [row["chart"] for row in headlines]
     kinds = list(dict.fromkeys(loss_kind(run) for run in runs if "loss" in run.curves))
     losses = [
@@ -334,12 +336,7 @@ def _results(runs: Sequence[RunContents], names: Sequence[str], evaluations: lis
     shown = {name: [chart for chart in those if chart.svg()] for name, those in drawn.items()}
     few = max(0, ROW - len(shown["curves"]))
     shown["curves"], shown["minor"] = shown["curves"] + shown["minor"][:few], shown["minor"][few:]
-    return {
-        "headlines": headlines,
-        "tiles": _tiles(runs[0], headlines) if len(runs) == 1 else [],
-        "kinds": kinds,
-        **shown,
-    }
+    return {"headlines": headlines, "kinds": kinds, **shown}
 
 
 def _details(runs: Sequence[RunContents], names: Sequence[str]) -> dict[str, Any]:
@@ -356,28 +353,18 @@ def _details(runs: Sequence[RunContents], names: Sequence[str]) -> dict[str, Any
         "health": [(of(name, one), counts) for name, run in named for one, counts in sorted(run.health.items())],
         "crops": [(of(name, one), crop) for name, run in named for one, crop in run.crops().items()],
         "steps": [(name, times) for name, run in named if (times := StepTimes.of(run.curves)).parts],
-        "stages": [(name, run.stages) for name, run in named if run.stages],
-        "profiles": [(name, run.profile) for name, run in named if run.profile],
     }
 
 
 def _training_charts(runs: Sequence[RunContents], names: Sequence[str]) -> dict[str, Chart]:
     """The charts of training lines by metric, in the order of the page."""
-    known = [*TITLES]
-    metrics = dict.fromkeys(
-        metric
-        for run in runs
-        for metric, points in run.curves.items()
-        if not metric.startswith(HIDDEN) and (metric not in RARE or any(value for _, value in points))
-    )
-    return {
-        metric: Chart(
-            TITLES.get(metric, metric.replace("_", " ")),
-            _series(names, [run.curves.get(metric, []) for run in runs]),
-            share=metric in SHARES,
-        )
-        for metric in sorted(metrics, key=lambda metric: known.index(metric) if metric in known else len(known))
-    }
+    charts = {}
+    for metric in dict.fromkeys((*TITLES, *(metric for run in runs for metric in run.curves))):
+        points = [run.curves.get(metric, []) for run in runs]
+        if not metric.startswith(HIDDEN) and (metric not in RARE or any(y for line in points for _, y in line)):
+            title = TITLES.get(metric, metric.replace("_", " "))
+            charts[metric] = Chart(title, _series(names, points), share=metric in SHARES)
+    return charts
 
 
 def loss_kind(run: RunContents) -> str:
@@ -390,33 +377,6 @@ def loss_kind(run: RunContents) -> str:
     distilled = any(metric.startswith("loss_") and metric != "loss_scale" for metric in run.curves)
     batch = f", batch {size}" if (size := of("data.global_batch_size")) else ""
     return {"clip": "softmax", "siglip": "sigmoid"}.get(kind, kind) + batch + ", distillation" * distilled
-
-
-def _tiles(run: RunContents, headlines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The large figures: the main metrics, means first; without evaluations the last loss."""
-    tiles = []
-    for row in sorted(headlines, key=lambda row: row["metric"] != "mean")[:TILES]:
-        cell = row["cells"][0]
-        lines = [
-            f"chance {row['chance']}" if row["chance"] else "",
-            f"95% interval {cell['interval']}" if cell["interval"] else "",
-            cell["best"],
-        ]
-        name = f"{row['name']} · {row['metric'].replace('_', ' ')}"
-        share = cell["value"] if row["chart"].share else None
-        tiles.append(
-            {
-                "name": name,
-                "value": cell["last"],
-                "share": share,
-                "chance_share": row["chart"].chance,
-                "lines": filter(None, lines),
-            }
-        )
-    if not tiles and (points := run.curves.get("loss")):
-        lines = [f"{short(points[0][1])} at step {short(points[0][0])}"]
-        tiles.append({"name": "loss", "value": short(points[-1][1]), "share": None, "lines": lines})
-    return tiles
 
 
 def image_size(src: str) -> tuple[int, int]:
@@ -480,11 +440,7 @@ def _evaluations(runs: Sequence[RunContents], names: Sequence[str]) -> list[dict
             chances = [chance for values in last if (chance := chance_of(values, metric)) is not None]
             first = [[], *(lines[0] if mark == marks[0] else [] for mark in marks[1:])]
             cells = [
-                {
-                    **_cell(points, share, of),
-                    "mark": mark,
-                    "interval": interval(values, metric) if metric in values else "",
-                }
+                {**_cell(points, share, of), "mark": mark, "interval": metric in values and interval(values, metric)}
                 for points, of, mark, values in zip(lines, first, marks, last, strict=True)
             ]
             shown = percent if share else short

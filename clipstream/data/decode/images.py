@@ -66,8 +66,8 @@ class ImageTransform(Protocol):
         """
         ...
 
-    def lost(self) -> tuple[float, float] | None:
-        """Shares of the last image's area that its crop, and evaluation's, left out; None if that is not known."""
+    # shares of the last image's area that its crop, and evaluation's, left out; None if they are not known
+    lost: tuple[float, float] | None
 
 
 class UserImageTransform(Protocol):
@@ -127,8 +127,7 @@ class OwnImageTransform:
         out[...] = pixels
         return out
 
-    def lost(self) -> None:
-        """See ImageTransform: what a user's transform leaves out is not known."""
+    lost: tuple[float, float] | None = None
 
 
 class EvalTransform:
@@ -146,11 +145,7 @@ class EvalTransform:
 
     def __init__(self, spec: ImageSpec, background: str, upright: bool = False, max_pixels: int = MAX_PIXELS) -> None:
         self.spec, self.background, self.upright, self.max_pixels = spec, rgb(background), upright, max_pixels
-        self._lost = 0.0
-
-    def lost(self) -> tuple[float, float]:
-        """See ImageTransform."""
-        return self._lost, self._lost
+        self.lost: tuple[float, float] | None = None
 
     def __call__(self, data: bytes, rng: SampleRNG | None = None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform; `rng` is not used. Raises Dropped: `undecodable_image` or `image_too_large`."""
@@ -160,7 +155,7 @@ class EvalTransform:
         """uint8 [H, W, 3] of an image that is decoded. Raises Dropped: as `__call__`."""
         image = opaque(image, self.background)
         height, width = _target(image.size, self.spec)
-        self._lost = lost_area(image.size, self.spec)
+        self.lost = (lost_area(image.size, self.spec),) * 2
         if height * width > MAX_PIXELS:
             raise Dropped("image_too_large", f"a strip of {image.size[0]} x {image.size[1]} pixels")
         if image.size != (width, height):

@@ -93,12 +93,7 @@ class TrainTransform:
         self.background, self.upright = rgb(background), upright
         self.jitter = ColourJitter(augment)
         self._make = self._exact if decoder == "exact" else self._fast
-        self._crop = (1, 1), Box(0, 0, 1, 1)
-
-    def lost(self) -> tuple[float, float]:
-        """See ImageTransform."""
-        (width, height), box = self._crop
-        return 1 - box.width * box.height / (width * height), lost_area((width, height), self.spec)
+        self.lost: tuple[float, float] | None = None
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: `undecodable_image`, `image_too_large` or `image_too_thin`."""
@@ -107,7 +102,7 @@ class TrainTransform:
         check_shape(header.size)
         full = header.size[::-1] if _TURNS[header.orientation][2] else header.size
         box = crop_box(full, self.augment, rng)
-        self._crop = full, box
+        self.lost = 1 - box.width * box.height / (full[0] * full[1]), lost_area(full, self.spec)
         names = list(FILTERS) if self.augment.interpolation == "random" else [self.augment.interpolation]
         name = names[rng.integer(len(names))] if len(names) > 1 else names[0]
         flip = self.augment.flip > 0 and rng.uniform() < self.augment.flip

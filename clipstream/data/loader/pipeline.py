@@ -400,8 +400,8 @@ class Pipeline:
             health.used += 1
             if self._captions[source] < FIRST_SAMPLES:
                 self._captions[source] += 1
-                if (lost := slot.reader.image.lost()) is not None:
-                    health.lost[slot.name] = lost
+                if slot.reader.image.lost is not None:
+                    health.lost[slot.name] = slot.reader.image.lost
                 if slot.rng is not None:
                     health.captions.add(slot.name, slot.caption or "", pixels)
             self.report_early(source)
