@@ -89,8 +89,8 @@ def test_a_tower_that_is_trained_or_will_be_keeps_the_precision_of_training(tmp_
     name = write(tmp_path)
     own = {"precision": "bf16"}
     for settings, message in (
-        ({"image": own}, r"image\.precision\n.*the image tower is trained.*--lock-image"),
-        ({"text": own, "lock_image": True}, r"text\.precision\n.*the text tower is trained"),
+        ({"image": own}, r"image\.precision\n.*requires --lock-image: training the image tower"),
+        ({"text": own, "lock_image": True}, r"text\.precision\n.*requires --lock-text: training the text tower"),
         ({"image": own, "lock_image": True, "unlocked_groups": 1}, r"image\.precision\n.*model\.unlocked_groups"),
         ({"text": own, "lock_text": True, "unlock_text_at": 2}, r"text\.precision\n.*model\.unlock_text_at"),
     ):
