@@ -10,6 +10,7 @@ from typing import Any
 
 from clipstream.api.run import Run
 from clipstream.checkpoint.store import occupied
+from clipstream.config.by_size import with_one_choice
 from clipstream.config.settings import Config, Overrides, Settings, require_equal, resolve, settings_from
 from clipstream.config.validate import prepare_run
 from clipstream.distributed.launch import FailureWatch, run_embedded
@@ -90,6 +91,7 @@ def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
 
     Raises ClipstreamError: settings, data or training failed, or a signal stopped the run.
     """
+    settings = with_one_choice(settings, world)
     require_equal(settings, world)
     own_lanes = settings.data.lanes != "auto"
     on_exit = None if watch.embedded else watch.run_cleanups

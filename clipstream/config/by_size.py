@@ -13,6 +13,7 @@ from typing import Any
 
 from clipstream.config.settings import Settings, open_sources
 from clipstream.data.sources.indexes import count_samples
+from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 
 LARGE = 100_000  # samples
@@ -94,7 +95,16 @@ def by_size(settings: Settings, ranks: int) -> tuple[Settings, list[str]]:
     choices = [*choose(Facts(samples, ranks, settings.model.is_fresh, values, frozenset(free)))]
     for key, value, _ in choices:
         settings = _with(settings, *key.split("."), value)
+    settings._chosen = {key: (value, values[key]) for key, value, _ in choices}
     return settings, [f"{reason} sets it" for *_, reason in choices]
+
+
+def with_one_choice(settings: Settings, world: World) -> Settings:
+    """The settings with what `by_size` chose on rank 0: ranks may see other data, or none. Collective."""
+    usual = {key: (value, value) for key, (_, value) in settings._chosen.items()}
+    for key, (value, _) in {**usual, **world.broadcast_object(settings._chosen)}.items():
+        settings = _with(settings, *key.split("."), value)
+    return settings
 
 
 def _samples(settings: Settings) -> int | None:

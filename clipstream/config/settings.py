@@ -115,6 +115,7 @@ class Settings(Section):
     _places: Node = PrivateAttr(default_factory=Node)
     _epoch_from_data: bool = PrivateAttr(default=False)  # whether the data determined `train.epoch_samples`
     _epochs: EpochPlan | None = PrivateAttr(default=None)
+    _chosen: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)  # by key: what `by_size` chose, the usual
     _split: FilePath | None = PrivateAttr(default=None)  # names of the samples that `data.val_split` holds out
 
     @property

@@ -30,7 +30,7 @@ def test_the_blocks_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Monke
         imported = re.match(r"import (accelerate|lightning)$", block, re.M)
         if imported is None or importlib.util.find_spec(imported[1]):
             exec(block, names)
-    assert len(blocks) == 8 and names["run"].status == "done" and names["figures"]["val"]["n"] == 16
+    assert len(blocks) == 9 and names["run"].status == "done" and names["figures"]["val"]["n"] == 16
     assert names["best"] in ("cat.jpg", "dog.jpg") and names["state"]["data"]["data"]["step"] == 8
 
 

@@ -131,7 +131,7 @@ def test_mistakes_are_named_all_at_once() -> None:
         clipstream.load_settings(name=object())
     with pytest.raises(SettingsError, match="expected a key such as"):
         clipstream.load_settings({3: 1})  # type: ignore[dict-item]
-    with pytest.raises(SettingsError, match=r"there is no file none\.yaml"):
+    with pytest.raises(SettingsError, match=r"none\.yaml does not exist"):
         clipstream.train("none.yaml")
     with pytest.raises(SettingsError, match="overrides is a positional argument"):
         clipstream.train("my.yaml", overrides={"optim.lr": 1})
