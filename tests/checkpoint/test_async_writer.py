@@ -212,7 +212,7 @@ def test_the_best_is_saved_and_stays_until_the_next(tmp_path: Path, capsys: pyte
     assert saver.finish()
     assert names(tmp_path) == [BEST, "latest", "step_00000044"]
     saver.on_eval([{"step": 45, "eval": "val", "top5": 0.9}])
-    assert "val gave no 'top1' at step 45" in capsys.readouterr().err
+    assert "val has no metric 'top1' at step 45" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_a_metric_that_is_never_given_is_told_before_the_run(place: Path, capsys
     evals = ["--val-data", f"{place}/val/*.tar", "--checkpoint.keep-best", "val/image_to_text_R@2"]
     assert main(flags(place, "misnamed", *evals)) == 2
     said = capsys.readouterr().err
-    assert "checkpoint.keep_best: val gives no 'image_to_text_R@2' but" in said and "did you mean" in said
+    assert "checkpoint.keep_best: val has no metric 'image_to_text_R@2'; choose from" in said and "did you mean" in said
 
 
 def test_a_full_disk_does_not_end_a_run(place: Path, tmp_path: Path) -> None:

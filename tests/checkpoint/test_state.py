@@ -125,7 +125,7 @@ def test_moments_of_the_fused_optimizer_and_of_the_plain_one_are_the_same(fused:
 def test_contents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path, other = write(tmp_path, 1), TinyTowers("siglip")
     assert path is not None
-    with pytest.raises(SettingsError, match="does not fit"):
+    with pytest.raises(SettingsError, match="does not match the model and optimizer"):
         load(path, towers=other, optimizer=AdamW.Settings().build(other, "ViT"), world=World())
     for content in (pickle.dumps(Path("x"), 2), b"no pickle"):
         (path / RANDOM).write_bytes(content)
@@ -154,7 +154,7 @@ def test_a_checkpoint_of_another_format_is_refused(version: int | None, tmp_path
     weights = model.clip.words.weight.detach().clone()
     for read in (lambda: read_meta(path), lambda: load(path, towers=model, optimizer=optimizer, world=World())):
         with pytest.raises(
-            SettingsError, match=rf"format {version or 0}, and .* reads format 1: .* --pretrained local-"
+            SettingsError, match=rf"format {version or 0}, but .* reads format 1: .* --pretrained local-"
         ):
             read()
     assert torch.equal(model.clip.words.weight, weights)
