@@ -170,7 +170,8 @@ def plot(works: Sequence[Work], path: Path) -> None:
 
     grey, blue = "#7d8590", "#2f81f7"
     plt.rcParams.update({"text.color": grey, "axes.edgecolor": grey, "svg.hashsalt": "input", "font.size": 12})
-    rates = [(work, *(work.results[name]["samples_per_s"] for name in ("clipstream", "open_clip"))) for work in works]
+    column = "samples_per_s"
+    rates = [(work, work.results["clipstream"][column], work.results["open_clip"][column]) for work in works]
     ratios = [ours / theirs for _, ours, theirs in rates]
     figure, axes = plt.subplots(figsize=(8, 0.5 * len(works) + 0.9))
     axes.barh(range(len(works)), ratios, 0.62, color=blue)

@@ -153,9 +153,7 @@ def test_a_checkpoint_of_another_format_is_refused(version: int | None, tmp_path
     model, optimizer = parts()
     weights = model.clip.words.weight.detach().clone()
     for read in (lambda: read_meta(path), lambda: load(path, towers=model, optimizer=optimizer, world=World())):
-        with pytest.raises(
-            SettingsError, match=rf"format {version or 0}, but .* reads 1: .* --pretrained local-"
-        ):
+        with pytest.raises(SettingsError, match=rf"format {version or 0}, but .* reads 1: .* --pretrained local-"):
             read()
     assert torch.equal(model.clip.words.weight, weights)
 
