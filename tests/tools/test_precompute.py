@@ -347,7 +347,7 @@ def test_a_killed_command_and_a_stopped_one_are_continued(place: Path, tmp_path:
     store, errors = tmp_path / "s", tmp_path / "errors"
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, Stopped.exit_code)):
         assert stop(argv(place, store, *more), store, errors, number) == code, errors.read_text()
-    assert "rerun the same command to continue" in errors.read_text() and "SIGTERM: ending" in errors.read_text()
+    assert "rerun the same command to continue" in errors.read_text() and "SIGTERM: stopping" in errors.read_text()
     assert "Traceback" not in errors.read_text()
     written = {path: path.stat().st_mtime_ns for path in (store / "texts").rglob("*.safetensors")}
     assert main(argv(place, store, *more)) == 0
