@@ -133,6 +133,7 @@ def test_wrong_calls_end_with_one_sentence(capsys: pytest.CaptureFixture[str]) -
         (("local-dir:model", "table.csv", "gone.png"), "gone.png"),
         (("local-dir:model", "none.csv", "a"), "none.csv"),
         (("ViT-B-32", "table.csv", "a"), "without weights"),
+        (("ViT-B-32", "table.csv", "a", "--pretrained=no-such-tag"), "no-such-tag"),
         (("local-dir:model", "table.csv", "a", "--html", "no/where.html"), "no/where.html"),
     ):
         (line,) = search(*words, capsys=capsys, code=main([*words]))

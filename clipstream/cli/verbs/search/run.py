@@ -392,7 +392,8 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
     Raises SettingsError: an image cannot be decoded.
     """
     settings, _ = opened(call)
-    model = load_model(call.model, settings.model.pretrained if "--pretrained" in call.flags else None)[0]
+    is_path = Path(call.model).expanduser().is_dir()  # of a run, whose own settings count
+    model = load_model(call.model, None if is_path else settings.model.pretrained)[0]
     files = fetch(settings.model.not_trained(), settings.tokenizer, World())
     tower = NumpyText.of(files.weights, files.model_cfg)
     with suppress(LookupError):  # tensors of another text tower
