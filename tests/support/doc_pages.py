@@ -220,6 +220,7 @@ def make_folder(home: Path) -> Path:
         pair.parent.mkdir(parents=True, exist_ok=True)
         pair.write_bytes(picture(number))
         pair.with_suffix(".txt").write_text(f"a photo of {number}\nfr.utf8=une photo de {number}\n")
+    (home / "cat.jpg").write_bytes(picture(0))
     for split in ("test", "train"):
         write_benchmark(home / "sets/cars", drawn(3), split=split)
     (home / "configs").symlink_to(ROOT / "configs")
