@@ -93,7 +93,7 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
             if other not in settings:
                 hint = did_you_mean(other, settings)
                 raise SettingsError(f"evals.{name}.of: unknown evaluator {other!r}{hint}")
-        evaluators[name] = make_plugin(f"evals.{name}", section, BUILTIN)
+        evaluators[name] = make_plugin(f"evals.{name}", section, builtin=BUILTIN)
     return evaluators
 
 

@@ -187,21 +187,20 @@ def build_sinks(log: LogSettings, run: RunInfo, *, trains: bool = True) -> dict[
     if log.tensorboard:
         makers["tensorboard"] = lambda: TensorBoard(run.folder, run.resume_step)
     for name, section in log.sinks.items():
-        makers[name] = partial(TRACKERS.get(section.type) or partial(make_plugin, section.type), section, run)
+        makers[name] = partial(make_plugin, f"log.sinks.{name}", section, run, builtin=TRACKERS)
     sinks: dict[str, Sink] = {}
     for name, make in makers.items():
         try:
             made = make()
             if lacks := [method for method in SINK_METHODS if not callable(getattr(made, method, None))]:
                 raise SettingsError(
-                    f"{log.sinks[name].type} has no {', '.join(lacks)}: derive it from clipstream.report.sinks.Sink"
+                    f"log.sinks.{name}: {log.sinks[name].type} has no {', '.join(lacks)}: derive it from "
+                    "clipstream.report.sinks.Sink"
                 )
             sinks[name] = made
-        except BaseException as error:
+        except BaseException:
             for sink in sinks.values():
                 sink.close()
-            if isinstance(error, (SettingsError, ValueError)):
-                raise SettingsError(f"log.sinks.{name}: {error}") from error
             raise
     return sinks
 

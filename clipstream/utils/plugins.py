@@ -94,18 +94,19 @@ def load_plugin(path: str) -> Any:
     return found
 
 
-def make_plugin(key: str, settings: Any, builtin: Mapping[str, Callable[[Any], Any]] = {}) -> Any:
-    """Construct the class that `settings.type` names, as in `builtin` or as `package.module:Name`, with the settings.
+def make_plugin(key: str, settings: Any, *more: Any, builtin: Mapping[str, Callable[..., Any]] = {}) -> Any:
+    """Construct the class that `settings.type` names, as in `builtin` or as `package.module:Name`, with the settings
+    and further arguments.
 
     Raises SettingsError: there is no such class, or it raised; the message begins with `key`.
     """
     path: str = settings.type
     try:
         if path in builtin:
-            return builtin[path](settings)
+            return builtin[path](settings, *more)
         make = load_plugin(path)
         try:
-            return make(settings)
+            return make(settings, *more)
         except ClipstreamError:
             raise
         except Exception as error:

@@ -194,7 +194,7 @@ LONG = "n" * 300
         (evaluate, [f"--watch={__file__}"], "is a file, not a run's folder"),
         (stage, [LONG, "--train-data=a.tar"], ": File name too long"),
         (stage, ["", "--train-data=a.tar"], "missing FOLDER"),
-        (stage, ["out", "--train-data=a.tar", f"--size={'9' * 5000}"], "--size: expected an integer"),
+        (stage, ["out", "--train-data=a.tar", f"--size={'9' * 5000}"], "--size: expected a whole number, at least 1"),
         (check, [""], "error: --shards: name at least one shard"),
         (check, ["a.tar", "--caption-json="], "error: --caption-json: the path '' is malformed"),
     ],

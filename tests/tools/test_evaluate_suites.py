@@ -119,7 +119,7 @@ def test_what_is_missing_is_told_at_once_with_the_way_to_get_it(sets: Path, caps
     assert "3 of 6 data sets are missing" in told and told.count("hf download") == 3
     assert f"objectnet: {sets}/wds_objectnet does not exist\n    hf download clip-benchmark/wds_objectnet " in told
     assert f"--local-dir '{sets}/wds_objectnet'" in told
-    assert f"1 of 2 shards are not there: {sets}/wds_imagenet-r/test/1.tar" in told and "nshards.txt is not" in told
+    assert f"1 of 2 shards do not exist: {sets}/wds_imagenet-r/test/1.tar" in told and "nshards.txt is not" in told
     assert evaluate(sets.parent, *asked, "--missing", "skip") == 0
     found = records(sets.parent)
     left = ("imagenet_a", "imagenet_sketch")
@@ -224,7 +224,7 @@ def test_a_mean_comes_last_and_stands_for_all_of_its_sets(capsys: pytest.Capture
     failing = runner_of({**given(a=0.25, b=-1), "all": {"type": "mean", "of": of}})(4, last=True)
     assert failing[0]["score"] == 0.25 and "broken" in failing[1]["error"] and "b has no metrics" in failing[2]["error"]
     (_, wrong) = runner_of({**given(a=1), "all": {"type": "mean", "of": {"a": "scores"}}})(4, last=True)
-    assert wrong["error"] == "evals.all: of: a gives no 'scores' but score, other; did you mean 'score'?"
+    assert wrong["error"] == "evals.all: of: a has no metric 'scores'; choose from score, other; did you mean 'score'?"
     with pytest.raises(SettingsError, match=r"evals\.all\.of: unknown evaluator 'aa'"):
         runner_of({**given(a=1), "all": {"type": "mean", "of": {"aa": "score"}}})
     with pytest.raises(ValueError, match="set at least one evaluator and its metric"):

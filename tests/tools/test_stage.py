@@ -39,7 +39,7 @@ from tests.support.tars import tar_bytes, write_tar
 def _no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failed transfers are tried again at once."""
     drawn = SimpleNamespace(uniform=lambda *_: 0.0)
-    monkeypatch.setattr("clipstream.storage.transfer.random", SimpleNamespace(SystemRandom=lambda: drawn))
+    monkeypatch.setattr("clipstream.storage.download.random", SimpleNamespace(SystemRandom=lambda: drawn))
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,7 @@ def test_a_run_that_lies_still(run: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--evals.val", "null", "--evals.kinds", "null"], "no evaluation data"),
         (["--modl", "x"], "did you mean"),
         (["--evals.val.prompts", "[a cat]", "--log.pictures", "0"], "evals.val.prompts: requires log.pictures above 0"),
-        (["--evals.kinds.classes", "[a]"], "evals.kinds.classes: 1 given"),
+        (["--evals.kinds.classes", "[a]"], "evals.kinds.classes: expected at least 2, not 1"),
     ],
 )
 def test_wrong_settings(run: Path, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

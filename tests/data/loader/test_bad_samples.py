@@ -135,7 +135,7 @@ def test_too_many_end_the_run(tmp_path: Path) -> None:
     samples = [{"__key__": f"{i}", "jpg": picture(i), "txt": "a cat" if i % 10 else ""} for i in range(50)]
     path = str(write_tar(tmp_path / "a.tar", samples))
     settings = data(path, workers=1, max_sample_failures=0.09)
-    said = r"max-sample-failures 0\.09 allows(.|\n)*empty_caption, e\.g\. a\.tar/\d?0"
+    said = r"more than --data\.max-sample-failures 0\.09:(.|\n)*empty_caption, e\.g\. a\.tar/\d?0"
     with pytest.raises(DataError, match=said), loader(settings) as stream:
         for _ in range(200):
             next(stream)
