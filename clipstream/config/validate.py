@@ -359,7 +359,9 @@ def _val_split(settings: Settings) -> Problems:
     path, data, val = ("data", "val_split"), settings.data, settings.evals.get("val")
     if data.val_split is None or not data.sources:
         return
-    if val is not None and val.data is not None:
+    if val is None:
+        yield path, "requires the evaluator val, which reads these samples: set evals.val to {}, or remove val_split"
+    elif val.data is not None:
         yield path, "not supported with data of the evaluator val (--val-data): remove one of them"
     if len(data.sources) > 1:
         yield path, "not supported with several sources: set evals.NAME.data to data of their own"

@@ -13,8 +13,9 @@ import hashlib
 import itertools
 import json
 import os
+import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
@@ -28,9 +29,9 @@ from clipstream.data.decode.captions import build_caption, build_transform, cand
 from clipstream.data.decode.images import loaded, opaque, opened, orientation_of, turned
 from clipstream.data.decode.key_lists import build_filter
 from clipstream.data.order_plan import reading_of
-from clipstream.data.settings import DataSettings, SourceSettings, rgb
+from clipstream.data.settings import MAX_PIXELS, DataSettings, SourceSettings, rgb
 from clipstream.data.sources import Source, SourceContext
-from clipstream.data.sources.folders import with_split
+from clipstream.data.sources.folders import FolderShard, FolderSource, PairShard, with_split
 from clipstream.distributed.capabilities import cores
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError
@@ -44,7 +45,7 @@ from clipstream.utils.logs import announce, logger
 from clipstream.utils.plugins import is_plugin
 from clipstream.utils.processes import Crashed, run
 
-FORM = 1  # of the file and its rule: another one is another identity
+FORM = 2  # of the file and its rule: another one is another identity
 FEWEST = 2  # samples on each side
 SIDE, WAVES = 32, 9  # pixels of a side that an image is reduced to, and lowest frequencies of each side
 NEAR = 6  # differing bits of 64 up to which two images are nearly the same
@@ -71,10 +72,14 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
         key: dotted key of the source, for messages.
 
     Raises:
-        SettingsError: too few samples can be held out.
+        SettingsError: too few samples can be held out, a shard cannot be read, or the list cannot be written.
     """
     source = Source(section, SourceContext(cache=data.cache, key=key))
-    store = ShardCache(str(cache_root() / "splits"))
+    try:
+        store = ShardCache(str(cache_root() / "splits"))
+    except SettingsError as error:
+        detail = str(error).removeprefix("data.cache: ")
+        raise SettingsError(f"data.val_split: {detail}: set another folder with CLIPSTREAM_CACHE") from error
     made: list[str] = []
 
     def fill(part: Path, _: object) -> None:
@@ -90,7 +95,7 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
         part.write_text("".join(f"{name}\n" for name in names), encoding="utf-8", errors="surrogateescape")
 
     try:
-        path = store.get_or_make("val_split", _identity(source, share), fill)
+        path = store.get_or_make("val_split", _identity(source, share, data.max_image_pixels), fill)
     except (ShardError, OSError) as error:
         raise SettingsError(f"data.val_split: {getattr(error, 'detail', error)}") from error
     if not made and World.from_env().is_main:
@@ -178,14 +183,14 @@ def near_pairs(hashes: Hashes, most: int = NEAR) -> Iterator[tuple[Any, Any]]:
             yield some[bits <= most], others[bits <= most]
 
 
-def look_of(data: bytes, background: tuple[int, int, int]) -> int:
+def look_of(data: bytes, background: tuple[int, int, int], max_pixels: int = MAX_PIXELS) -> int:
     """64 bits of what an image file shows: whether its 64 lowest frequencies but the mean are above their median.
 
     A copy that was scaled, encoded again or slightly retouched differs in few of them. Raises Dropped.
 
     Source: the perceptual hash of phash.org, by the discrete cosine transform of 32 x 32 grey pixels.
     """
-    image = opened(data)
+    image = opened(data, max_pixels)
     image.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a reduced size
     image = turned(opaque(loaded(image), background), orientation_of(image)).convert("L")
     pixels = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX), np.float64)
@@ -202,16 +207,25 @@ def _waves() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return waves, np.argsort(sums, kind="stable")[1:65]
 
 
+def caption_hash(text: str) -> int:
+    """64 bits of a caption, the same for other spaces, another case and other forms of the same characters."""
+    plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    return _hash(" ".join(plain.split()).encode(errors="surrogatepass"))
+
+
 def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 def _seen(source: Source, data: DataSettings) -> list[Seen]:
-    """All usable samples of a source, in the order of its shards, read by one process per core."""
+    """All usable samples of a source, in the order of its shards, read by one process per core.
+
+    Raises ShardError: a shard cannot be read, whose samples might have counterparts among those held out.
+    """
     fetcher = Fetcher(timeout=data.transfer_timeout, most=int(data.max_shard_gib * GIB))
     names, found, faults = list(dict.fromkeys(source.names)), dict[int, list[Seen]](), list[str]()
     with closing(ShardCache(data.cache, fetcher=fetcher)) as store, ProgressBar("val_split") as bar:
-        look = _Look(Source(source.settings, replace(source.context, store=store)))
+        look = _Look(Source(source.settings, replace(source.context, store=store)), data.max_image_pixels)
         with closing(run(lambda number: look(names[number]), len(names), min(cores(), len(names)))) as events:
             for event in events:
                 if event is not None:
@@ -221,15 +235,16 @@ def _seen(source: Source, data: DataSettings) -> list[Seen]:
                 samples = sum(map(len, found.values()))
                 bar.update(len(found), len(names), f"{samples:,} samples, {len(found):,} of {len(names):,} shards")
     if faults:
-        logger.warning(f"val_split: {len(faults):,} of {len(names):,} shards were not compared: {faults[0]}")
+        some = f"{len(faults):,} of {counted(len(names), 'shard', ',')} cannot be compared with the others"
+        raise ShardError("val_split", f"{some}: {faults[0]}: mend it, or leave it out of the training data")
     return [sample for number in range(len(names)) for sample in found[number]]
 
 
 class _Look:
     """Reads a shard, as training does without augmentation; called in a process of its own."""
 
-    def __init__(self, source: Source) -> None:
-        self.source, self.section = source, (section := source.settings)
+    def __init__(self, source: Source, max_pixels: int) -> None:
+        self.source, self.section, self.max_pixels = source, (section := source.settings), max_pixels
         self.caption, self.transform = build_caption(section.caption), build_transform(section.transform)
         self.filter = build_filter(source.context.key.rpartition(".")[2], section)
         self.background = rgb(section.background)
@@ -253,25 +268,37 @@ class _Look:
                 sample = sample if self.transform is None else self.transform(sample)
                 texts = set(itertools.chain(*candidates(self.caption, sample)))
                 image = image_bytes(sample, self.section.image_key)
-                captions = tuple(sorted(_hash(" ".join(text.split()).casefold().encode()) for text in texts))
-                found.append(Seen(where, captions, _hash(image), look_of(image, self.background)))
+                captions = tuple(sorted(map(caption_hash, texts)))
+                look = look_of(image, self.background, self.max_pixels)
+                found.append(Seen(where, captions, _hash(image), look))
         shard.close()
         kind.release(name)
         return found
 
 
-def _identity(source: Source, share: float) -> str:
-    """What the choice depends on: names, times and sizes of the files, keys in a folder, and how they are read."""
-    lists = [source.settings.keep, source.settings.drop]
+def _identity(source: Source, share: float, max_pixels: int) -> str:
+    """What the choice depends on: names, times and sizes of the files, and how they are read."""
+    section = source.settings
+    lists = [section.keep, section.drop]
     titles = dict.fromkeys(source.types[name].title(name) for name in source.names)
     files = [path for one in (*titles, *lists) if one and (path := ShardURL(one).path) and os.path.isfile(path)]
-    stats = [(path, stat.st_mtime_ns, stat.st_size) for path in files if (stat := os.stat(path))]
-    parts: list[object] = [FORM, NEAR, share, sorted(set(source.names)), stats, lists, reading_of(source.settings)]
-    parts += [_keys(source)] if not files else []
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    how = [lists, section.folder, max_pixels, reading_of(section)]
+    parts: list[object] = [FORM, NEAR, share, sorted(set(source.names)), [_stat(path) for path in files], how]
+    return hashlib.sha256(json.dumps([*parts, list(_folders(source))]).encode()).hexdigest()
 
 
-def _keys(source: Source) -> Iterable[object]:
-    """The keys of samples whose shards are no files: those of folders."""
-    names = [name for name in source.names if name.startswith("folder:")]
-    return [_hash(json.dumps([ref.key for ref in source.open(name).index.samples]).encode()) for name in names]
+def _folders(source: Source) -> Iterator[object]:
+    """A hash of each shard that is a folder or a part of one: of names, times and sizes of its files."""
+    for name in dict.fromkeys(source.names):
+        if isinstance(source.types[name], FolderSource):
+            shard = source.open(name)
+            assert isinstance(shard, FolderShard | PairShard)
+            yield _hash(json.dumps([_stat(path) for ref in shard.index.samples for path in shard.files(ref)]).encode())
+
+
+def _stat(path: str) -> tuple[str, int, int]:
+    try:
+        stat = os.stat(path)
+    except OSError:  # as a link to nowhere
+        return path, 0, 0
+    return path, stat.st_mtime_ns, stat.st_size

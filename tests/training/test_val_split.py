@@ -19,7 +19,8 @@ from clipstream.cli.main import main
 from clipstream.config.settings import load
 from clipstream.config.validate import validate_run
 from clipstream.data.decode.key_lists import KeyList
-from clipstream.data.val_split import NEAR, Seen, choose, group, look_of, near_pairs
+from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.val_split import NEAR, Seen, caption_hash, choose, group, held_out, look_of, near_pairs
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from tests.support.pictures import picture
@@ -155,11 +156,45 @@ def test_runs_hold_out_the_same_samples(tmp_path: Path, monkeypatch: pytest.Monk
         (["--data.sources.b.shards=a.tar"], "not supported with several sources"),
         (["--data.sources.train.drop=x.txt"], "not supported with data.sources.train.drop"),
         (["--val-split=1.5"], "--val-split"),
+        (["--evals.val=null"], "requires the evaluator val"),
     ],
 )
 def test_what_does_not_go_together_is_told(more: list[str], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         validate_run(load(["--train-data=a.tar", "--steps=2", "--val-split=0.1", *more]), World())
+
+
+def test_captions_are_compared_by_their_characters() -> None:
+    assert len({caption_hash(text) for text in ("cafe\u0301  1", "CAF\u00c9 \uff11", "caf\u00e9\u00a01")}) == 1
+
+
+def test_a_list_is_chosen_again_where_a_file_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    (folder := tmp_path / "held").mkdir()
+    for number in range(20):
+        (folder / f"{number}.png").write_bytes(encoded(photo(number), "PNG"))
+        (folder / f"{number}.txt").write_text(f"text {number}")
+    (tmp_path / "keep.txt").write_text("".join(f"{number}\n" for number in range(20)))
+    for keep in (None, str(tmp_path / "keep.txt")):
+        source = SourceSettings(shards=str(folder), keep=keep)
+        before = held_out(source, 0.2, DataSettings(), "data.sources.train")
+        assert held_out(source, 0.2, DataSettings(), "data.sources.train") == before
+        (folder / "0.txt").write_text(f"another text {keep}")
+        assert held_out(source, 0.2, DataSettings(), "data.sources.train") != before
+    with pytest.raises(SettingsError, match="only 0 of 0 usable"):
+        held_out(source, 0.2, DataSettings(max_image_pixels=100), "data.sources.train")
+
+
+def test_a_list_of_a_part_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pairs(tmp_path)
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    source = SourceSettings(shards=f"{tmp_path}/pairs/{{00000..00002}}.tar")
+    for _ in range(2):
+        with pytest.raises(SettingsError, match=r"1 of 3 shards cannot be compared .*00002\.tar"):
+            held_out(source, 0.2, DataSettings(), "data.sources.train")
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "model.json"))
+    with pytest.raises(SettingsError, match=r"cannot create .* CLIPSTREAM_CACHE"):
+        held_out(source, 0.2, DataSettings(), "data.sources.train")
 
 
 def test_too_few_samples_are_told(

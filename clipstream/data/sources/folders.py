@@ -347,6 +347,10 @@ class PairShard(OpenShard):
         image = next((suffix for suffix in self._suffixes[ref.key] if suffix.lower() in keys), None)
         return None if image is None else Place(os.path.join(self._folder, f"{ref.key}.{image}"))
 
+    def files(self, ref: SampleRef) -> list[str]:
+        """The paths of a sample's files."""
+        return [os.path.join(self._folder, f"{ref.key}.{suffix}") for suffix in self._suffixes[ref.key]]
+
 
 class FolderShard(OpenShard):
     """The images of a class. Members: the image by its suffix, `cls` (number of the class), `class` (folder's name)."""
@@ -370,6 +374,10 @@ class FolderShard(OpenShard):
     def place(self, ref: SampleRef, keys: Collection[str]) -> Place:
         """See OpenShard."""
         return Place(str(self._folder / ref.key))
+
+    def files(self, ref: SampleRef) -> list[str]:
+        """The path of a sample's image."""
+        return [str(self._folder / ref.key)]
 
 
 def _images(folder: Path, image_keys: Collection[str]) -> Iterator[str]:
