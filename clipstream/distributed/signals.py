@@ -39,8 +39,10 @@ class EndProcess:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         line, self.line = self.line, ""  # the main thread and the one of `listening` may both come here
-        if line:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if os.isatty(2):
+                os.write(2, b"\r\x1b[K\x1b[?25h")  # no half line and no hidden cursor of a progress bar stays
+            if line:
                 os.write(2, f"{line.format(signal.Signals(number).name)}\n".encode())
         os._exit(self.code)
 

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from tests.support.clocks import START, Clock
 from tests.support.forks import ROOT, Fork, wait_until
 from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards
-from tests.support.ranks import reserved_port
+from tests.support.ranks import TIMEOUT, reserved_port
 from tests.support.runs import flags, weights
 
 # Once the file named by HANG is there, the next sample of rank BAD_RANK sleeps, and catches what wakes it; FAIL raises.
@@ -277,3 +279,12 @@ def test_the_first_traceback_of_a_users_part_is_printed_and_each_drop_names_the_
     assert f'test_interrupts.py", line {line}, in divide' in said and "ZeroDivisionError: division by zero" in said
     lost = stream.health.take_dropped()
     assert all(f"at test_interrupts.py:{line}" in loss.detail for loss in lost) and lost
+
+
+def test_a_process_that_ends_at_once_leaves_the_terminal_in_order() -> None:
+    ours, theirs = os.openpty()
+    code = "from clipstream.distributed.signals import EndProcess; EndProcess(7, 'ended by {}')(15, None)"
+    done = subprocess.run([sys.executable, "-c", code], stderr=theirs, cwd=ROOT, timeout=TIMEOUT)
+    os.close(theirs)
+    assert (done.returncode, os.read(ours, 100)) == (7, b"\r\x1b[K\x1b[?25hended by SIGTERM\r\n")
+    os.close(ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import hashlib
 import html
 import io
@@ -13,6 +14,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,9 +29,9 @@ from pyarrow import parquet
 
 import clipstream
 from clipstream.api.model import load_model
-from clipstream.cli.verbs.precompute import main as precompute
-from clipstream.cli.verbs.search import main, run
+from clipstream.cli.verbs.search import images, indexing, main, run
 from clipstream.errors import Stopped
+from clipstream.features.image_index import ImageSearch
 from clipstream.models.numpy_text import NumpyText, _BytePairs
 from tests.support.browser import look, needs_browser
 from tests.support.model_files import TEXT, build, write
@@ -126,6 +128,43 @@ def test_later_calls_compute_nothing_and_changed_data_are_computed_again(
     assert len([line for line in search("local-dir:model", data, "a bird", capsys=capsys) if ".png" in line]) == 3
 
 
+def test_a_folder_is_walked_once_and_links_in_a_circle_end(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := place / "linked").mkdir()
+    for number in range(3):
+        (folder / f"{number}.png").write_bytes(png(number))
+        (folder / f"{number}.txt").write_text("a caption")
+    (folder / "again").symlink_to(folder)
+    call, walk, walked = ImageSearch("local-dir:model", "linked"), os.walk, list[Any]()
+    _, source = indexing.opened(call)
+    shards = SimpleNamespace(names=source.names * 5)
+    monkeypatch.setattr(os, "walk", lambda top, **more: walked.append(top) or walk(top, **more))
+    files, watched = indexing._files(call, shards, ["png"])  # type: ignore[arg-type]
+    assert len(walked) == 1 and [Path(file).name for file in files] == [
+        f"{n}.{end}" for n in range(3) for end in ("png", "txt")
+    ]
+    assert {Path(path).name for path in watched} == {"linked", "again"}
+
+
+def test_a_cache_that_is_read_only_or_damaged_is_no_traceback(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ("local-dir:model", "table.csv", "a torn query")
+    before = search(*call, capsys=capsys)[-6:]
+    torn = max(place.glob("cache/search/*/queries/*.npy"), key=lambda file: file.stat().st_mtime_ns)
+    torn.write_bytes(torn.read_bytes()[:100])
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(images.atomic_write, "replace", full)
+        assert search(*call, capsys=capsys)[-6:] == before and torn.stat().st_size == 100
+    assert search(*call, capsys=capsys) == before and torn.stat().st_size > 100
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(place / "table.csv"))
+    (line,) = search(*call, capsys=capsys, code=2)[-1:]
+    assert line.startswith("error: ") and "CLIPSTREAM_CACHE" in line
+
+
 def test_wrong_calls_end_with_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for words, part in (
         (("local-dir:model", "table.csv"), "at least one query"),
@@ -214,15 +253,3 @@ PAIRS = _BytePairs()
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters="&<"), max_size=60))
 def test_ids_are_open_clip_s(text: str) -> None:
     assert PAIRS.encode(text)[1:-1] == open_clip.tokenizer._tokenizer.encode(text)
-
-
-def test_neighbours_in_a_store_are_shown_with_the_images_of_the_data(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ("--towers", "image", "--train-data", "shard.tar", "--model", "local-dir:model", "--workers", "0")
-    assert precompute(["store", *flags]) == 0
-    for more, images in ((("--train-data", "shard.tar"), 6), ((), 0)):
-        search("neighbours", "store", "--query-key", "k2", "-k", 2, "--html", "near.html", *more, capsys=capsys)
-        page = Path("near.html").read_text()
-        assert page.count("data:image/jpeg") == max(images - 1, 0), "those with a caption"
-        assert "shard.tar/k2" in page and "a green fish" in page

@@ -57,8 +57,6 @@ def build_parser() -> argparse.ArgumentParser:
     query.add_argument("--query-image", nargs="+", default=[], type=with_home, metavar="FILE", help="images")
     query.add_argument("--query-text", nargs="+", default=[], metavar="TEXT", help="texts")
     query.add_argument("--query-key", nargs="+", default=[], metavar="KEY", help="stored samples, KEY or SHARD/KEY")
-    topic.add_argument("--html", type=own_path, metavar="FILE", help="write the neighbours as a page of images")
-    topic.add_argument("--train-data", metavar="DATA", help="for --html: where the images are, as for precompute")
     topic.add_argument("-k", type=_count, default=10, metavar="N", help="number of neighbours per query (default: 10)")
     topic.add_argument(
         "--index", default="exact", type=_index, metavar="exact|faiss[:FACTORY]",

@@ -8,6 +8,7 @@ changed, and import torch only for a query that is neither in that folder nor a 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -63,18 +64,28 @@ def index_of(call: ImageSearch) -> Path:
     from clipstream.cli.verbs.search import indexing
 
     made, files = indexing.index_folder(call)
+    stamps = [(path, stamp(path)) for path in files]
     if not (made / ENDS).is_file():
+        try:
+            made.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            hint = "set $CLIPSTREAM_CACHE to a folder that you can write to"
+            raise SettingsError(f"features cannot be kept in {made} ({error.strerror}): {hint}") from error
         computed().make_index(call, made)
-    memo.parent.mkdir(exist_ok=True)
-    atomic_write.replace(memo, json.dumps([made.name, [(path, stamp(path)) for path in files]]).encode())
+    with suppress(OSError):  # the cache may be read-only or full
+        memo.parent.mkdir(exist_ok=True)
+        atomic_write.replace(memo, json.dumps([made.name, stamps]).encode())
     return made
 
 
 def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
     """Features of queries, float32 [q, D]. Raises SettingsError: an image cannot be read."""
     files = {query: folder / QUERIES / f"{_digest(_content(query))}.npy" for query in queries}
-    if missing := [query for query, file in files.items() if not file.is_file()]:
-        (folder / QUERIES).mkdir(exist_ok=True)
+    found = dict[str, Floats]()
+    for query, file in files.items():
+        with suppress(OSError, ValueError, EOFError):  # not there, or damaged
+            found[query] = np.load(file)
+    if missing := [query for query in files if query not in found]:
         try:
             weights, config = json.loads((folder / TEXT_MODEL).read_bytes())
             tower = NumpyText.of(Path(weights), config)
@@ -84,8 +95,12 @@ def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
         except (OSError, ValueError):  # torch computes other features, or a text is not plain ASCII
             features = computed().encode(call, missing, folder)
         for query, feature in zip(missing, features, strict=True):
-            np.save(files[query], feature.astype(np.float32))
-    return np.stack([np.load(files[query]) for query in queries])
+            found[query] = feature.astype(np.float32)
+            with suppress(OSError):  # the cache may be read-only or full
+                files[query].parent.mkdir(exist_ok=True)
+                np.save(buffer := io.BytesIO(), found[query])
+                atomic_write.replace(files[query], buffer.getvalue())
+    return np.stack([found[query] for query in queries])
 
 
 def _content(query: str) -> bytes:

@@ -96,18 +96,13 @@ def opened(call: ImageSearch) -> tuple[Settings, Source]:
     sources = {NAME: section.model_copy(update={"caption": caption})}
     settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": sources}), "evals": {}})
     validate_sources(settings)
-    return settings, source_of(settings)
+    cache = settings.data.cache
+    return settings, Source(sources[NAME], SourceContext(ShardCache(cache), cache, f"data.sources.{NAME}"))
 
 
 def source_in(call: ImageSearch) -> Source:
     """The source of a call's data, opened once. Raises ClipstreamError: as `opened`."""
     return opened(call)[1]
-
-
-def source_of(settings: Settings) -> Source:
-    """The source `NAME`, whose shards can be opened. Raises ClipstreamError: there are no such data."""
-    cache = settings.data.cache
-    return Source(settings.data.sources[NAME], SourceContext(ShardCache(cache), cache, f"data.sources.{NAME}"))
 
 
 def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
@@ -141,6 +136,7 @@ def _files(call: ImageSearch, source: Source, image_keys: Sequence[str]) -> tupl
     """The local files of images, captions, tables and tars that a source reads, and what changes when they do."""
     suffixes = (*BESIDE, *(f".{key}" for key in image_keys))
     files: dict[str, None] = {}
+    walked, seen = set[str](), set[str]()  # a folder has many shards
     watched: dict[str, None] = {call.data: None} if os.path.isdir(call.data) else {}
     for shard in source.names:
         url = ShardURL(shard)
@@ -150,8 +146,15 @@ def _files(call: ImageSearch, source: Source, image_keys: Sequence[str]) -> tupl
             files[path] = watched[path] = None
             if "*" in call.data:
                 watched[os.path.dirname(path) or "."] = None
-        for where, _, names in os.walk(path, followlinks=True):
+        if path in files or path in walked:
+            continue
+        walked.add(path)
+        for where, inner, names in os.walk(path, followlinks=True):
             watched[where] = None
+            if (real := os.path.realpath(where)) in seen:  # a link to a folder above
+                inner.clear()
+                continue
+            seen.add(real)
             files.update((os.path.join(where, name), None) for name in names if name.lower().endswith(suffixes))
     return sorted(files), [*watched]
 

@@ -26,12 +26,9 @@ import torch
 from clipstream.api.model import load_model
 from clipstream.cli.verbs.precompute import CHUNK_ROWS, StoreOptions
 from clipstream.cli.verbs.precompute.run import precompute
-from clipstream.cli.verbs.search import indexing
 from clipstream.cli.verbs.search.indexing import image_row, opened
-from clipstream.config.settings import load
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
-from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import ModelTokenizer
 from clipstream.data.sources import SampleRef, Source
 from clipstream.distributed.launch import run_embedded
@@ -47,7 +44,6 @@ from clipstream.models.build import build_towers
 from clipstream.models.numpy_text import Floats, NumpyText
 from clipstream.models.pretrained import fetch
 from clipstream.models.settings import ModelSettings
-from clipstream.report.gallery import Card, render_gallery
 from clipstream.text import printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole, result_table
@@ -119,34 +115,6 @@ def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.devi
         start, end = (("query", pa.string()), ("rank", pa.int32()), ("score", pa.float32())), ("caption", pa.string())
         with TableWriter(Path(options.out), pa.schema([*start, *SAMPLE, end])) as writer:
             writer.write({name: [row[name] for row in written] for name in writer.schema.names})
-    if options.html:
-        _write_gallery(options, rows, titles, found)
-        print(options.html)
-
-
-def _write_gallery(options: argparse.Namespace, rows: StoredRows, titles: Sequence[str], found: exact.Found) -> None:
-    """Write the neighbours as a page, with the images of --train-data."""
-    source = None if options.train_data is None else indexing.source_of(load(["--train-data", options.train_data]))
-    shards = {} if source is None else dict(zip(stable_names(source.names), source.names, strict=True))
-    pairs = zip(found.rows.tolist(), found.scores.tolist(), strict=True)
-    hits = [[(row, score) for row, score in zip(*pair, strict=True) if row >= 0] for pair in pairs]
-    numbers = sorted({row for some in hits for row, _ in some})
-    others = exact.search(rows, rows.gather(numbers), indexing.NEAR + 1)
-    names = _names(rows, torch.cat([found.rows.flatten(), others.rows.flatten()]))
-
-    def card(row: int) -> Card:
-        name = names[row]
-        shard = next((full for stable, full in shards.items() if stable.endswith(name.shard)), None)
-        if source is None or shard is None:
-            return Card(name.label, name.captions[0] if name.captions else "", "")
-        reader = source.open(shard)
-        ref = next((ref for ref in reader.index.samples if ref.key == name.key), SampleRef(name.key))
-        return indexing.card(indexing.image_row(source, shard, reader, ref, name.captions), lambda: source)
-
-    near = [list(zip(*pair, strict=True)) for pair in zip(others.rows.tolist(), others.scores.tolist(), strict=True)]
-    heads = [(title, Path(title).read_bytes() if title in options.query_image else None) for title in titles]
-    page = render_gallery(list(zip(heads, hits, strict=True)), dict(zip(numbers, near, strict=True)), card)
-    atomic_write.replace(Path(options.html), page.encode(errors="backslashreplace"))
 
 
 def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
@@ -355,7 +323,6 @@ def make_index(call: ImageSearch, folder: Path) -> None:
     """
     settings, source = opened(call)
     announce(f"features of the images in {call.data} are computed once, and kept in {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
     options = StoreOptions(
         folder=folder / "store", towers=("image",), views=0, dtype="float32", zstd=False, chunk_rows=CHUNK_ROWS,
         random_weights=False, batch_size=BATCH, with_model=False,
@@ -400,7 +367,8 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
         theirs = model.encode_text(PROBES).cpu().numpy()
         if tower is not None and np.abs([tower.encode(text) for text in PROBES] - theirs).max() < EXACT:
             about = [os.path.abspath(str(files.weights)), files.model_cfg]
-            atomic_write.replace(folder / TEXT_MODEL, json.dumps(about).encode())
+            with suppress(OSError):  # the cache may be read-only or full
+                atomic_write.replace(folder / TEXT_MODEL, json.dumps(about).encode())
     found = []
     for query in queries:
         try:
