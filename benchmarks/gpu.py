@@ -166,7 +166,7 @@ def ladder_of(model: Model, shards: str, folder: Path, args: argparse.Namespace)
         "--train.tf32", json.dumps(not cpu), "--workers", str(args.workers),
         *(["--train.compile-backend", "eager"] if cpu else []),  # which needs no C++ compiler
     ]  # fmt: skip
-    options = Options(loss_steps=BATCHES)
+    options = Options(rungs=(), loss_steps=BATCHES)
     return Ladder(load(flags, ranks=1), options, World(device="cpu" if cpu else "cuda:0"))
 
 

@@ -46,7 +46,8 @@ LOCK = ".lock"
 WORKERS_END = 30.0  # s for a dead process's data workers to end; they hold its lock as well
 # Files that a run may have written before its first step.
 _EARLY = {
-    LOCK, "config.yaml", "metrics.jsonl", "quarantine.jsonl", "report.html", "tensorboard", "pictures", "out.log"
+    LOCK, "config.yaml", "metrics.jsonl", "quarantine.jsonl", "report.html", "tensorboard", "pictures", "out.log",
+    "val_split.txt",
 }  # fmt: skip
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/(?!\d+\b)[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # but not ViT-B/32
 _FILES = (".json", ".pt", ".pth", ".bin", ".safetensors", ".ckpt")  # endings of files of a model
@@ -378,7 +379,7 @@ def model_at(path: Path) -> Path | None:
         path = pointed(path) or path
     if not path.is_dir():
         return None
-    if (path / "checkpoints").is_dir() or NAME.fullmatch(path.name):
+    if (path / "checkpoints").is_dir() or path.name.startswith("step_"):
         # Checked on every rank; the optimizer's moments, which are twice as large, are not needed here.
         return _intact(path, (*WEIGHT_FILES, AVERAGED_FILE))
     if (path / CONFIG_FILE).is_file():
@@ -517,7 +518,7 @@ def held(folder: Path, called: str, busy: Callable[[str], str]) -> Iterator[None
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise SettingsError(f"{called} cannot create {folder}: {error.strerror}") from error
+        raise SettingsError(f"{called} {folder} cannot be created: {error.strerror}") from error
     try:
         limit = time.monotonic() + WORKERS_END
         while True:

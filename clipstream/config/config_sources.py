@@ -34,7 +34,7 @@ from clipstream.utils.section import (
     leaves,
     required_section,
     section_of,
-)  # fmt: skip  # fmt: skip
+)  # fmt: skip
 
 # YAML 1.1 reads 1e-3 as text; here it is a number.
 _NUMBER = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")

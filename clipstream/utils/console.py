@@ -69,10 +69,10 @@ class ProgressBar:
         self._every = lines_every if shown else math.inf
         # Without a refreshing thread, as processes are forked while the bar is shown.
         self._bar = Progress(
-            TextColumn(label), BarColumn(), TextColumn("{task.description}"),
+            TextColumn("{task.fields[label]}", markup=False), BarColumn(), TextColumn("{task.description}", markup=False),
             console=Console(force_terminal=True), auto_refresh=False, disable=not (shown and sys.stdout.isatty()),
         )  # fmt: skip
-        self._task = self._bar.add_task("", total=1.0)
+        self._task = self._bar.add_task("", total=1.0, label=label)
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()

@@ -101,6 +101,7 @@ class Loading:
 
 
 loading = Loading()
+os.register_at_fork(after_in_child=loading._ended.set)  # data workers have no such line
 
 
 def announce(text: str) -> None:

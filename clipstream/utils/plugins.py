@@ -111,7 +111,7 @@ def make_plugin(key: str, settings: Any, *more: Any, builtin: Mapping[str, Calla
             raise
         except Exception as error:
             raise ValueError(f"{path} cannot be made of its settings: {raised(path, error)}") from error
-    except (SettingsError, ValueError) as error:
+    except (ClipstreamError, ValueError) as error:
         raise SettingsError(f"{key}: {error}") from error
 
 

@@ -282,7 +282,7 @@ def below(value: Any, part: str | int) -> Any:
 def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     """A tree of mappings and lists, with `leaf` applied to all other values."""
     if isinstance(tree, Mapping):
-        return {key: mapped(value, leaf) for key, value in tree.items()}
+        return {str(key): mapped(value, leaf) for key, value in tree.items()}
     return [mapped(value, leaf) for value in tree] if isinstance(tree, list | tuple) else leaf(tree)
 
 

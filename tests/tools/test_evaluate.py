@@ -161,8 +161,8 @@ def test_a_model_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert f"{config} {tmp_path}/e.pt on val" in shown and f"hf-hub:{hubtree.REPO} on val" in shown
     with (tmp_path / "out.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["metric"] == "n"]
-    assert [row["value"] for row in rows] == ["9", "9"] and rows[0]["pretrained"] == f"{tmp_path}/e.pt"
+        rows = [row for row in csv.DictReader(file) if row["metric"] == "image_to_text_R@1"]
+    assert [row["n"] for row in rows] == ["9", "9"] and rows[0]["pretrained"] == f"{tmp_path}/e.pt"
     saved = build_towers(ModelSettings(name=f"local-dir:{snapshot}"), seed=0)
     expected = [of_weights(towers.state_dict()) for towers in (tiny_towers(3), saved)]
     assert [row["weights"] for row in rows] == expected and rows[0]["pictures"] == rows[1]["pictures"] != ""

@@ -179,4 +179,4 @@ def test_what_cannot_be_meant_is_told(place: Path, capsys: pytest.CaptureFixture
         load([metric, "val"])
     argv = flags(place, "misnamed", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "2", metric, "val/R@1")
     assert main(argv) == 2
-    assert "train.early_stop.metric: val gives no 'R@1' but image_to_text_R@1" in capsys.readouterr().err
+    assert "train.early_stop.metric: val has no metric 'R@1'; choose from image_to_text_R@1" in capsys.readouterr().err

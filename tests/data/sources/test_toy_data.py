@@ -160,5 +160,5 @@ def test_configs_open_with_their_command_and_name_their_model(name: str) -> None
     path = CONFIGS / f"{name}.yaml"
     head = path.read_text().split("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
-    assert f"python -m clipstream.train --config configs/{name}.yaml" in head
+    assert f"clipstream train --config configs/{name}.yaml" in head
     assert (CONFIGS.parent / yaml.safe_load(path.read_text())["model"]["name"]).is_file()

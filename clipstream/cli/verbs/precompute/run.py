@@ -288,13 +288,13 @@ def _pass(job: Job, model: Model, name: str, source: Source, writer: StoreWriter
         key=(lambda shard: mix(shard, state=seed)) if options.views else None,
     )
     inputs = ModelInputs(model.tokenizer, towers.image)
-    loader = chunk_loader(data, name, plan, inputs, views=options.views, done=share.done, device=world.device)
-    job.watch.on_exit(loader.close)
     label, began, samples = f"{model.name or 'model'} on {name}", time.monotonic(), 0
     bar = ProgressBar(label, shown=world.is_main, lines_every=LINES_EVERY, say=announce)
     places, total = {shard: place for place, shard in enumerate(share.todo)}, len(share.todo)
     sizes = [source.num_samples(source.names[shard]) for shard in share.todo] if world.size == 1 else [None]
-    expected = None if None in sizes else sum(size or 0 for size in sizes)  # samples; those of tars are not known
+    expected = None if None in sizes or share.done else sum(size or 0 for size in sizes)  # samples; of tars unknown
+    loader = chunk_loader(data, name, plan, inputs, views=options.views, done=share.done, device=world.device)
+    job.watch.on_exit(loader.close)
     with loader, bar, ChunkComputer(writer, name, made, key=plan.key) as computer:
         try:
             for batch in loader:
