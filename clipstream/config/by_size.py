@@ -55,8 +55,6 @@ def choose(facts: Facts) -> Iterator[Choice]:
     batch = max(min(1 << max(n // PASS, 1).bit_length() - 1, BATCHES[1]), BATCHES[0], facts.ranks)
     yield from chosen(BATCH, batch, f"batch {batch}: a pass over {n:,} samples has {n / batch:.0f} steps; --batch-size")
     batch = values[BATCH]
-    if STEPS in facts.free:
-        yield from chosen(MODE, "indexed", f"mode indexed: each sample once in a pass; --{MODE}")
     if values[MODE] == "indexed" and n % batch > LEFT_OUT * n:
         text = f"remainder pad: the last {n % batch} samples of a pass are used as well; --{REMAINDER}"
         yield from chosen(REMAINDER, "pad", text)
@@ -64,7 +62,9 @@ def choose(facts: Facts) -> Iterator[Choice]:
     a_pass = n // batch if drops else -(-n // batch)
     samples, (fewest, most) = FRESH if facts.fresh else TUNED
     passes = min(max(round(samples / n), fewest), most)
-    yield from chosen(STEPS, passes * a_pass, f"steps {passes * a_pass}: {passes} passes; --steps or --epochs")
+    enough = 0 if WARMUP in facts.free else 2 * values[WARMUP]
+    steps = max(passes * a_pass, enough)
+    yield from chosen(STEPS, steps, f"steps {steps}: {steps / a_pass:.0f} passes; --steps or --epochs")
     steps, samples, epochs = (values[key] for key in LENGTHS)
     if steps is None:
         steps = math.ceil(epochs * a_pass) if samples is None else -(-samples // batch)
@@ -84,8 +84,8 @@ def by_size(settings: Settings, ranks: int) -> tuple[Settings, list[str]]:
     free = {key for key in keys if key.rpartition(".")[2] not in _section(settings, key).model_fields_set}
     if any(values[key] is not None for key in LENGTHS):
         free -= {STEPS}
-    if len(settings.data.sources) > 1 or settings.data.sampling.model_fields_set:
-        free -= {MODE}
+    if isinstance(settings.train.micro_batch_size, int) or settings.data.lanes != "auto":
+        free -= {BATCH}
     if EVERY in values and settings.evals["val"].every_epochs is not None:
         free -= {EVERY}
     planned = settings.data.batch_schedule or settings.train.epoch_samples is not None
@@ -110,6 +110,8 @@ def with_one_choice(settings: Settings, world: World) -> Settings:
 def _samples(settings: Settings) -> int | None:
     """Samples of the training data; None where there are none, or where counting takes long."""
     total = 0
+    if any(source.keep is not None for source in settings.data.sources.values()):
+        return None
     try:
         for source in open_sources(settings).values():
             if source.samples is None and len(source.names) > COUNTED:
@@ -117,7 +119,7 @@ def _samples(settings: Settings) -> int | None:
             total += sum(count_samples(source)) if source.samples is None else source.samples
     except ClipstreamError:  # it is raised again where the data are needed
         return None
-    return total or None
+    return round(total * (1 - (settings.data.val_split or 0))) or None
 
 
 def _section(settings: Settings, key: str) -> Any:

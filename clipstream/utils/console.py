@@ -69,7 +69,9 @@ class ProgressBar:
         self._every = lines_every if shown else math.inf
         # Without a refreshing thread, as processes are forked while the bar is shown.
         self._bar = Progress(
-            TextColumn("{task.fields[label]}", markup=False), BarColumn(), TextColumn("{task.description}", markup=False),
+            TextColumn("{task.fields[label]}", markup=False),
+            BarColumn(),
+            TextColumn("{task.description}", markup=False),
             console=Console(force_terminal=True), auto_refresh=False, disable=not (shown and sys.stdout.isatty()),
         )  # fmt: skip
         self._task = self._bar.add_task("", total=1.0, label=label)

@@ -21,17 +21,18 @@ USUAL = {BATCH: 512, MODE: "resampled", REMAINDER: "drop", LR: 5e-4, WARMUP: 0, 
 @pytest.mark.parametrize(
     ("samples", "fresh", "given", "chosen"),
     [
-        (700, True, {}, {BATCH: 64, MODE: "indexed", REMAINDER: "pad", STEPS: 319, WARMUP: 15, EVERY: 31}),
-        (707, False, {}, {BATCH: 64, MODE: "indexed", STEPS: 110, LR: 1e-5, WARMUP: 5, EVERY: 11}),
+        (700, True, {}, {BATCH: 64, STEPS: 319, WARMUP: 15, EVERY: 31}),
+        (707, False, {}, {BATCH: 64, STEPS: 120, LR: 1e-5, WARMUP: 6, EVERY: 12}),
         # siglip.md as it was: a warm-up of 5% in place of one longer than the run, and no samples left out
         (707, False, {MODE: "indexed", BATCH: 256, "train.epochs": 3.0, LR: 1e-5}, {REMAINDER: "pad"}),
         (90_000, True, {STEPS: 1000, LR: 1e-3, EVERY: 500}, {WARMUP: 50}),
         (90_000, True, {STEPS: 50_000, REMAINDER: "drop"}, {}),  # a run that is long on purpose
         (20, True, {STEPS: 8}, {BATCH: 32}),
+        (707, True, {WARMUP: 500}, {BATCH: 64, STEPS: 1000, EVERY: 100}),
     ],
 )  # fmt: skip
 def test_what_is_chosen(samples: int, fresh: bool, given: dict[str, Any], chosen: dict[str, Any]) -> None:
-    free = frozenset(USUAL.keys() - given.keys() - ({STEPS, MODE} if {*LENGTHS} & given.keys() else set()))
+    free = frozenset(USUAL.keys() - given.keys() - ({STEPS} if {*LENGTHS} & given.keys() else set()))
     found = list(choose(Facts(samples, 1, fresh, USUAL | given, free)))
     assert {key: value for key, value, _ in found} == chosen
     assert all(reason.rpartition("; ")[2].startswith("--") for _, _, reason in found)
@@ -44,7 +45,7 @@ def test_a_run_has_them_and_its_configuration_repeats_them(
     argv = ["--train-data", f"{place}/pairs/*.tar", "--val-data", f"{place}/val/*.tar"]
     argv += ["--model", f"{place}/model.json"]
     settings = prepare_run(load(argv))
-    assert (settings.data.global_batch_size, settings.data.sampling.remainder) == (32, "pad")
+    assert (settings.data.global_batch_size, settings.data.sampling.mode) == (32, "resampled")
     assert (settings.total_steps, settings.schedule.warmup, settings.evals["val"].every) == (80, 4, 8)
     file = tmp_path / "config.yaml"
     file.write_text(dump(settings))
@@ -58,6 +59,9 @@ def test_a_run_has_them_and_its_configuration_repeats_them(
     own = load([*argv, "--warmup", "0", "--evals.val.every-epochs", "1", "--data.sampling.remainder", "drop"])
     assert by_size.by_size(own, 1) == (own, [])
     assert by_size.by_size(load(argv), 1)[0].schedule.warmup == 2
+    kept = load([*argv, "--data.sources.train.keep", "keys.txt"])
+    assert by_size.by_size(kept, 1) == (kept, [])  # how many are kept is not known
+    assert BATCH not in by_size.by_size(load([*argv[:-2], "--data.lanes", "128"]), 1)[0]._chosen
     for name, value in (("LARGE", 61), ("COUNTED", 3)):
         with monkeypatch.context() as patch:
             patch.setattr(by_size, name, value)
