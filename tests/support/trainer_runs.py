@@ -9,8 +9,10 @@ import time
 from array import array
 from collections.abc import Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from clipstream.checkpoint.state import CheckpointMeta
 from clipstream.data.batch import Batch
 from clipstream.data.loader.health import DroppedSample as Lost
 from clipstream.data.loader.stage_timing import NUMBER, StageIntervals, StageTimes
@@ -35,7 +37,7 @@ class Health:
     """Counts as clipstream.data.loader.health has them."""
 
     def __init__(self) -> None:
-        self.used, self.dropped = 0, {"no_caption": 1}
+        self.used, self.dropped, self.sources = 0, {"no_caption": 1}, dict[str, Any]()
         self.losses = [Lost("train", "a/00.tar", "k1", "no_caption", "no txt")]
 
     def take_dropped(self) -> list[Lost]:
@@ -134,7 +136,8 @@ class Run:
         self.save_every, self.checks = save_every, 0
         state = None
         if save:
-            state = TrainState.from_json(json.loads(json.dumps(save.state.to_json())))
+            meta = CheckpointMeta(save.state)
+            state = CheckpointMeta.from_json(json.dumps(meta.to_json()).encode(), Path("state")).train
             self.model.load_state_dict(save.model)
             optimizer.load_state_dict(deepcopy(save.optimizer))  # which would train on the save's own tensors
         self.signals = Signals()

@@ -117,9 +117,9 @@ def test_a_resumed_run_keeps_the_arithmetic_that_was_settled(place: Path, capsys
     config, auto = place / "runs/kept/config.yaml", ["--resume", "latest", "--precision", "auto"]
     assert main(flags(place, "kept", "--precision", "fp64", steps=2)) == 0
     assert main(flags(place, "kept", *auto, steps=3)) == 0
-    assert "nothing is left" not in capsys.readouterr().out
+    assert "nothing left" not in capsys.readouterr().out
     assert main(flags(place, "kept", *auto, steps=1)) == 0
-    assert "at step 3: nothing is left to train" in capsys.readouterr().out
+    assert "at step 3: nothing left to train" in capsys.readouterr().out
     assert yaml.safe_load(config.read_text())["train"]["precision"] == "fp64"
 
 
