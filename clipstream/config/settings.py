@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, ValidationError
 from pydantic_core import InitErrorDetails, PydanticUndefined
 
-from clipstream.checkpoint.store import named, with_own_config
+from clipstream.checkpoint.store import candidates, named, with_own_config
 from clipstream.config.config_sources import (
     Node,
     enumerate_words,
@@ -42,11 +42,11 @@ from clipstream.evals.settings import EvalSettings
 from clipstream.losses.settings import DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
-from clipstream.storage.shard_url import redact
-from clipstream.text import listed
+from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.text import counted, listed
 from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
-from clipstream.utils.logs import logger
+from clipstream.utils.logs import announce, logger
 from clipstream.utils.section import (
     PACKAGE,
     SET,
@@ -218,17 +218,21 @@ def with_val_split(settings: Settings) -> Settings:
     evaluator `val` keeps them. A run that is resumed has its own list; else it is made, unless the cache has it.
 
     Raises:
-        SettingsError: too few samples can be held out.
+        SettingsError: too few samples can be held out, or the run that is resumed has trained on all of them.
         DataError: a table cannot be read.
     """
-    data, run = settings.data, settings.run
+    data = settings.data
     if data.val_split is None:
         return settings
     from clipstream.data.val_split import evaluated, held_out  # imports Pillow and the decoders
 
     ((name, source),) = data.sources.items()
-    own = settings.run_folder / SPLIT_FILE if run.name is not None and settings.checkpoint.resume is not None else None
-    path = own if own is not None and own.is_file() else held_out(source, data.val_split, data, f"data.sources.{name}")
+    path = _list_of_resumed(settings)
+    if path is None:
+        path = held_out(source, data.val_split, data, f"data.sources.{name}")
+    elif World.from_env().is_main:
+        text = counted(path.read_bytes().count(b"\n"), "sample", ",")
+        announce(f"val_split {text} held out for the evaluator val, as in {path.parent}, whatever --val-split is now")
     split = _split_by(settings, path, evaluated(source))
     split._split = path
     samples = settings.train.epoch_samples
@@ -237,6 +241,34 @@ def with_val_split(settings: Settings) -> Settings:
         split = split.model_copy(update={"train": split.train.model_copy(update={"epoch_samples": samples - held})})
         split._epoch_from_data = False
     return split
+
+
+def _list_of_resumed(settings: Settings) -> FilePath | None:
+    """The names of the samples that the run to go on from holds out; None for a new run, or a remote checkpoint.
+
+    Raises SettingsError: it holds out none.
+    """
+    resume, began = settings.checkpoint.resume, True
+    by_name = resume in ("latest", "auto")
+    if resume is None:
+        return None
+    if by_name or ShardURL(resume).scheme is not None:
+        if settings.run.name is None:
+            return None
+        run = settings.run_folder
+        began = by_name and bool(candidates(run / "checkpoints"))
+    else:
+        path = FilePath(resume).resolve()
+        around = [path, *path.parents[:2]]  # the run's folder, the one of its checkpoints, or what is in that
+        run = next((one for one in around if (one / "checkpoints").is_dir()), path if path.is_dir() else path.parent)
+    if (run / SPLIT_FILE).is_file():
+        return run / SPLIT_FILE
+    if began:
+        raise SettingsError(
+            f"data.val_split: not supported with --resume of {run}, which has no {SPLIT_FILE} and so has trained on "
+            "all samples: begin a new run, or evaluate other data (--val-data)"
+        )
+    return None
 
 
 def _split_by(settings: Settings, path: FilePath, evaluated: SourceSettings | None) -> Settings:

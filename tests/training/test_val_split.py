@@ -117,7 +117,9 @@ def write_pairs(folder: Path) -> None:
     (folder / "model.json").write_text(json.dumps(MODEL))
 
 
-def test_runs_hold_out_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_hold_out_the_same_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_pairs(tmp_path)
     monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
     shards = ["--train-data", f"{tmp_path}/pairs", "--val-split=0.2", "--workers=0", "--evals.val.every=1"]
@@ -147,6 +149,16 @@ def test_runs_hold_out_the_same_samples(tmp_path: Path, monkeypatch: pytest.Monk
     resumed = flags(tmp_path, "one", *shards, "--resume=latest", "--resume-approximate", steps=3)
     assert main(["train", *resumed]) == 0
     assert (tmp_path / "runs" / "one" / "val_split.txt").read_text() == lists[0]
+    first = [f"--resume={tmp_path}/runs/one", "--resume-approximate"]
+    capsys.readouterr()
+    assert main(["train", *flags(tmp_path, "three", *shards, *first, "--val-split=0.3", steps=4)]) == 0
+    assert f"val_split 24 samples held out for the evaluator val, as in {tmp_path}/runs/one" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "three" / "val_split.txt").read_text() == lists[0]
+    # One that has trained on all samples cannot hold out some.
+    (tmp_path / "runs" / "one" / "val_split.txt").unlink()
+    for name, resume in (("one", "--resume=latest"), ("four", first[0])):
+        assert main(["train", *flags(tmp_path, name, *shards, resume, "--resume-approximate", steps=5)]) == 2
+        assert f"not supported with --resume of {tmp_path}/runs/one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
