@@ -349,7 +349,8 @@ def _shards(settings: Settings) -> Problems:
         read += [(("evals", name, *key.split(".")), source, fetch) for key, source in sources_of(evaluator).items()]
     for path, source, fetch in read:
         try:
-            expand(source.shards, source.type, write=False, evaluates="train_shards" not in path and path[0] == "evals")
+            evaluates = "train_shards" not in path and path[0] == "evals"
+            expand(source.shards, source.type, write=False, evaluates=evaluates, image_key=source.image_key)
         except SettingsError as error:
             yield path, f"{error}{fetch}"
 

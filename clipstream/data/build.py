@@ -217,7 +217,7 @@ def _remote_shards_in_use(settings: DataSettings, lanes: int, world: World) -> i
     lanes_of_node = -(-lanes * world.local_size // world.size)
     held = 0
     for source in settings.sources.values():
-        shards = expand(source.shards, source.type)
+        shards = expand(source.shards, source.type, image_key=source.image_key)
         if remote := len({shard for shard in shards if ShardURL(shard).is_remote}):
             held += min(remote, source_order(settings, 0, 0, len(shards)).max_open(lanes_of_node))
     return held

@@ -108,7 +108,7 @@ def evaluated(source: SourceSettings) -> SourceSettings:
     """The source as an evaluation reads its training data; of a folder with splits, the split for training."""
     rest: dict[str, Any] = {"drop": None, "weight": 1.0, "upsampling_factors": None}
     if not is_plugin(source.type):
-        rest["shards"] = [with_split(part, source.type) for part in source.parts]
+        rest["shards"] = [with_split(part, source.type, source.image_key) for part in source.parts]
     return source.model_copy(update=rest)
 
 

@@ -189,8 +189,10 @@ def plan(settings: Settings, folder: Path) -> list[StagedSource]:
         urls: list[list[tuple[str, bool]]] = []  # by part, with whether a copy can replace it
         try:
             for part in parts_of(source.shards):
-                tars = any(source_type(name).staged for name, _ in entries(part, source.type))
-                shards = typed_shards(part, source.type) if tars else ()
+                tars = any(
+                    source_type(name).staged for name, _ in entries(part, source.type, image_key=source.image_key)
+                )
+                shards = typed_shards(part, source.type, image_key=source.image_key) if tars else ()
                 urls.append([(url, kind.staged) for url, kind in shards] or [(part, False)])
         except SettingsError as error:
             raise SettingsError(f"{key}: {error}") from error

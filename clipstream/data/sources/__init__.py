@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, TypeVar
 
-from clipstream.data.settings import AUTO, SourceSettings
+from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
@@ -170,7 +170,9 @@ def source_type(name: str) -> type[SourceType]:
     return found
 
 
-def entries(spec: str | list[str], type: str = AUTO, *, evaluates: bool = False) -> Iterator[tuple[str, str]]:
+def entries(
+    spec: str | list[str], type: str = AUTO, *, evaluates: bool = False, image_key: str = IMAGE_KEY
+) -> Iterator[tuple[str, str]]:
     """(name of a type, entry for its `list_shards`) of all that `spec` names, in order, duplicates kept.
 
     Braces and `::` have webdataset's meaning, `*` and `~` the shell's (matches are sorted). `${NAME}` is an environment
@@ -179,6 +181,7 @@ def entries(spec: str | list[str], type: str = AUTO, *, evaluates: bool = False)
 
     Args:
         evaluates: whether the data are those of an evaluation: see `folders.contents`.
+        image_key: suffixes of images in a folder.
 
     Raises:
         SettingsError: a pattern matches nothing, a folder holds nothing to read, a variable is not set, nothing is
@@ -192,7 +195,7 @@ def entries(spec: str | list[str], type: str = AUTO, *, evaluates: bool = False)
             yield type, part
         elif part.startswith("pipe:"):
             yield from (("tar", command) for command in expand_pipe(part))
-        elif (held := load_plugin(FOLDER_ENTRIES)(part, type, evaluates)) is not None:
+        elif (held := load_plugin(FOLDER_ENTRIES)(part, type, evaluates, image_key)) is not None:
             yield from held
         elif (scheme := ShardURL(text := with_home(with_variables(part))).scheme) in TYPES:
             yield str(scheme), text
@@ -206,24 +209,37 @@ def entries(spec: str | list[str], type: str = AUTO, *, evaluates: bool = False)
 
 
 def typed_shards(
-    spec: str | list[str], type: str = AUTO, *, write: bool = True, evaluates: bool = False
+    spec: str | list[str],
+    type: str = AUTO,
+    *,
+    write: bool = True,
+    evaluates: bool = False,
+    image_key: str = IMAGE_KEY,
 ) -> Iterator[tuple[str, type[SourceType]]]:
     """The shards that `spec` names, each with its type; a table, and an item for a `module:Name`, is one name.
 
     Without `write`, entries whose listing writes files are left out. Raises as `entries`.
     """
-    for name, entry in entries(spec, type, evaluates=evaluates):
+    for name, entry in entries(spec, type, evaluates=evaluates, image_key=image_key):
         cls = source_type(name)
         if name in ("tar", "table") or ":" in name:
             yield entry, cls
         elif write or not cls.writes:
-            made = cls(SourceSettings(shards=entry), SourceContext())
+            made = cls(SourceSettings(shards=entry, image_key=image_key), SourceContext())
             yield from ((shard, cls) for shard in made.list_shards(entry))
 
 
-def expand(spec: str | list[str], type: str = AUTO, *, write: bool = True, evaluates: bool = False) -> list[str]:
+def expand(
+    spec: str | list[str],
+    type: str = AUTO,
+    *,
+    write: bool = True,
+    evaluates: bool = False,
+    image_key: str = IMAGE_KEY,
+) -> list[str]:
     """The names alone of `typed_shards`."""
-    return [shard for shard, _ in typed_shards(spec, type, write=write, evaluates=evaluates)]
+    found = typed_shards(spec, type, write=write, evaluates=evaluates, image_key=image_key)
+    return [shard for shard, _ in found]
 
 
 class Source:
@@ -251,7 +267,7 @@ class Source:
         listed = [
             (*found, factor)
             for part, factor in zip(parts, factors or [1.0], strict=True)
-            for found in entries(part, settings.type, evaluates=evaluates)
+            for found in entries(part, settings.type, evaluates=evaluates, image_key=settings.image_key)
         ]
         made: dict[str, SourceType] = {}
         for name in dict.fromkeys(name for name, _, _ in listed):

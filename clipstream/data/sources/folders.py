@@ -18,7 +18,7 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +40,7 @@ IMAGENET_CLASSES = 1000
 JUNK = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found")
 SYNSETS = "data/_info/imagenet_synsets.txt"  # of timm, in ImageNet's order
 TEXTS = ("txt", "json")  # suffixes of the text beside an image
+STRAY = 0.1  # tars and tables per image with a text beside it, up to which these are left out
 LOOKED = 20_000  # files by which a folder's layout is decided
 BLOCK, BLOCKS = 1000, 192  # most samples of a block, and fewest blocks of as many samples, as of tables
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -76,23 +77,23 @@ def named_folder(part: str, type: str = AUTO) -> str | None:
     return text if type == AUTO and scheme is None and os.path.isdir(divided(text)[0]) else None
 
 
-def folder_entries(part: str, type: str, evaluates: bool) -> list[tuple[str, str]] | None:
+def folder_entries(part: str, type: str, evaluates: bool, image_key: str) -> list[tuple[str, str]] | None:
     """(type, entry) of what the folder in an entry holds; None if the entry names none. Raises as `contents`."""
     if (path := named_folder(part, type)) is None:
         return None
-    held = contents(path, evaluates=evaluates)
+    held = contents(path, image_key, evaluates)
     if held.kind in ("tars", "tables"):
         return [(held.kind.removesuffix("s"), file) for file in held.files]
     return [("folder", f"folder:{divided(path)[0]}#{held.split}" if held.split else f"folder:{path}")]
 
 
-def with_split(part: str, type: str = AUTO) -> str:
+def with_split(part: str, type: str, image_key: str) -> str:
     """The entry as training reads it: where the folder that it names has splits, with the name of the one for training.
 
     Raises SettingsError: as `contents`.
     """
     path = named_folder(part, type)
-    split = "" if path is None else contents(path).split
+    split = "" if path is None else contents(path, image_key).split
     return f"folder:{divided(str(path))[0]}#{split}" if split else part
 
 
@@ -119,6 +120,7 @@ def contents(path: str, image_key: str = IMAGE_KEY, evaluates: bool = False) -> 
     return found
 
 
+_warn_once = cache(logger.warning)
 _KNOWN: dict[tuple[str, str, bool], tuple[dict[str, int], Contents]] = {}  # with the times of change of all folders
 
 
@@ -191,10 +193,17 @@ def _kind(folder: str, files: Sequence[str], image_keys: Collection[str]) -> str
         tables = [file for file in tables if _names_images(os.path.join(folder, file), image_keys)]
     kinds = {"tars": (len(tars), "tar"), "tables": (len(tables), "table")}
     if pairs or tars:  # the images that a table names are no data of their own
-        kinds["pairs"] = len(images), "image with a text beside it" if pairs else "image"
+        kinds["pairs"] = len(images), "image"
     there = {kind: counted(*count, ",") for kind, count in kinds.items() if count[0]}
+    if pairs:
+        there["pairs"] += f" with a text beside {'it' if len(images) == 1 else 'each'}"
     if len(there) == 1:
         return next(iter(there))
+    beside = [*filter(_TAR.fullmatch, files), *tables]
+    if pairs and len(beside) <= STRAY * len(texts):
+        names, more = ", ".join(beside[:3]), f" and {len(beside) - 3:,} more" if len(beside) > 3 else ""
+        _warn_once(f"{folder}: {there['pairs']} are read, and not {names}{more}: to read that, name it")
+        return "pairs"
     if there:
         raise SettingsError(
             f"{folder} holds {' and '.join(there.values())}: name what is to be read, as '{folder}/*.tar'"

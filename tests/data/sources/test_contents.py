@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from clipstream.data.settings import SourceSettings
+from clipstream.data.settings import AUTO, SourceSettings
 from clipstream.data.sources import Source, SourceContext, expand
-from clipstream.data.sources.folders import contents
+from clipstream.data.sources.folders import contents, with_split
 from clipstream.errors import Dropped, SettingsError
 from tests.support.pictures import make_shards, picture
 
@@ -47,6 +47,7 @@ def samples(shards: str, key: str = "data.sources.train", **more: Any) -> dict[s
     return found
 
 
+MANY = *(f"{number}.txt" for number in range(10)), *(f"{number}.jpg" for number in range(10))
 PAIRS = ("a/cat.jpg", "a/cat.txt", "a/b/dog.v1.PNG", "a/b/dog.v1.json", "eel.jpg", "eel.ogg", "old.txt")
 
 
@@ -79,6 +80,7 @@ def test_a_folder_is_read_by_what_is_in_it(tmp_path: Path, names: tuple[str, ...
         (("1.jpg", "2.jpg"), r"holds 2 images and no captions: name tars .* \(cat\.jpg, cat\.txt\), or sort"),
         (("a.ogg", "b.ogg", "c/d.dat"), r"no tar, no table and no image, but 2 \.ogg, 1 \.dat: name tars"),
         (("0.tar", "a.csv"), "holds 1 tar and 1 table: name what is to be read"),
+        (("b.tar", *MANY[:-1]), "holds 1 tar and 9 images with a text beside each: name what"),
         (("a.jsonl", "1.jpg", "1.txt"), "holds 1 table and 1 image with a text beside it: name what"),
         (
             ("test/0.tar", "val/0.tar"),
@@ -89,6 +91,24 @@ def test_a_folder_is_read_by_what_is_in_it(tmp_path: Path, names: tuple[str, ...
 def test_a_folder_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         Source(SourceSettings(shards=write(tmp_path, *names)))
+
+
+@pytest.mark.parametrize("stray", ["labels.csv", "README.json", "config.json", "all.tar"])
+def test_a_file_beside_many_pairs_is_left_out(tmp_path: Path, stray: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write(tmp_path / "held", stray, *MANY)
+    assert len(samples(folder)) == len(samples(folder, "evals.val.data")) == 10
+    assert [one.getMessage() for one in caplog.records] == [
+        f"{folder}: 10 images with a text beside each are read, and not {stray}: to read that, name it"
+    ]
+
+
+def test_images_of_another_suffix(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.photo").write_bytes(picture(number))
+        (tmp_path / f"{number}.txt").write_text("a text")
+    names = Source(SourceSettings(shards=str(tmp_path), image_key="photo")).names
+    assert len(names) == 2 and expand(str(tmp_path), image_key="photo") == names
+    assert with_split(str(tmp_path), AUTO, "photo") == str(tmp_path)
 
 
 def test_texts_beside_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
