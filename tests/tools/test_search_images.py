@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -136,13 +137,51 @@ def test_a_folder_is_walked_once_and_links_in_a_circle_end(place: Path, monkeypa
     (folder / "again").symlink_to(folder)
     call, walk, walked = ImageSearch("local-dir:model", "linked"), os.walk, list[Any]()
     _, source = indexing.opened(call)
-    shards = SimpleNamespace(names=source.names * 5)
+    shards = SimpleNamespace(names=source.names * 5, settings=source.settings)
     monkeypatch.setattr(os, "walk", lambda top, **more: walked.append(top) or walk(top, **more))
-    files, watched = indexing._files(call, shards, ["png"])  # type: ignore[arg-type]
+    files, watched = indexing._files(shards, ["png"])  # type: ignore[arg-type]
     assert len(walked) == 1 and [Path(file).name for file in files] == [
         f"{n}.{end}" for n in range(3) for end in ("png", "txt")
     ]
     assert {Path(path).name for path in watched} == {"linked", "again"}
+
+
+def test_what_a_call_depends_on_is_watched(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables, files of settings, the model's configuration, and folders in which a new file would match."""
+    (place / "sets/one").mkdir(parents=True)
+    (place / "sets/two").mkdir()
+    for name in ("one/a.csv", "b.csv"):
+        (place / "sets" / name).write_text(f"filepath,title\n{place}/pictures/0.png,one\n")
+    (place / "own.yaml").write_text("data: {workers: 0}\n")
+    monkeypatch.setenv("SETS", str(place / "sets"))
+    call = ImageSearch("local-dir:model", "${SETS}/*/*.csv", ("--config", "own.yaml"))
+    _, watched = indexing.index_folder(call)
+    wanted = {"sets", "sets/one", "sets/two", "sets/one/a.csv", "own.yaml", "model/open_clip_config.json"}
+    assert {str(place / name) for name in wanted} <= {*watched}
+    first = images.index_of(call)
+    monkeypatch.setenv("SETS", str(place / "sets/.."))
+    monkeypatch.setattr(images, "computed", lambda: SimpleNamespace(make_index=lambda *_: None))
+    assert images.index_of(call) != first
+
+
+def test_queries_are_encoded_as_the_images(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--image-mean", "0.1", "0.5", "0.9", "--precision", "fp32")
+    lines = search("local-dir:model", "table.csv", "pictures/2.png", "-k", 1, *flags, capsys=capsys)
+    assert lines[-1].startswith("1.0000  pictures/2.png")
+
+
+def test_other_weights_at_the_path_of_the_known_ones_are_not_used(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "model", place / "changing")
+    call = ("local-dir:changing", "table.csv")
+    before = search(*call, "a red bird", capsys=capsys)[-6:]
+    folder = images.index_of(ImageSearch(*call))
+    with (place / "changing/open_clip_model.safetensors").open("ab") as file:
+        file.write(b"\0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "computed", lambda: SimpleNamespace(encode=lambda *_: [np.zeros(3)]))
+        assert not images.encoded(ImageSearch(*call), ["a text that is new"], folder).any() and before
 
 
 def test_a_cache_that_is_read_only_or_damaged_is_no_traceback(

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,7 +57,10 @@ def index_of(call: ImageSearch) -> Path:
 
     Raises ClipstreamError: there is no such model or data, no image is usable, or a signal came.
     """
-    memo = root() / "calls" / f"{_digest(json.dumps([*call, os.getcwd()]).encode())}.json"
+    names = re.findall(r"\$\{(\w+)\}", " ".join([call.model, call.data, *call.flags]))
+    variables = [os.environ.get(name) for plain in names for name in (plain, f"WDS_{plain}")]
+    given = [*call, os.getcwd(), os.path.expanduser("~"), variables]
+    memo = root() / "calls" / f"{_digest(json.dumps(given).encode())}.json"
     with suppress(OSError, ValueError):
         folder, watched = json.loads(memo.read_bytes())  # the index of this call, and the files that it depends on
         if (root() / folder / ENDS).is_file() and all(stamp(path) == seen for path, seen in watched):
@@ -87,9 +91,9 @@ def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
             found[query] = np.load(file)
     if missing := [query for query in files if query not in found]:
         try:
-            weights, config = json.loads((folder / TEXT_MODEL).read_bytes())
+            weights, config, seen = json.loads((folder / TEXT_MODEL).read_bytes())
             tower = NumpyText.of(Path(weights), config)
-            if tower is None or any(map(is_image, missing)):
+            if tower is None or stamp(weights) != seen or any(map(is_image, missing)):
                 raise ValueError("for torch")
             features = [tower.encode(query) for query in missing]
         except (OSError, ValueError):  # torch computes other features, or a text is not plain ASCII

@@ -5,19 +5,23 @@ A call enters; a folder in the cache leaves, named by the weights and the files 
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import mmap
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+import braceexpand
 from pydantic import SerializeAsAny
 
 from clipstream.checkpoint.store import locate, model_at, model_in
 from clipstream.config.config_sources import Node
+from clipstream.config.flags import split
 from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_sources
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
@@ -32,17 +36,20 @@ from clipstream.features.image_index import (
     root,
     stamp,
 )  # fmt: skip
+from clipstream.models.model_config import CONFIG_FILE
 from clipstream.models.pretrained import fetch, preflight
 from clipstream.open_clip.aliases import SOURCE
 from clipstream.report.gallery import Card
 from clipstream.report.gallery import render_gallery as render_gallery
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.shard_url import PATH_SCHEMES, TABLE_FORMATS, ShardURL
+from clipstream.storage.shard_url import PATH_SCHEMES, TABLE_FORMATS, ShardURL, parts_of, with_variables
+from clipstream.utils.section import with_home
 
 NEAR = 8  # neighbours of each image on a page
 NONE = "(no caption)"
 NAME = "train"
+OWN_NAMES = ("name", "pretrained", "cache_dir", "allow_mismatch")  # of settings; its files tell a model
 BESIDE = (".txt", ".json", ".tar", *TABLE_FORMATS)  # suffixes of files that the data depend on, beside images
 
 
@@ -115,37 +122,49 @@ def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
     model, section = settings.model.not_trained(), settings.data.sources[NAME]
     preflight(model, settings.tokenizer)
     files = fetch(model, settings.tokenizer, World())
-    listed, watched = _files(call, source, split_keys(section.image_key))
+    listed, watched = _files(source, split_keys(section.image_key))
     with open(str(files.weights), "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         digest = hashlib.sha256(data).hexdigest()
     made_of = {
         "weights": digest,
-        "model": [files.model_cfg, files.preprocess_cfg, model.image_size, model.image_mean, model.image_std],
+        "model": [files.model_cfg, files.preprocess_cfg, model.model_dump(mode="json", exclude={*OWN_NAMES})],
+        "tokenizer": settings.tokenizer.model_dump(mode="json"),
         "precision": settings.train.precision,
         "reading": reading_of(section),
         "shards": [ShardURL(name).unsigned for name in source.names],
         "files": [(os.path.abspath(path), stamp(path)) for path in listed],
     }
     folder = root() / hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:24]
-    if (checkpoints := Path(call.model).expanduser() / "checkpoints").is_dir():
-        watched.append(str(checkpoints))  # where a run's next checkpoint appears
-    return folder, [os.path.abspath(path) for path in (str(files.weights), *watched)]
+    given = Path(call.model).expanduser()  # a run, whose next checkpoint appears in a folder, or a file `best`
+    about = [str(given / "checkpoints" if (given / "checkpoints").is_dir() else given), *split(call.flags, [])[0]]
+    weights = [str(files.weights), str(Path(str(files.weights)).with_name(CONFIG_FILE))]
+    return folder, [os.path.abspath(path) for path in (*weights, *about, *watched)]
 
 
-def _files(call: ImageSearch, source: Source, image_keys: Sequence[str]) -> tuple[list[str], list[str]]:
+def _files(source: Source, image_keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """The local files of images, captions, tables and tars that a source reads, and what changes when they do."""
     suffixes = (*BESIDE, *(f".{key}" for key in image_keys))
     files: dict[str, None] = {}
     walked, seen = set[str](), set[str]()  # a folder has many shards
-    watched: dict[str, None] = {call.data: None} if os.path.isdir(call.data) else {}
+    watched: dict[str, None] = {}
+    for part in parts_of(source.settings.shards):
+        if part.startswith("pipe:"):
+            continue
+        text = re.sub(r"^[\w-]+:(?!//)", "", with_home(with_variables(part)))
+        watched |= {text: None} if os.path.isdir(text) else {}
+        names = [with_home(name) for name in braceexpand.braceexpand(text)] if glob.has_magic(text) else []
+        while names := [*dict.fromkeys(os.path.dirname(name) for name in names)]:  # where new files may match
+            matching = (found for name in names for found in glob.glob(name or ".", recursive=True))
+            watched.update(dict.fromkeys(filter(os.path.isdir, matching)))
+            names = [name for name in names if glob.has_magic(name)]
+    in_folders = bool(watched)
     for shard in source.names:
         url = ShardURL(shard)
         path = shard.partition(":")[2] if url.scheme in PATH_SCHEMES else url.path or ""
         path = path if os.path.exists(path) else path.rpartition("#")[0]
         if os.path.isfile(path):
             files[path] = watched[path] = None
-            if "*" in call.data:
-                watched[os.path.dirname(path) or "."] = None
+            watched |= {os.path.dirname(path): None} if in_folders else {}
         if path in files or path in walked:
             continue
         walked.add(path)

@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from clipstream.api.model import load_model
+from clipstream.api.model import Model, usable_device
 from clipstream.cli.verbs.precompute import CHUNK_ROWS, StoreOptions
 from clipstream.cli.verbs.precompute.run import precompute
 from clipstream.cli.verbs.search.indexing import image_row, opened
@@ -34,8 +34,9 @@ from clipstream.data.sources import SampleRef, Source
 from clipstream.distributed.launch import run_embedded
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError
+from clipstream.evals.context import context_for
 from clipstream.features import search as exact
-from clipstream.features.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image
+from clipstream.features.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image, stamp
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.search import Name, PairScores, StoredRows, pair_scores
 from clipstream.features.store import FeatureStore
@@ -44,10 +45,12 @@ from clipstream.models.build import build_towers
 from clipstream.models.numpy_text import Floats, NumpyText
 from clipstream.models.pretrained import fetch
 from clipstream.models.settings import ModelSettings
+from clipstream.models.towers import Towers
 from clipstream.text import printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.logs import announce
+from clipstream.utils.torch_state import restored_matmul_precision
 
 SHOWN = 25  # rows of a table
 NUMBERS = ("rank", "score", "samples", "rows", "share", "quantile", "pairs", "cluster")  # columns of tables
@@ -359,14 +362,19 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
     Raises SettingsError: an image cannot be decoded.
     """
     settings, _ = opened(call)
-    is_path = Path(call.model).expanduser().is_dir()  # of a run, whose own settings count
-    model = load_model(call.model, None if is_path else settings.model.pretrained)[0]
-    files = fetch(settings.model.not_trained(), settings.tokenizer, World())
+    own = settings.model.not_trained()  # as the images were encoded
+    with restored_matmul_precision():
+        train = settings.train.model_copy(update={"precision": "fp32"})
+        world = World(device=usable_device(settings.run.device))
+        context = context_for(settings.model_copy(update={"train": train}), own, world)
+    model = Model(cast(Towers, context.towers), context)
+    files = fetch(own, settings.tokenizer, World())
     tower = NumpyText.of(files.weights, files.model_cfg)
     with suppress(LookupError):  # tensors of another text tower
         theirs = model.encode_text(PROBES).cpu().numpy()
         if tower is not None and np.abs([tower.encode(text) for text in PROBES] - theirs).max() < EXACT:
-            about = [os.path.abspath(str(files.weights)), files.model_cfg]
+            weights = os.path.abspath(str(files.weights))
+            about = [weights, files.model_cfg, stamp(weights)]
             with suppress(OSError):  # the cache may be read-only or full
                 atomic_write.replace(folder / TEXT_MODEL, json.dumps(about).encode())
     found = []
