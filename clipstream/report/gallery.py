@@ -51,9 +51,9 @@ def render_gallery(
     side, left, cards = SIDE if len(order) <= MANY else SMALL, MOST, {}
     for row in order:
         own = card(row)
-        src, width, height = _thumbnail(own.image, side)
-        src = src if len(src) <= left else ""
-        left -= len(src)
+        src, width, height = _thumbnail(own.image if left else None, side)
+        # Once a thumbnail does not fit, no more are computed.
+        src, left = (src, left - len(src)) if len(src) <= left else ("", 0)
         others = [(other, round(score, 4)) for other, score in near.get(row, ()) if other != row]
         about = {"name": own.name, "caption": shortened(own.caption, LONGEST), "link": own.link, "near": others}
         cards[row] = {**about, "src": src, "width": width, "height": height}
