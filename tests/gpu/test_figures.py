@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from clipstream.cli.verbs.precompute import main as precompute
+from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore
 from clipstream.models.execution.flops import Throughput, count_flops, peak_tflops
 from clipstream.utils.timing.usage import Usage
@@ -69,7 +70,8 @@ def test_a_store_is_that_of_the_cpu(device: str, number: int, tmp_path: Path) ->
         assert precompute([str(tmp_path / name), *flags, "--batch-size", "8"]) == 0
         stores[name] = FeatureStore(tmp_path / name)
     for part in ("image", "text"):
-        found, expected = (list(stores[name].blocks(part)) for name in ("found", "expected"))
-        assert [block[:3] for block in found] == [block[:3] for block in expected] and found
-        for (*_, rows), (*_, wanted) in zip(found, expected, strict=True):
-            torch.testing.assert_close(rows.view(torch.float32), wanted.view(torch.float32), rtol=0, atol=1e-5)
+        found, expected = (list(StoredRows(stores[name], part).blocks()) for name in ("found", "expected"))
+        for (row, rows), (wanted_row, wanted) in zip(found, expected, strict=True):
+            assert row == wanted_row and len(rows)
+            torch.testing.assert_close(rows, wanted, rtol=0, atol=1e-5)
+        assert found
