@@ -317,15 +317,15 @@ def evaluation_loader(
         raise DataError(
             f"{source.place}.shards: of {len(shards_of.names)} shards, {listed(absent, 1)} {verb} not exist"
         )
-    used = build_filter(name, section)
+    reader = _reader(name, section, inputs, None, source.target)
     slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size)
     stream = Stream([name], SourceMix(0, (1.0,)), slots, DataState(lanes_total=lanes), ends=True)
     batches = SampleBatches(
         stream,
         inputs,
         [shards_of],
-        [replace(_reader(name, section, inputs, None, source.target), filter=None)],
-        lambda _, lane, shards: OnceSampler(lane, lanes, shards, source.max_samples, used),
+        [replace(reader, filter=None)],
+        lambda _, lane, shards: OnceSampler(lane, lanes, shards, source.max_samples, reader.filter),
         store,
         batch_size,
         workers,
