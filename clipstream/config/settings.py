@@ -231,16 +231,20 @@ def with_val_split(settings: Settings) -> Settings:
     if path is None:
         path = held_out(source, data.val_split, data, f"data.sources.{name}")
     elif World.from_env().is_main:
-        text = counted(path.read_bytes().count(b"\n"), "sample", ",")
+        text = counted(_lines(path), "sample", ",")
         announce(f"val_split {text} held out for the evaluator val, as in {path.parent}, whatever --val-split is now")
     split = _split_by(settings, path, evaluated(source))
     split._split = path
     samples = settings.train.epoch_samples
     if samples is not None and settings._epoch_from_data and data.sampling.mode != "indexed":
-        held = path.read_bytes().count(b"\n")
-        split = split.model_copy(update={"train": split.train.model_copy(update={"epoch_samples": samples - held})})
+        known = split.train.model_copy(update={"epoch_samples": samples - _lines(path)})
+        split = split.model_copy(update={"train": known})
         split._epoch_from_data = False
     return split
+
+
+def _lines(path: FilePath) -> int:
+    return path.read_bytes().count(b"\n")
 
 
 def _list_of_resumed(settings: Settings) -> FilePath | None:
