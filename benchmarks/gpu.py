@@ -67,9 +67,7 @@ from clipstream.errors import ClipstreamError
 from clipstream.models.execution.flops import peak_tflops
 from clipstream.models.model_config import builtin
 from clipstream.utils.logs import on_terminal
-from clipstream.utils.timing import DATA, PARTS
-from clipstream.utils.timing.step_timer import StepTimer, timed
-from clipstream.utils.timing.usage import GIB, PeakMemory
+from clipstream.utils.timing import DATA, GIB, PARTS, PeakMemory, StepTimer, timed
 
 BEGIN, END = "<!-- benchmarks/gpu.py: table -->", "<!-- benchmarks/gpu.py: end -->"
 CAPTIONS = Path(__file__).with_name("captions.txt")

@@ -40,8 +40,7 @@ from clipstream.models.towers import Towers
 from clipstream.training.optim import OptimSettings
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
-from clipstream.utils.timing import IMAGE_FORWARD
-from clipstream.utils.timing.step_timer import StepTimer
+from clipstream.utils.timing import IMAGE_FORWARD, StepTimer
 
 MOST = 99  # as many buckets as the cost model finds; `auto` packs texts on the CPU
 Cases = dict[str, Callable[[], object]]

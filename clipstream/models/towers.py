@@ -28,8 +28,7 @@ from clipstream.models.model_config import CONFIG_FILE, WEIGHT_FILES, ModelConfi
 from clipstream.models.pretrained import TEXT_CONFIG, TOKENIZER_CONFIG
 from clipstream.models.settings import TOWERS, FrozenPrecision, Tower
 from clipstream.utils.plugins import not_trusted
-from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD
-from clipstream.utils.timing.step_timer import begin
+from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD, begin
 
 
 class Features(NamedTuple):

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 
-from clipstream.utils.timing import PARTS
-
 WIDTH, HEIGHT = 360, 190  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 22  # its margins
 COLOURS = 8
@@ -114,9 +112,7 @@ class StepTimes:
         """From the curves of a run, of which those of parts begin with time/."""
         found = {key.removeprefix("time/"): dict(curves[key]) for key in curves if key.startswith("time/")}
         steps = sorted(set().union(*found.values()))
-        known = [part for part in PARTS if part in found]
-        order = [*known, *(part for part in found if part not in known)]
-        return cls({part: [(step, found[part].get(step, 0.0)) for step in steps] for part in order})
+        return cls({part: [(step, points.get(step, 0.0)) for step in steps] for part, points in found.items()})
 
     def rows(self) -> list[tuple[str, float, float]]:
         """(part, mean seconds, share) over all training lines but the first, which has the warm-up."""

@@ -51,7 +51,7 @@ from clipstream.utils.plugins import make_plugin
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
     from clipstream.evals.context import Example, Table
-    from clipstream.utils.timing.step_timer import StepProfiler
+    from clipstream.utils.timing import StepProfiler
 
 SINK_METHODS = ("write", "show", "status", "close")
 WANDB_ID = "wandb_id"  # file with the id under which Weights & Biases knows the run
@@ -207,7 +207,7 @@ def build_sinks(log: LogSettings, run: RunInfo, *, trains: bool = True) -> dict[
 
 def build_profiler(settings: LogSettings, run: RunInfo, world: World) -> StepProfiler | None:
     """The profiler of the steps that `log.profile` names; None if this process trains none of them."""
-    from clipstream.utils.timing.step_timer import StepProfiler  # imports torch
+    from clipstream.utils.timing import StepProfiler  # imports torch
 
     done = run.resume_step or 0
     steps = settings.profiled(done, run.total_steps)

@@ -33,8 +33,7 @@ from clipstream.errors import SettingsError
 from clipstream.training.parallel import is_sharded, no_sync, sums_gradients
 from clipstream.training.precision import autocast, set_torch_state, torch_state
 from clipstream.training.settings import Precision
-from clipstream.utils.timing import BACKWARD, COMMUNICATION, FORWARD, LOSS
-from clipstream.utils.timing.step_timer import begin_when_backward_ends, timed
+from clipstream.utils.timing import BACKWARD, COMMUNICATION, FORWARD, LOSS, begin_when_backward_ends, timed
 
 if TYPE_CHECKING:
     from clipstream.losses.contrastive import ContrastiveLoss

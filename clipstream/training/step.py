@@ -62,8 +62,7 @@ from clipstream.training.precision import autocast, same_randomness
 from clipstream.training.settings import AUTO_ON_CPU, MICRO_NORMS, TrainSettings
 from clipstream.training.state import StepState
 from clipstream.utils.logs import announce
-from clipstream.utils.timing import COPY, OPTIMIZER
-from clipstream.utils.timing.step_timer import begin, timed
+from clipstream.utils.timing import COPY, OPTIMIZER, begin, timed
 
 if TYPE_CHECKING:
     from clipstream.models.settings import ModelSettings

@@ -26,9 +26,7 @@ from clipstream.text import counted
 from clipstream.training.settings import EarlyStop, EarlyStopSettings, TrainSettings
 from clipstream.training.state import IntervalState, RollbackState, SourceCounts, TrainState
 from clipstream.training.step import StepResult, TrainStep
-from clipstream.utils.timing import DATA, PARTS
-from clipstream.utils.timing.step_timer import StepProfiler, StepTimer, timed
-from clipstream.utils.timing.usage import Usage, over_ranks
+from clipstream.utils.timing import DATA, PARTS, StepProfiler, StepTimer, Usage, over_ranks, timed
 
 if TYPE_CHECKING:
     from clipstream.data.loader.loader import Loader

@@ -13,7 +13,7 @@ from clipstream.cli.verbs.precompute import main as precompute
 from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore
 from clipstream.models.execution.flops import Throughput, count_flops, peak_tflops
-from clipstream.utils.timing.usage import Usage
+from clipstream.utils.timing import Usage
 from tests.support.gpu_steps import make_batch, make_step, make_towers
 from tests.support.models import MODEL
 from tests.support.pictures import make_shards

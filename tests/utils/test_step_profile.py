@@ -14,7 +14,7 @@ import torch
 from clipstream.cli.verbs.train import main
 from clipstream.report.html_report import read_run, render
 from clipstream.report.settings import LogSettings
-from clipstream.utils.timing.step_timer import StepProfiler, StepTimer, dearest, table, timed
+from clipstream.utils.timing import StepProfiler, StepTimer, dearest, table, timed
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags, furnish, lines, train_on
 

@@ -18,10 +18,8 @@ from clipstream.distributed.world import World
 from clipstream.training import trainer
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
-from clipstream.utils.timing import COMMUNICATION, COPY, DATA, LOSS, OTHER
-from clipstream.utils.timing import step_timer as timing
-from clipstream.utils.timing.step_timer import StepTimer, begin, timed
-from clipstream.utils.timing.usage import Usage, over_ranks
+from clipstream.utils import timing
+from clipstream.utils.timing import COMMUNICATION, COPY, DATA, LOSS, OTHER, StepTimer, Usage, begin, over_ranks, timed
 from tests.support import trainer_runs
 from tests.support.forks import wait_until
 from tests.support.model_files import build, write

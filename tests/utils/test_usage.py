@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clipstream.report.terminal import ProgressDisplay
-from clipstream.utils.timing.usage import GIB, Usage
+from clipstream.utils.timing import GIB, Usage
 
 WORK = """
 import time

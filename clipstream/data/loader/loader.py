@@ -27,8 +27,7 @@ from clipstream.data.order.lanes import DataState, Fingerprint, Stream
 from clipstream.errors import DataError, Interrupted
 from clipstream.text import printable_lines
 from clipstream.utils.logs import logger
-from clipstream.utils.timing import COPY
-from clipstream.utils.timing.step_timer import timed
+from clipstream.utils.timing import COPY, timed
 
 POLL = 0.2  # s between checks for interruption and stalls while a batch is waited for
 WATCH = 2.0  # s between checks for killed workers while no batch is asked for

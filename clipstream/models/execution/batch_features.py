@@ -21,8 +21,7 @@ from clipstream.errors import SettingsError
 from clipstream.models.settings import TOWERS, ModelSettings, Tower, TowerSettings
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
-from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD
-from clipstream.utils.timing.step_timer import timed
+from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD, timed
 
 ENTRY = 256  # bytes of a row in the table of keys, about
 ROWS = {"cpu": 4, "cuda": 256}  # that are hashed at a time: they fit into a core's cache, or make few kernels

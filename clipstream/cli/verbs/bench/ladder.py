@@ -42,7 +42,7 @@ from clipstream.training.precision import resolve_precision
 from clipstream.training.settings import TrainSettings
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import logger
-from clipstream.utils.timing.usage import GIB, PeakMemory
+from clipstream.utils.timing import GIB, PeakMemory
 from clipstream.utils.torch_state import restored_matmul_precision
 
 Changes = Mapping[str, object]  # dotted keys of settings -> values
