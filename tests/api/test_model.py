@@ -6,6 +6,7 @@ import io
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -74,9 +75,7 @@ def test_pictures_that_are_none_are_named(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "text.jpg").write_text("no picture")
     with pytest.raises(ValueError, match=r"text\.jpg cannot be used: undecodable_image"):
         model.encode_image(tmp_path / "text.jpg")
-    with pytest.raises(
-        ValueError, match=r"expected an image tensor \[3, 16, 16\] or \[n, 3, 16, 16\], not \[1, 3, 8, 8\]"
-    ):
+    with pytest.raises(ValueError, match=r"tensor \[3, 16, 16\] or \[n, 3, 16, 16\], not \[1, 3, 8, 8\]"):
         model.encode_image(torch.zeros(3, 8, 8))
     with pytest.raises(FileNotFoundError):
         preprocess(tmp_path / "none.jpg")
@@ -93,23 +92,17 @@ def test_models_are_found_by_name_config_and_folder(saved: Path) -> None:
     local = clipstream.load_model(f"local-dir:{saved}/model", device="cpu")[0]
     features = [model.encode_text("a cat") for model in (by_file, local, fresh)]
     assert torch.equal(features[0], features[1]) and fresh.embed_dim == 16
-    with pytest.raises(SettingsError, match="did you mean"):
-        clipstream.load_model("ViT-B-33")
+    wrong: list[tuple[str, Any, dict[str, Any]]] = [
+        ("did you mean", "ViT-B-33", {}),
+        ("is not a checkpoint", saved / "model.json", {"weights": "averaged"}),
+        ("has weights: remove pretrained=", saved / "model", {"pretrained": "openai"}),
+        ("is neither a run", saved, {}),
+    ]
     if not torch.cuda.is_available():
-        with pytest.raises(SettingsError, match="no GPU is available to torch"):
-            clipstream.load_model(saved / "model", device="cuda:1")
-    with pytest.raises(SettingsError, match="is not a checkpoint"):
-        clipstream.load_model(saved / "model.json", weights="averaged")
-    with pytest.raises(SettingsError, match="has weights: remove pretrained="):
-        clipstream.load_model(saved / "model", "openai")
-    with pytest.raises(SettingsError, match="is neither a run"):
-        clipstream.load_model(saved)
-    with pytest.raises(SettingsError, match=r"source: expected a run, .* not int"):
-        clipstream.load_model(3)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match=r"images: expected images, .* not int"):
-        fresh.similarity(3, "a cat")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match=r"texts: expected a text, .* not int"):
-        fresh.encode_text(3)  # type: ignore[arg-type]
+        wrong.append(("no GPU is available to torch", saved / "model", {"device": "cuda:1"}))
+    for told, source, options in wrong:
+        with pytest.raises(SettingsError, match=told):
+            clipstream.load_model(source, **options)
 
 
 def test_a_classifier_is_the_evaluators(saved: Path, tmp_path: Path) -> None:
@@ -159,5 +152,3 @@ def test_a_check_reports_what_it_finds(
     assert str(report) == elsewhere and "\x1b" not in elsewhere and not capsys.readouterr().out  # nothing is displayed
     with pytest.raises(SettingsError, match="--caption-json"):
         clipstream.check(shards, caption_json="a..b")
-    with pytest.raises(SettingsError, match="shards: expected a pattern or a list of patterns, not int"):
-        clipstream.check(3)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import inspect
 import json
 import logging
@@ -88,16 +89,13 @@ def test_what_a_run_knows(place: Path) -> None:
     assert run.latest == run.best == run.checkpoints[0] and run == clipstream.Run.open(run.checkpoints[0])
     assert run.report.read_text() in (page := run._repr_html_()) or "srcdoc=" in page
     assert page.startswith("<iframe") and "&lt;html" in page and page.count("<") == 2
+    if importlib.util.find_spec("pandas"):
+        frame = run.to_pandas()
+        assert frame["step"].tolist() == [1, 2, 3, 4] and frame["loss"].notna().all()
     with pytest.raises(SettingsError, match="is not a run folder"):
         clipstream.Run.open(place)
     with pytest.raises(SettingsError, match="~no-such-user/run is not a run folder"):
         clipstream.Run.open("~no-such-user/run")
-
-
-def test_a_run_as_a_data_frame(place: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = clipstream.train(settings(place, "frame")).to_pandas()
-    assert isinstance(frame, pandas.DataFrame) and frame["step"].tolist() == [1, 2, 3] and frame["loss"].notna().all()
 
 
 def test_settings_come_from_files_mappings_and_keywords(place: Path, tmp_path: Path) -> None:
@@ -127,14 +125,14 @@ def test_mistakes_are_named_all_at_once() -> None:
         clipstream.train({"optim": {"lrr": 1}}, {"train.steps": "x"}, stepz=4, batch_size=0)
     for text in ("optim.lrr: unknown key; did you mean 'lr'?", "train.steps: expected", "'--steps'?"):
         assert text in str(raised.value)
-    with pytest.raises(SettingsError, match="type object"):
-        clipstream.load_settings(name=object())
-    with pytest.raises(SettingsError, match="expected a key such as"):
-        clipstream.load_settings({3: 1})  # type: ignore[dict-item]
-    with pytest.raises(SettingsError, match=r"none\.yaml does not exist"):
-        clipstream.train("none.yaml")
-    with pytest.raises(SettingsError, match="overrides is a positional argument"):
-        clipstream.train("my.yaml", overrides={"optim.lr": 1})
+    for told, given, flags in (
+        ("type object", (), {"name": object()}),
+        ("expected a key such as", ({3: 1},), {}),
+        (r"none\.yaml does not exist", ("none.yaml",), {}),
+        ("overrides is a positional argument", ("my.yaml",), {"overrides": {"optim.lr": 1}}),
+    ):
+        with pytest.raises(SettingsError, match=told):
+            clipstream.train(*given, **flags)
 
 
 def test_another_thread_trains_as_well(place: Path) -> None:
@@ -154,10 +152,19 @@ def script(place: Path, name: str, body: str) -> str:
     return str(file)
 
 
-def test_a_script_needs_no_guard(place: Path) -> None:
-    body = "print('begins', flush=True)\nprint(clipstream.train(SETTINGS, {'data.workers': 2}).status)"
+def test_a_script_needs_no_guard_and_closes_no_loader(place: Path) -> None:
+    body = f"""
+        print("begins", flush=True)
+        print(clipstream.train(SETTINGS, {{"data.workers": 2}}).status)
+        loader = clipstream.build_loader("{place}/val/*.tar", 16, batch_size=5, workers=2, device="cpu")
+        print(sum(len(texts) for images, texts in loader), *loader._loader.worker_pids())
+    """
     out = run_python(script(place, "script", body), PYTHONPATH=str(ROOT))
-    assert out.count("begins") == 1 and out.splitlines()[-1] == "done" and "step 3/3" in out
+    assert out.count("begins") == 1 and "step 3/3" in out
+    *_, done, last = out.splitlines()
+    count, *pids = last.split()
+    assert (done, count, len(pids)) == ("done", "20", 2)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_ctrl_c_saves_and_raises_keyboard_interrupt(place: Path) -> None:

@@ -48,66 +48,63 @@ def test_each_item_of_an_argument_is_checked() -> None:
             list(each("x", "texts", value, str))
 
 
+def told(text: str, function: Callable[..., object], *values: Any) -> None:
+    """`function` refuses each of the values with the text."""
+    for value in values:
+        with pytest.raises((SettingsError, ValueError), match=text):
+            function(value)
+
+
 def test_models(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    model, preprocess, tokenizer = clipstream.load_model(place / "model", device=torch.device("cpu"))
+    load, zero_shot = clipstream.load_model, clipstream.zero_shot
+    model, preprocess, tokenizer = load(place / "model", device=torch.device("cpu"))
     pictures = (torch.zeros(1), b"")
     refused("images", model.encode_image, *pictures)
     refused("images", lambda value: model.similarity(value, "a"), *pictures)
-    refused("images", clipstream.zero_shot(model, ["a", "b"], ["{}"]), *pictures)
+    refused("images", zero_shot(model, ["a", "b"], ["{}"]), *pictures)
     refused("image", preprocess, b"")
     refused("texts", model.encode_text, torch.zeros(1))
     refused("texts", tokenizer)
     refused("texts", tokenizer.encode)
     refused("ids", tokenizer.decode, torch.zeros(1))
     assert tokenizer.decode(tokenizer("a cat")[0]) == tokenizer.decode(tokenizer("a cat")[0].tolist())
-    refused("classes", lambda value: clipstream.zero_shot(model, value, ["{}"]))
-    refused("templates", lambda value: clipstream.zero_shot(model, ["a", "b"], value))
-    refused("source", clipstream.load_model)
-    refused("source", lambda value: clipstream.zero_shot(value, ["a", "b"]))
+    refused("classes", lambda value: zero_shot(model, value, ["{}"]))
+    refused("templates", lambda value: zero_shot(model, ["a", "b"], value))
+    refused("source", load)
+    refused("source", lambda value: zero_shot(value, ["a", "b"]))
     for name in ("device", "pretrained", "cache_dir"):
-        refused(name, lambda value, name=name: clipstream.load_model(place / "model", **{name: value}))
-    for options, told in (
-        ({"precision": "fp31"}, "precision: 'fp31' is not one of .*bf16"),
-        ({"weights": 3}, "weights: 3 is not one of trained, averaged"),
-        ({"device": "gpu"}, "device is 'gpu': "),
-    ):
-        with pytest.raises(SettingsError, match=told):
-            clipstream.load_model(place / "model", **options)  # type: ignore[arg-type]
-    for size in (0, -1, 2.0, "a", True, None):
-        with pytest.raises(SettingsError, match="batch_size: expected a positive integer, not "):
-            model.encode_image("a", batch_size=size)  # type: ignore[arg-type]
-        with pytest.raises(SettingsError, match="batch_size: expected a positive integer, not "):
-            model.encode_text("a", batch_size=size)  # type: ignore[arg-type]
-    for ids in (torch.zeros(2, 8), torch.zeros(8, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"expected token ids as integers \[n, T\], not torch\."):
-            model.encode_text(ids)
-    with pytest.raises(ValueError, match=r"expected features \[n, 16\], not \[2, 3\]"):
-        model.similarity("a", torch.zeros(2, 3))
+        refused(name, lambda value, name=name: load(place / "model", **{name: value}))
+    told("precision: 'fp31' is not one of .*bf16", lambda value: load(place / "model", precision=value), "fp31")
+    told("weights: 3 is not one of trained, averaged", lambda value: load(place / "model", weights=value), 3)
+    told("device is 'gpu': ", lambda value: load(place / "model", device=value), "gpu")
+    for encode in (model.encode_image, model.encode_text):
+        sizes = 0, -1, 2.0, "a", True, None
+        told("batch_size: expected a positive ", lambda size, encode=encode: encode("a", batch_size=size), *sizes)
+    told(r"ids as integers \[n, T\], not", model.encode_text, torch.zeros(2, 8), torch.zeros(8, dtype=torch.int64))
+    told(r"expected features \[n, 16\], not", lambda value: model.similarity("a", value), torch.zeros(2, 3))
 
 
 def test_loaders(place: Path) -> None:
     shards = place / "pairs" / "*.tar"
     small: dict[str, Any] = {"device": "cpu", "batch_size": 4, "workers": 0}
+
+    def build(data: Any = shards, size: Any = 16, overrides: Any = None, **more: Any) -> Any:
+        return clipstream.build_loader(data, size, None, overrides, **small, **more)
+
     for given in (shards, [shards], sorted(shards.parent.glob("*.tar")), str(shards)):
-        with clipstream.build_loader(given, 16, **small) as loader:
+        with build(given) as loader:
             assert len(loader) == 2
-    refused("data", lambda value: clipstream.build_loader(value, 16, **small), {})
-    refused("overrides", lambda value: clipstream.build_loader(shards, 16, None, value, **small), {})
+    refused("data", build, {})
+    refused("overrides", lambda value: build(overrides=value), {})
     for name in ("mean", "std"):
-        for value in (0.5, (0.5, 0.5), ("a", "b", "c"), None if name == "mean" else (0, 1, 1), b"xyz"):
-            if value is not None:
-                with pytest.raises(SettingsError, match=rf"^{name}(\[0\])?: expected "):
-                    clipstream.build_loader(shards, 16, **{**small, name: value})
+        wrong = [0.5, (0.5, 0.5), ("a", "b", "c"), b"xyz", *([(0, 1, 1)] if name == "std" else [])]
+        told(rf"^{name}(\[0\])?: expected ", lambda value, name=name: build(**{name: value}), *wrong)
         for value in ((0.5, 0.25, 1), np.array([0.5, 0.25, 1]), torch.tensor([0.5, 0.25, 1])):
-            with clipstream.build_loader(shards, 16, **{**small, name: value}) as loader:
+            with build(**{name: value}) as loader:
                 assert next(iter(loader))[0].isfinite().all()
-    for size in (0, -4, (16, 0), ("a", "b")):
-        with pytest.raises(SettingsError, match="preprocess: expected a size in pixels"):
-            clipstream.build_loader(shards, size, **small)  # type: ignore[arg-type]
-    for state in (3, None, "format", [1]):
-        with pytest.raises(ValueError, match="not a state_dict of a BatchLoader"):
-            loader.load_state_dict(state)  # type: ignore[arg-type]
+    told("preprocess: expected a size in pixels", lambda size: build(size=size), 0, -4, (16, 0), ("a", "b"))
+    told("not a state_dict of a BatchLoader", loader.load_state_dict, 3, None, "format", [1])
 
 
 def test_settings_evaluations_checks_and_runs(place: Path) -> None:
@@ -123,9 +120,7 @@ def test_settings_evaluations_checks_and_runs(place: Path) -> None:
     assert settings.data.sources["train"].shards == [str(shards), str(shards)]
     for name in ("caption_key", "caption_json", "image_key", "separator", "folder"):
         refused(name, lambda value, name=name: clipstream.check(shards, **{name: value}))
-    for samples in (-1, 2.5, None, "a"):
-        with pytest.raises(SettingsError, match="samples: expected a number of samples, 0 or more, not "):
-            clipstream.check(shards, samples=samples)  # type: ignore[arg-type]
+    told("samples: expected a number of ", lambda value: clipstream.check(shards, samples=value), -1, 2.5, None, "a")
     refused("folder", clipstream.Run.open)
     refused("folder", clipstream.Run)
     assert clipstream.Run("runs/a").folder == Path("runs/a")  # type: ignore[arg-type]

@@ -6,34 +6,25 @@ import argparse
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clipstream.cli.main import VERBS
+from clipstream.cli.main import VERBS, main
 from clipstream.cli.verbs.completion import console_parser, flag_of, script
 from clipstream.config.settings import Settings
 from clipstream.open_clip.aliases import ALIASES
 from clipstream.utils.section import leaves
-from tests.support.commands import python
 
 
-@pytest.fixture(scope="module")
-def verbs() -> dict[str, argparse.ArgumentParser]:
+def test_every_verb_setting_and_short_flag_is_there() -> None:
     actions = console_parser()._actions
-    found: dict[str, argparse.ArgumentParser] = next(
-        action.choices for action in actions if isinstance(action, argparse._SubParsersAction)
-    )
-    return found
-
-
-def test_every_verb_is_there(verbs: dict[str, argparse.ArgumentParser]) -> None:
+    verbs: Any = next(action.choices for action in actions if isinstance(action, argparse._SubParsersAction))
     assert verbs.keys() == VERBS.keys()
-
-
-@pytest.mark.parametrize("verb", ["train", "evaluate", "bench", "stage", "precompute"])
-def test_every_setting_and_short_flag_is_there(verbs: dict[str, argparse.ArgumentParser], verb: str) -> None:
-    flags = verbs[verb]._option_string_actions.keys()
-    assert flags >= {flag_of(key) for key, _ in leaves(Settings)} | {alias.flag for alias in ALIASES} | {"--config"}
+    for verb in ("train", "evaluate", "bench", "stage", "precompute"):
+        flags = verbs[verb]._option_string_actions.keys()
+        known = {flag_of(key) for key, _ in leaves(Settings)} | {alias.flag for alias in ALIASES}
+        assert flags >= known | {"--config"}, verb
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
@@ -62,8 +53,7 @@ def test_bash_completes(typed: list[str], completed: set[str], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
-def test_the_verb_prints_a_script(shell: str) -> None:
-    done = python("-m", "clipstream", "completion", shell)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--train.precision" in done.stdout or shell == "tcsh"
-    assert "precompute" in done.stdout
+def test_the_verb_prints_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert "precompute" in text and ("--train.precision" in text or shell == "tcsh")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -20,8 +19,8 @@ from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from tests.support import hubtree, model_files
-from tests.support.forks import ROOT, TIMEOUT, Fork
+from tests.support import model_files
+from tests.support.forks import TIMEOUT
 from tests.support.open_clip_epochs import write_epoch
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import reserved_port
@@ -44,16 +43,6 @@ python -m open_clip_train.main \\
     --epochs=30 \\
     --workers=8 \\
     --model RN50
-"""
-TORCHRUN = """
-torchrun --nproc_per_node 4 -m open_clip_train.main \\
-    --train-data '/data/cc12m/cc12m-train-{0000..2175}.tar' \\
-    --train-num-samples 10968539 \\
-    --dataset-type webdataset \\
-    --batch-size 320 \\
-    --precision amp \\
-    --workers 4 \\
-    --imagenet-val /data/imagenet/validation/
 """
 SLURM = """\
 #!/bin/bash -x
@@ -90,79 +79,40 @@ srun --cpu_bind=v --accel-bind=gn python -u src/open_clip_train/main.py \\
     --local-loss \\
     --gather-with-grad
 """
-RESUME = """
-python -m open_clip_train.main \\
-    --train-data="/path/to/train_data.csv" \\
-    --val-data="/path/to/validation_data.csv"  \\
-    --resume /path/to/checkpoints/epoch_K.pt
-"""
-SOURCES = """
-python -m open_clip_train.main \\
-    --train-data "/data/cc12m/cc12m-train-{0000..2175}.tar::/data/LAION-400M/{00000..41455}.tar" \\
-    --train-num-samples 135646078 \\
-    --dataset-resampled \\
-    --train-data-upsampling-factors=1::2
-"""
-ROBERTA = """
-python -m open_clip_train.main \\
-         --train-data="pipe:aws s3 cp s3://s-mas/cc3m/{00000..00329}.tar -" \\
-         --train-num-samples 3000000 \\
-         --val-data="pipe:aws s3 cp s3://s-mas/cc3m/{00330..00331}.tar -" \\
-         --val-num-samples 10000 \\
-         --dataset-type webdataset \\
-         --batch-size 256 \\
-         --warmup 2000 \\
-         --epochs 10 \\
-         --lr 5e-4 \\
-         --precision amp \\
-         --workers 6 \\
-         --model "roberta-ViT-B-32" \\
-         --lock-text \\
-         --lock-text-unlocked-layers 10 \\
-         --name "10_unfrozen" \\
-         --report-to "tensorboard" \\
-"""
-LOCAL_CHECKPOINT = """
-python -m open_clip_train.main \\
-    --val-data="/path/to/validation_data.csv"  \\
-    --model RN101 \\
-    --pretrained /path/to/checkpoints/epoch_K.pt
-"""
-HOSTED_CHECKPOINT = """
-python -m open_clip_train.main \\
-    --imagenet-val /path/to/imagenet/validation \\
-    --model ViT-B-32-quickgelu \\
-    --pretrained laion400m_e32
-"""
-COCA = """
-python -m open_clip_train.main \\
-    --dataset-type "csv" \\
-    --train-data "path/to/data/dir/train2014.csv" \\
-    --warmup 1000 \\
-    --batch-size 128 \\
-    --lr 1e-5 \\
-    --wd 0.1 \\
-    --epochs 1 \\
-    --workers 3 \\
-    --model "coca_ViT-L-14" \\
-    --report-to "wandb" \\
-    --coca-contrastive-loss-weight 0 \\
-    --coca-caption-loss-weight 1 \\
-    --log-every-n-steps 100
-"""
-CLAP = """
-python -m open_clip_train.main \\
-    --model CLAP-HTSAT-tiny-Roberta-base-fused \\
-    --pretrained laion \\
-    --audio-zeroshot-dataset mteb/urbansound8K \\
-    --audio-zeroshot-split train \\
-    --audio-zeroshot-target-key classID \\
-    --audio-zeroshot-class-key class \\
-    --batch-size 64 \\
-    --workers 4 \\
-    --device cuda \\
-    --zeroshot-frequency 1
-"""
+# The flags of its other commands.
+TORCHRUN = (
+    "--train-data '/data/cc12m/cc12m-train-{0000..2175}.tar' --train-num-samples 10968539 --dataset-type webdataset "
+    "--batch-size 320 --precision amp --workers 4 --imagenet-val /data/imagenet/validation/"
+)
+RESUME = (
+    '--train-data="/path/to/train_data.csv" --val-data="/path/to/validation_data.csv" '
+    "--resume /path/to/checkpoints/epoch_K.pt"
+)
+SOURCES = (
+    '--train-data "/data/cc12m/cc12m-train-{0000..2175}.tar::/data/LAION-400M/{00000..41455}.tar" '
+    "--train-num-samples 135646078 --dataset-resampled --train-data-upsampling-factors=1::2"
+)
+ROBERTA = (
+    '--train-data="pipe:aws s3 cp s3://s-mas/cc3m/{00000..00329}.tar -" --train-num-samples 3000000 '
+    '--val-data="pipe:aws s3 cp s3://s-mas/cc3m/{00330..00331}.tar -" --val-num-samples 10000 '
+    "--dataset-type webdataset --batch-size 256 --warmup 2000 --epochs 10 --lr 5e-4 --precision amp --workers 6 "
+    '--model "roberta-ViT-B-32" --lock-text --lock-text-unlocked-layers 10 --name "10_unfrozen" '
+    '--report-to "tensorboard"'
+)
+LOCAL_CHECKPOINT = (
+    '--val-data="/path/to/validation_data.csv" --model RN101 --pretrained /path/to/checkpoints/epoch_K.pt'
+)
+HOSTED_CHECKPOINT = "--imagenet-val /path/to/imagenet/validation --model ViT-B-32-quickgelu --pretrained laion400m_e32"
+COCA = (
+    '--dataset-type "csv" --train-data "path/to/data/dir/train2014.csv" --warmup 1000 --batch-size 128 --lr 1e-5 '
+    '--wd 0.1 --epochs 1 --workers 3 --model "coca_ViT-L-14" --report-to "wandb" --coca-contrastive-loss-weight 0 '
+    "--coca-caption-loss-weight 1 --log-every-n-steps 100"
+)
+CLAP = (
+    "--model CLAP-HTSAT-tiny-Roberta-base-fused --pretrained laion --audio-zeroshot-dataset mteb/urbansound8K "
+    "--audio-zeroshot-split train --audio-zeroshot-target-key classID --audio-zeroshot-class-key class "
+    "--batch-size 64 --workers 4 --device cuda --zeroshot-frequency 1"
+)
 # Flags that the README explains without a whole command.
 LIT = "--lock-image --lock-image-unlocked-groups 1 --lock-image-freeze-bn-stats"
 SIGLIP = "--siglip --accum-freq 2 --grad-checkpointing --local-loss --gather-with-grad --force-patch-dropout 0."
@@ -208,8 +158,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, synset in enumerate(("n01440764", "n03417042", "n15075141")):
         (folder / "imagenet" / synset).mkdir(parents=True)
         (folder / "imagenet" / synset / "a.JPEG").write_bytes(picture(number))
-    shards = make_shards(folder / "LAION-400M", [20, 20, 8])
-    sizes = {Path(shard).name: n for shard, n in zip(shards, (20, 20, 8), strict=True)}
+    make_shards(folder / "LAION-400M", [20, 20, 8])
+    sizes = {"00000.tar": 20, "00001.tar": 20, "00002.tar": 8}
     (folder / "LAION-400M" / "sizes.json").write_text(json.dumps(sizes))
     shutil.move(model_files.write(folder), folder / "model.json")
     write_epoch(folder, json.loads((folder / "model.json").read_text()), "3.3.0")
@@ -223,10 +173,6 @@ def small(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
     more = {"workers": "0", "batch_size": "8", "warmup": "1", "device": "cpu", "run.threads": "1"}
     return {"model": f"{place}/model.json", **more}
-
-
-def shards(place: Path) -> dict[str, str]:
-    return {"train_data": f"{place}/LAION-400M/{{00000..00001}}.tar", "train_num_samples": "16", "epochs": "2"}
 
 
 def metrics(run: str | Path) -> list[dict[str, Any]]:
@@ -357,21 +303,6 @@ def test_the_first_command_trains_and_evaluates(place: Path, small: dict[str, st
 
 
 @pytest.mark.slow
-def test_torchrun_trains_on_two_ranks(place: Path, small: dict[str, str], tmp_path: Path) -> None:
-    values = {**small, **shards(place), "imagenet_val": f"{place}/imagenet", "name": "two"}
-    del values["warmup"]
-    plain = {"evals.imagenet.templates": "plain"}  # one prompt a class, not 80
-    argv = arguments(f"{TORCHRUN.rstrip()} --local-loss --gather-with-grad", **values, **plain)
-    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "clipstream.train", *argv]
-    process = Fork(command, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=Path.cwd())
-    said = process.communicate()[1].decode()
-    assert process.returncode == 0, said
-    notices = re.findall(r"^notice: (--[\w-]+): ", said, re.M)
-    assert notices == ["--precision", "--local-loss", "--gather-with-grad"]  # once, on rank 0
-    assert trained("runs/two") == [2] and metrics("runs/two")[0]["start"]["ranks"] == 2
-
-
-@pytest.mark.slow
 def test_the_slurm_script_trains(place: Path, small: dict[str, str], tmp_path: Path) -> None:
     env = slurm_environment(tmp_path, tasks=2, nodes=2)
     conda = tmp_path / "bin" / "conda"
@@ -407,10 +338,13 @@ def test_the_slurm_script_trains(place: Path, small: dict[str, str], tmp_path: P
     assert sorted(path.name for path in Path("runs/ViT-B-32-Vanilla").glob("out*.log")) == ["out-1.log", "out.log"]
 
 
-def test_an_epoch_of_open_clip_is_resumed_and_the_run_after_it(place: Path, small: dict[str, str]) -> None:
+def test_an_epoch_of_open_clip_is_resumed_and_the_run_after_it(
+    place: Path, small: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     small |= {"train_data": f"{place}/train_data.csv", "val_data": f"{place}/validation_data.csv"}
     argv = arguments(RESUME, **{**small, "resume": f"{place}/epoch_2.pt", "epochs": "3", "name": "on"})
     assert train.main(argv) == 0
+    assert "epoch 2, step 6; the data start anew" in capsys.readouterr().out
     assert trained("runs/on") == [6, 9]  # 24 samples are 3 steps; it begins after epoch 2
     argv = arguments(f"{shlex.join(argv)} {LATEST}", epochs="4")
     del argv[argv.index("--resume") : argv.index("--resume") + 2]
@@ -427,69 +361,12 @@ def test_an_epoch_of_open_clip_is_evaluated_and_trained_on(
         validate_run(load(argv), World())
     assert evaluate.main(argv) == 0
     assert "image_to_text_R@1" in capsys.readouterr().out
+    hosted = load(arguments(HOSTED_CHECKPOINT, cache_dir=str(place / "empty")), trains=False).model
     with pytest.raises(SettingsError, match="needs files of the Hugging Face Hub"):
-        load_hosted(place)
-    argv = arguments("", **{**small, **shards(place), "epochs": "1", "lr": "0", "name": "from"})
-    assert train.main(argv) == 0
+        model_files.build(hosted.name, pretrained=hosted.pretrained, cache_dir=hosted.cache_dir)
+    data = {"train_data": f"{place}/LAION-400M/{{00000..00001}}.tar", "train_num_samples": "16", "epochs": "1"}
+    assert train.main(arguments("", **{**small, **data, "lr": "0", "name": "from"})) == 0
     saved = load_file("runs/from/checkpoints/step_00000002/open_clip_model.safetensors")
     theirs = torch.load(place / "epoch_2.pt", weights_only=True)["state_dict"]
     assert saved.keys() == {name.removeprefix("module.") for name in theirs}
     assert all(torch.equal(saved[name.removeprefix("module.")], tensor) for name, tensor in theirs.items())
-
-
-def load_hosted(place: Path) -> None:
-    settings = load(arguments(HOSTED_CHECKPOINT, cache_dir=str(place / "empty")), trains=False)
-    model_files.build(settings.model.name, pretrained=settings.model.pretrained, cache_dir=settings.model.cache_dir)
-
-
-def test_locked_and_siglip_runs_train(place: Path, small: dict[str, str]) -> None:
-    lit = {**small, **shards(place), "pretrained": f"{place}/epoch_2.pt", "name": "lit"}
-    assert train.main(arguments(LIT.replace("unlocked-groups 1", "unlocked-groups 0"), **lit)) == 0
-    saved = load_file(f"runs/lit/checkpoints/step_{trained('runs/lit')[-1]:08d}/open_clip_model.safetensors")
-    theirs = torch.load(place / "epoch_2.pt", weights_only=True)["state_dict"]
-    same = {name for name in saved if torch.equal(saved[name], theirs[f"module.{name}"])}
-    assert same == {name for name in saved if name.startswith("visual.")}
-    assert train.main(arguments(SIGLIP, **small, **shards(place), name="siglip")) == 0
-    config = Path("runs/siglip/config.yaml").read_text()
-    assert trained("runs/siglip") == [2] and "global_batch_size: 16" in config and "micro_batch_size: 8" in config
-    loss = next(line["loss"] for line in metrics("runs/siglip") if "loss" in line)
-    assert 0 < loss < 10.2  # at most the bias' 10, as sigmoid losses begin
-
-
-def test_a_hugging_face_text_tower_is_trained_but_for_its_first_layers(place: Path, small: dict[str, str]) -> None:
-    from transformers import RobertaConfig, RobertaModel
-
-    here = Path("roberta").absolute()
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    RobertaModel(RobertaConfig(**sizes, vocab_size=64, max_position_embeddings=40)).save_pretrained(here)
-    hubtree.write_tokenizer(here)
-    names = {"hf_model_name": str(here), "hf_tokenizer_name": str(here), "hf_pooler_type": "mean_pooler"}
-    Path("models").mkdir()
-    small["model"] = model_files.write(Path("models"), text_cfg={**names, "context_length": 12, "hf_proj_type": "mlp"})
-    piped = {f"{key}_data": f"pipe:cat {place}/LAION-400M/{{00000..00001}}.tar" for key in ("train", "val")}
-    values = {**small, **piped, "train_num_samples": "16", "epochs": "1", "lock_text_unlocked_layers": "1"}
-    assert train.main(arguments(ROBERTA, **values)) == 0
-    assert trained("runs/10_unfrozen") == [2]
-    assert [line["n"] for line in metrics("runs/10_unfrozen") if "eval" in line] == [40]
-
-
-def test_a_teacher_and_upsampling_factors(
-    place: Path, small: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    teacher = {"distill_model": small["model"], "distill_pretrained": f"{place}/epoch_2.pt"}
-    parts = f"{place}/LAION-400M/{{00000..00001}}.tar::{place}/LAION-400M/00002.tar"
-    values = {**small, **teacher, "train_data": parts, "train_num_samples": "16", "epochs": "1", "name": "both"}
-    assert train.main(arguments(f"{SOURCES.rstrip()} {DISTILL}", **values)) == 0
-    assert all("loss_contrastive" in line for line in metrics("runs/both") if "loss" in line)
-    assert "48 samples, weight 1, shards drawn 1::2" in capsys.readouterr().out
-
-
-def test_a_run_is_copied_and_taken_up_from_the_copy(place: Path, small: dict[str, str], tmp_path: Path) -> None:
-    values = {**small, **shards(place), "logs": "scratch", "remote_sync": f"file://{tmp_path}/bucket", "name": "away"}
-    argv = arguments(REMOTE, **values, save_frequency="1")
-    assert train.main(argv) == 0
-    assert trained("scratch/away") == [4]
-    assert [path.name for path in Path("bucket/away/checkpoints").glob("step_*")] == ["step_00000004"]
-    shutil.rmtree("scratch")
-    assert train.main(arguments(f"{shlex.join(argv)} {LATEST}", epochs="3")) == 0
-    assert trained("scratch/away") == [6] and Path("bucket/away/checkpoints/step_00000006").is_dir()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clipstream.config.settings import load
+from clipstream.config.settings import Settings, load
 from clipstream.data.settings import CaptionSettings
 from clipstream.errors import SettingsError
 
@@ -16,10 +17,17 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def problems(argv: list[str], ranks: int = 1) -> list[str]:
+def problems(argv: list[str], **more: Any) -> list[str]:
     with pytest.raises(SettingsError) as caught:
-        load(argv, ranks=ranks)
+        load(argv, **more)
     return str(caught.value).split("\nerror: ")
+
+
+def at(settings: Settings, key: str) -> Any:
+    found: Any = settings
+    for part in key.split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    return found
 
 
 class OwnCaption:

@@ -31,7 +31,7 @@ from tests.support.forks import TIMEOUT, wait_until
 from tests.support.model_files import build, write
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import end_ranks, launched
-from tests.support.savers import damage, small_disk
+from tests.support.savers import damage, fill, small_disk
 from tests.support.tars import write_tar
 
 SMALL = {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
@@ -63,6 +63,19 @@ def argv(place: Path, store: Path, *more: str, shards: str = "pairs/{00000..0000
         "--run.threads", "1", "--precision", "fp32", "--workers", "1", "--batch-size", "4", "--dtype", "float32",
         *(more or ("--towers", "both")),
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_images(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of the images' features, for tests that change a copy of it."""
+    store = tmp_path_factory.mktemp("of_images") / "s"
+    assert main(argv(place, store, "--towers", "image")) == 0
+    return store
+
+
+@pytest.fixture
+def store(of_images: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(of_images, tmp_path / "s"))
 
 
 def opened(store: Path) -> StoredSource:
@@ -149,21 +162,11 @@ def test_the_views_are_those_of_their_keys(place: Path, tmp_path: Path) -> None:
 
 
 def test_all_captions_of_a_picture_are_stored(place: Path, tmp_path: Path) -> None:
-    samples = [
-        {
-            "__key__": str(n),
-            "jpg": picture(n),
-            "json": json.dumps({"alt": [f"alt {n} {i}" for i in range(n)], "en": "x"}),
-        }
-        for n in range(3)
-    ]
-    write_tar(tmp_path / "many.tar", samples)
+    alts = [json.dumps({"alt": [f"alt {n} {i}" for i in range(n)], "en": "x"}) for n in range(3)]
+    write_tar(place / "many.tar", [{"__key__": f"{n}", "jpg": picture(n), "json": alts[n]} for n in range(3)])
     caption = "{type: json, path: [en, alt], weights: [1, 3]}"
-    command = argv(
-        tmp_path, tmp_path / "s", "--towers", "text", "--data.sources.train.caption", caption, shards="many.tar"
-    )
-    command[command.index("--model") + 1] = str(place / "model.json")
-    assert main(command) == 0
+    more = ("--towers", "text", "--data.sources.train.caption", caption)
+    assert main(argv(place, tmp_path / "s", *more, shards="many.tar")) == 0
     source = opened(tmp_path / "s")
     assert FeatureStore(tmp_path / "s").manifest.sources["train"].weights == (1.0, 3.0)
     assert source.sample_rows(numbers(source, 0))["counts"].tolist() == [[1, 0], [1, 1], [1, 2]]
@@ -176,7 +179,7 @@ def test_all_captions_of_a_picture_are_stored(place: Path, tmp_path: Path) -> No
 
 
 def test_teachers_have_their_own_pictures_and_tokenizer(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import BertConfig, BertModel
 
@@ -189,8 +192,6 @@ def test_teachers_have_their_own_pictures_and_tokenizer(
     text = {"hf_model_name": here, "hf_tokenizer_name": here, "hf_pooler_type": "mean_pooler", "context_length": 12}
     config = {"embed_dim": 24, "vision_cfg": {"timm_model_name": "test_convnext", "image_size": 64}, "text_cfg": text}
     (tmp_path / "hf.json").write_text(json.dumps(config))
-    store = tmp_path / "s"
-    assert main(argv(place, store, "--towers", "image")) == 0
     before = files(store)
     # A teacher is added to a complete store, whose chunks stay as they are.
     assert main(argv(place, store, "--teacher", f"big={tmp_path}/hf.json", "--random-weights")) == 0
@@ -207,10 +208,8 @@ def test_teachers_have_their_own_pictures_and_tokenizer(
     info = FeatureStore(store).manifest.parts["big.text"]
     assert info.logit_scale == pytest.approx(float(towers.scalars()[0].detach()))
 
-    assert main(argv(place, store, "--teacher", f"big={tmp_path}/hf.json")) == SettingsError.exit_code
-    assert "--teacher big: " in (said := capsys.readouterr().err) and "has no weights: use big=" in said
     for wrong, said in (
-        ("big", "NAME=MODEL"),
+        (f"big={tmp_path}/hf.json", "has no weights: use big="),
         ("image=ViT-B-32", "the name image is already used"),
         ("big=ViT-B-31", "--teacher big: "),
     ):
@@ -219,10 +218,8 @@ def test_teachers_have_their_own_pictures_and_tokenizer(
 
 
 def test_another_tower_is_an_error_that_names_the_difference(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = tmp_path / "s"
-    assert main(argv(place, store, "--towers", "image")) == 0
     before = files(store)
     for more, said in (
         (("--seed", "1"), "weights"),
@@ -235,23 +232,19 @@ def test_another_tower_is_an_error_that_names_the_difference(
         assert main(argv(place, store, "--towers", "image", *more)) == SettingsError.exit_code
         assert said in capsys.readouterr().err
     assert files(store) == before
-    assert main(argv(place, store, "--towers", "image")) == 0  # nothing to do
-    assert files(store) == before
 
 
-def test_a_damaged_model_is_written_again_and_another_one_is_refused(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_damaged_is_made_again_and_another_model_refused(
+    place: Path, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = tmp_path / "s"
-    assert main(argv(place, store, "--towers", "image")) == 0
     before, weights = files(store), store / "model/open_clip_model.safetensors"
-    for size in (1000, 0):
-        os.truncate(weights, size)
+    (store / "samples/train/00005-0000.safetensors").unlink()
+    damage(store / "image/train/00003-0000.safetensors")
+    for spoil in (lambda: damage(weights), lambda: os.truncate(weights, 1000), lambda: os.truncate(weights, 0)):
+        spoil()
         assert main(argv(place, store, "--towers", "image")) == 0
         assert files(store) == before
     damage(weights)
-    assert main(argv(place, store, "--towers", "image")) == 0
-    assert files(store) == before
     assert main(argv(place, store, "--towers", "text", "--seed", "1")) == SettingsError.exit_code
     assert f"the image features in {store} were computed with other weights" in capsys.readouterr().err
 
@@ -277,36 +270,24 @@ def test_shards_that_cannot_be_opened(place: Path, tmp_path: Path, capsys: pytes
     assert "missing" in shards[1].reason and not shards[0].reason
     assert main(argv(place, tmp_path / "t", shards="pairs/{00008..00009}.tar")) == DataError.exit_code
     assert "none of the 2 shards" in capsys.readouterr().err
-    write_tar(tmp_path / "bad.tar", [{"__key__": "a", "jpg": b"no picture", "txt": "x"}])
-    command = argv(tmp_path, tmp_path / "u", shards="bad.tar")
-    command[command.index("--model") + 1] = str(place / "model.json")
-    assert main(command) == DataError.exit_code
+    write_tar(place / "bad.tar", [{"__key__": "a", "jpg": b"no picture", "txt": "x"}])
+    assert main(argv(place, tmp_path / "u", shards="bad.tar")) == DataError.exit_code
     assert "undecodable_image" in capsys.readouterr().err
 
 
-def test_a_full_disk_loses_nothing(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv(place, tmp_path / "whole", "--towers", "image")) == 0
+def test_a_full_disk_loses_nothing(
+    place: Path, of_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (disk := tmp_path / "disk").mkdir()
     with small_disk(disk, "8M"):
-        model = sum(len(data) for name, data in files(tmp_path / "whole").items() if name.startswith("model/"))
-        ballast = disk / "ballast"
-        ballast.write_bytes(bytes(shutil.disk_usage(disk).free - model - 96 * 1024))
+        model = sum(len(data) for name, data in files(of_images).items() if name.startswith("model/"))
+        ballast = fill(disk, model + 96 * 1024)
         assert main(argv(place, disk / "s", "--towers", "image")) == SettingsError.exit_code
         said = capsys.readouterr().err
         assert "cannot be written" in said and "free space" in said and "rerun the same" in said
         ballast.unlink()
         assert main(argv(place, disk / "s", "--towers", "image")) == 0
-        assert files(disk / "s") == files(tmp_path / "whole")
-
-
-def test_a_damaged_chunk_is_made_again(place: Path, tmp_path: Path) -> None:
-    store = tmp_path / "s"
-    assert main(argv(place, store, "--towers", "image")) == 0
-    before = files(store)
-    damage(store / "image" / "train" / "00003-0000.safetensors")
-    (store / "samples" / "train" / "00005-0000.safetensors").unlink()
-    assert main(argv(place, store, "--towers", "image")) == 0
-    assert files(store) == before
+        assert files(disk / "s") == files(of_images)
 
 
 def run_slowly(command: list[str], errors: str) -> None:
@@ -366,23 +347,26 @@ def test_two_ranks_give_the_store_of_one_process(place: Path, tmp_path: Path) ->
     assert len(list((tmp_path / "two/image/long").glob("*.safetensors"))) == 2
 
 
-def test_wrong_flags(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for more, said in (
-        (("--dtype", "float32"), "--towers image, text or both"),
-        (("--towers", "images"), "--towers: expected"),
-        (("--towers", "image", "--dtype", "fp8"), "--dtype: expected"),
-        (("--towers", "image", "--chunk-rows", "5000"), "multiple of 4096"),
-        (("--towers", "image", "--views", "-1"), "--views: expected"),
-        (("--teacher", "t"), "--teacher: expected NAME=MODEL"),
-        (("--teacher", "Image=RN50"), "the name Image is already used"),
-        (("--teacher", "a=RN50", "--teacher", "A=RN50"), "the name A is already used"),
-    ):
-        assert main(argv(place, tmp_path / "s", *more)) == SettingsError.exit_code
-        assert said in capsys.readouterr().err
-    assert main(["http://host/s", *argv(place, tmp_path)[1:]]) == SettingsError.exit_code
-    assert "http://host/s is a URL" in capsys.readouterr().err
-    assert main(["--towers", "image"]) == SettingsError.exit_code
-    assert "missing STORE" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("s --dtype float32", "--towers image, text or both"),
+        ("s --towers images", "--towers: expected"),
+        ("s --towers image --dtype fp8", "--dtype: expected"),
+        ("s --towers image --chunk-rows 5000", "multiple of 4096"),
+        ("s --towers image --views -1", "--views: expected"),
+        ("s --teacher t", "--teacher: expected NAME=MODEL"),
+        ("s --teacher a=RN50 --teacher A=RN50", "the name A is already used"),
+        ("http://host/s --towers image", "http://host/s is a URL"),
+        ("--towers image", "missing STORE"),
+    ],
+)
+def test_wrong_flags(words: str, said: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*words.split(), "--train-data=a.tar"]) == SettingsError.exit_code
+    assert said in capsys.readouterr().err and not (tmp_path / "s").exists()
+
+
+def test_no_training_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["s", "--towers", "image"]) == SettingsError.exit_code
     assert "no training data" in capsys.readouterr().err
-    assert not (tmp_path / "s").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -12,20 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from pyarrow import parquet
 
+import clipstream
+from clipstream.cli.verbs import precompute
 from clipstream.cli.verbs.search import main
-from clipstream.data.decode.images import EvalTransform
-from clipstream.data.decode.tokenizers import build_tokenizer
-from clipstream.data.settings import ModelTokenizer
-from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, sample_dtype
-from clipstream.features.search import NO_FAISS
-from clipstream.features.writer import Chunk, StoreWriter, Texts
-from clipstream.models.build import build_towers
-from clipstream.models.settings import ModelSettings
 from tests.support.models import MODEL
+from tests.support.tars import write_tar
 
 SAMPLES = 12  # number 5 is dropped; 9 and 11 are copies of 2
 COPIES = {9: 2, 11: 2}
@@ -34,52 +27,41 @@ USED = [i for i in range(SAMPLES) if i != 5]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with pictures 0.png … 11.png, the store of their features, and image [12, D] and text [24, D]."""
+    """A folder with images 0.png … 11.png and the store of them and of two captions each."""
     folder = tmp_path_factory.mktemp("searched")
-    (folder / "model.json").write_text(json.dumps(MODEL))
-    towers = build_towers(ModelSettings(name=str(folder / "model.json")), seed=0).eval()
     draw = np.random.default_rng(0)
     for i in range(SAMPLES):
         pixels = draw.integers(0, 256, (4, 4, 3), dtype=np.uint8).repeat(5, 0).repeat(5, 1)
         Image.fromarray(pixels).save(folder / f"{i}.png")
     for copy, of in COPIES.items():
         (folder / f"{copy}.png").write_bytes((folder / f"{of}.png").read_bytes())
-    transform = EvalTransform(towers.image, "white")
-    pixels = np.stack([transform((folder / f"{i}.png").read_bytes()) for i in range(SAMPLES)])
-    texts = [f"picture {i // 2}, {'first' if i % 2 == 0 else 'second'} caption" for i in range(2 * SAMPLES)]
-    tokenizer = build_tokenizer(ModelTokenizer(), towers.open_clip_tokenizer(), towers.context_length)
-    with torch.inference_mode():
-        image = towers.encode_image(torch.from_numpy(pixels).permute(0, 3, 1, 2))
-        text = towers.encode_text(torch.as_tensor(tokenizer.encode(texts)))
-    np.savez(folder / "features.npz", image=image.numpy(), text=text.numpy())
-    parts = {"image": PartInfo(16, "float32", "view"), "text": PartInfo(16, "float32", "caption")}
-    source = SourceInfo((ShardInfo("shards/0.tar"), ShardInfo("shards/1.tar")))
-    writer = StoreWriter(folder / "store", Manifest({"train": source}, parts))
-    half = SAMPLES // 2
+    samples = [
+        {
+            "__key__": f"k{i}",
+            "png": (folder / f"{i}.png").read_bytes() if i in USED else b"no image",
+            "json": json.dumps({"both": [f"picture {i}, first caption", f"picture {i}, second caption"]}),
+        }
+        for i in range(SAMPLES)
+    ]
     for shard in range(2):
-        some = range(shard * half, (shard + 1) * half)
-        rows = np.zeros(half, sample_dtype(0, 1))
-        rows["used"] = [i in USED for i in some]
-        rows["counts"][:, 0] = rows["used"] * 2
-        rows["start"] = rows["counts"][:, 0].cumsum() - rows["counts"][:, 0]
-        used = torch.tensor([2 * i + j for i in some for j in range(2) if i in USED])
-        captions = [texts[2 * i : 2 * i + 2] if i in USED else [] for i in some]
-        reasons = ["" if i in USED else "no_image" for i in some]
-        parts_of = {"samples": rows, "image": image[some.start : some.stop], "text": text[used]}
-        writer.write(Chunk("train", shard, 0, half), parts_of, Texts([f"k{i}" for i in some], captions, reasons))
-    writer.finish()
-    writer.close()
-    towers.save_pretrained(folder / "store/model")
+        write_tar(folder / f"{shard}.tar", samples[6 * shard : 6 * shard + 6])
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    argv = [str(folder / "store"), "--train-data", f"{folder}/{{0..1}}.tar", "--caption-json", "both", "--model"]
+    argv += [f"{folder}/model.json", "--towers", "both", "--dtype", "float32", "--precision", "fp32"]
+    assert precompute.main([*argv, "--device", "cpu", "--run.threads", "1", "--workers", "0"]) == 0
     return folder
 
 
+@pytest.fixture(scope="module")
+def features(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all images, the broken one included, and of all captions."""
+    model = clipstream.load_model(folder / "store/model", device="cpu")[0]
+    texts = [f"picture {i}, {which} caption" for i in range(SAMPLES) for which in ("first", "second")]
+    return model.encode_image([folder / f"{i}.png" for i in range(SAMPLES)]), model.encode_text(texts)
+
+
 def label(i: int) -> str:
-    return f"{i // (SAMPLES // 2)}.tar/k{i}"
-
-
-def features(folder: Path, part: str) -> torch.Tensor:
-    """float32 [n, D] of all samples or captions, dropped ones included."""
-    return F.normalize(torch.from_numpy(np.load(folder / "features.npz")[part]), dim=1)
+    return f"{i // 6}.tar/k{i}"
 
 
 def search(topic: str, folder: Path, *flags: Any, out: str = "") -> list[dict[str, Any]]:
@@ -95,10 +77,12 @@ def search(topic: str, folder: Path, *flags: Any, out: str = "") -> list[dict[st
     return list(csv.DictReader(path.open())) if path.suffix == ".csv" else []
 
 
-def test_neighbours_of_a_picture_a_text_and_a_sample(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_neighbours_of_a_picture_a_text_and_a_sample(
+    folder: Path, features: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ("--query-image", folder / "3.png", "--query-text", "a cat", "--query-key", "k7", "-k", 4)
     found = search("neighbours", folder, *flags, out="near.parquet")
-    image, text = features(folder, "image"), features(folder, "text")
+    image, _ = features
     assert [row["rank"] for row in found] == [1, 2, 3, 4] * 3
     for first, query in ((0, image[3]), (8, image[7])):
         cosines = [(float(image[i] @ query), label(i)) for i in USED]
@@ -112,12 +96,9 @@ def test_neighbours_of_a_picture_a_text_and_a_sample(folder: Path, capsys: pytes
     assert "a cat" in printed and "0.tar/k3" in printed
     rows = search("neighbours", folder, "--part", "text", "--query-text", "picture 4, second caption", out="near.csv")
     assert rows[0]["caption"] == "picture 4, second caption" and float(rows[0]["score"]) == pytest.approx(1, abs=1e-5)
-    assert len(rows) == 10 and text.shape == (24, 16)
-
-
-def test_neighbours_of_equal_pictures_come_in_the_order_of_the_store(folder: Path) -> None:
+    assert len(rows) == 10
     found = search("neighbours", folder, "--query-key", "k11", "-k", 3, out="near.jsonl")
-    assert [row["key"] for row in found] == ["k2", "k9", "k11"]
+    assert [row["key"] for row in found] == ["k2", "k9", "k11"], "equal ones come in the order of the store"
 
 
 def test_duplicates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,8 +122,8 @@ def test_clusters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "mean cosine with the centroid" in capsys.readouterr().out
 
 
-def test_scores_and_what_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    image, text = features(folder, "image"), features(folder, "text")
+def test_scores_and_what_is_kept(folder: Path, features: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    image, text = features
     wanted = {(i, j): float(image[i] @ text[2 * i + j]) for i in USED for j in range(2)}
     found = search("scores", folder, out="pairs.parquet")
     assert [(row["key"], row["choice"]) for row in found] == [(f"k{i}", j) for i, j in wanted]
@@ -188,14 +169,3 @@ def test_wrong_flags(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         except SystemExit as end:
             code = int(str(end.code))
         assert code == 2 and said in capsys.readouterr().err, command
-
-
-def test_faiss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["neighbours", str(folder / "store"), "--query-key", "k1", "-k", "3", "--index", "faiss:Flat"]
-    if importlib.util.find_spec("faiss") is None:
-        assert main(command) == 2
-        assert NO_FAISS in capsys.readouterr().err
-        return
-    assert main(command) == 0
-    assert "recall@3 1.0000 of 1 queries" in capsys.readouterr().out
-    assert (folder / "store/faiss/image.faiss_Flat.index").exists()
