@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.config.settings import Settings, load, with_known_epoch
+from clipstream.config.settings import load
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.losses.settings import chosen_loss_type
-from clipstream.models.pretrained import preflight
 from tests.support.ranks import TIMEOUT
+from tests.support.settings_files import error_of, start
 
 EVAL = "--evals.e={type: zero_shot, classes: [a, b], data: {shards: a.tar}}"
 INDEXED = "--train-data=synthetic: --data.sampling.mode=indexed"
@@ -205,23 +204,6 @@ TABLE: list[tuple[str | list[str], str]] = [
     ("--logs=None", "a run needs a folder"),
     (["--naflex-patch-sizes", "16", "32", "--audio-ext", "flac"], "--audio-ext: audio is not supported"),
 ]
-
-
-def start(line: str | list[str]) -> Settings:
-    """What a run with these flags does before it imports torch, less its look at the network."""
-    flags = [f"--{flag}" for flag in f" {line}".split(" --")[1:]] if isinstance(line, str) else line
-    settings = load(["--train-data=a.tar", "--steps=10", *flags], ranks=1)
-    settings = with_known_epoch(settings)
-    validate_run(settings, World())
-    preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=False)
-    return settings
-
-
-def error_of(line: str | list[str]) -> str:
-    """What it says."""
-    with pytest.raises(SettingsError) as caught:
-        start(line)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(("line", "told"), TABLE, ids=[ascii(line)[1:50] for line, _ in TABLE])

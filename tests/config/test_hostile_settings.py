@@ -14,10 +14,9 @@ from open_clip import list_models
 from clipstream.cli.verbs import check, compare, evaluate, stage, train
 from clipstream.config.settings import load
 from clipstream.models.model_config import ModelConfig, builtin, check_config
-from tests.cli.test_wrong_inputs import error_of
 from tests.support.runs import MODEL, flags
 from tests.support.savers import fill, small_disk
-from tests.support.settings_files import problems, write
+from tests.support.settings_files import error_of, problems, write
 
 LETTERS = "abcdefghijk"
 

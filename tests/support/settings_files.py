@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, load, with_known_epoch
+from clipstream.config.validate import validate_run
 from clipstream.data.settings import CaptionSettings
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.losses.settings import chosen_loss_type
+from clipstream.models.pretrained import preflight
 
 
 def write(path: Path, text: str) -> str:
@@ -21,6 +25,23 @@ def problems(argv: list[str], **more: Any) -> list[str]:
     with pytest.raises(SettingsError) as caught:
         load(argv, **more)
     return str(caught.value).split("\nerror: ")
+
+
+def start(line: str | list[str]) -> Settings:
+    """What a run with these flags does before it imports torch, less its look at the network."""
+    flags = [f"--{flag}" for flag in f" {line}".split(" --")[1:]] if isinstance(line, str) else line
+    settings = load(["--train-data=a.tar", "--steps=10", *flags], ranks=1)
+    settings = with_known_epoch(settings)
+    validate_run(settings, World())
+    preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=False)
+    return settings
+
+
+def error_of(line: str | list[str]) -> str:
+    """What it says."""
+    with pytest.raises(SettingsError) as caught:
+        start(line)
+    return str(caught.value)
 
 
 def at(settings: Settings, key: str) -> Any:
