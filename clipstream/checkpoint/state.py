@@ -37,8 +37,8 @@ from clipstream.training.precision import RandomState, set_random_state
 from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import BLOCK
-from clipstream.utils.page_lock import page_lock, page_unlock
 from clipstream.utils.section import checked
+from clipstream.utils.torch_state import page_lock, page_unlock
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"
 VERSION = 1  # of state.json

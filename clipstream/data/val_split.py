@@ -32,8 +32,7 @@ from clipstream.data.order_plan import reading_of
 from clipstream.data.settings import MAX_PIXELS, DataSettings, SourceSettings, rgb
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.folders import FolderShard, FolderSource, PairShard, with_split
-from clipstream.distributed.capabilities import cores
-from clipstream.distributed.world import World
+from clipstream.distributed.world import World, cores
 from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.download import GIB, ShardError
 from clipstream.storage.schemes import Fetcher

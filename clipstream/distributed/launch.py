@@ -37,10 +37,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from clipstream.distributed.capabilities import cores
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.signals import SIGNALS, ending_on_signals
-from clipstream.distributed.world import DUMP, World
+from clipstream.distributed.world import DUMP, World, cores
 from clipstream.errors import INTERRUPTED, ClipstreamError, DataError, DivergedError, SettingsError, Stopped
 from clipstream.text import counted, printable_lines
 from clipstream.utils.logs import logger, on_terminal

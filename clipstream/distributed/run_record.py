@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream import __version__
-from clipstream.distributed.capabilities import cores
+from clipstream.distributed.world import cores
 from clipstream.errors import INTERRUPTED, DivergedError, Stopped
 
 GIT_SECONDS = 10.0  # limit for one git command: a work tree may be on a slow network disk

@@ -37,8 +37,8 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses import tiled
-from clipstream.losses.ring import Ring
 from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings
+from clipstream.losses.tiled import Ring
 from clipstream.models.towers import Features
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import make_plugin

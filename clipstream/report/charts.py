@@ -14,6 +14,8 @@ from html import escape
 WIDTH, HEIGHT = 360, 190  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 22  # its margins
 COLOURS = 8
+# Of a step, in the order of the chart; others follow.
+PARTS = ("data", "copy", "image_forward", "text_forward", "forward", "loss", "backward", "communication", "optimizer")
 
 Points = list[tuple[float, float]]
 
@@ -112,7 +114,8 @@ class StepTimes:
         """From the curves of a run, of which those of parts begin with time/."""
         found = {key.removeprefix("time/"): dict(curves[key]) for key in curves if key.startswith("time/")}
         steps = sorted(set().union(*found.values()))
-        return cls({part: [(step, points.get(step, 0.0)) for step in steps] for part, points in found.items()})
+        order = sorted(found, key=lambda part: PARTS.index(part) if part in PARTS else len(PARTS))
+        return cls({part: [(step, found[part].get(step, 0.0)) for step in steps] for part in order})
 
     def rows(self) -> list[tuple[str, float, float]]:
         """(part, mean seconds, share) over all training lines but the first, which has the warm-up."""

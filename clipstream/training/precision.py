@@ -21,8 +21,7 @@ from pydantic import AfterValidator, Field, InstanceOf
 from torch import nn
 from typing_extensions import NotRequired, TypedDict
 
-from clipstream.distributed.capabilities import computes_bf16
-from clipstream.distributed.world import World
+from clipstream.distributed.world import World, computes_bf16
 from clipstream.errors import SettingsError
 from clipstream.models.frozen import arithmetic, ids_of_own
 from clipstream.training.settings import Precision

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from clipstream.distributed.world import World
-from clipstream.losses.ring import Ring
+from clipstream.losses.tiled import Ring
 from clipstream.training.parallel import parallelize
 from clipstream.training.settings import TrainSettings
 from tests.support.gpu_steps import make_batch, make_step, make_towers

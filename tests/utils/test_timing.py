@@ -140,7 +140,7 @@ def test_training_lines_have_the_parts_and_their_sum_is_the_time_of_a_step(monke
         return now
 
     for module in (timing, trainer, trainer_runs):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=go_on, sleep=go_on))
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=go_on, sleep=go_on, process_time=go_on))
     lines = [line for line in Run(World(), 6).go().lines if "loss" in line]
     assert len(lines) == 2
     for line in lines:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from clipstream.config.entry import entry_point
 from clipstream.data.sources import indexes, typed_shards
-from clipstream.distributed.capabilities import cores
+from clipstream.distributed.world import cores
 from clipstream.errors import DataError, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache

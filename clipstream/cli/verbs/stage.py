@@ -36,7 +36,7 @@ from clipstream.data.decode.reencode import Format, Recipe, rewrite
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import entries, expand, indexes, source_type, typed_shards
 from clipstream.data.sources.tars import SIZES
-from clipstream.distributed.capabilities import cores
+from clipstream.distributed.world import cores
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.storage.download import Monitor, ShardError
 from clipstream.storage.schemes import Fetcher

@@ -22,7 +22,7 @@ import torch
 
 from clipstream.data.batch import Batch
 from clipstream.utils.logs import logger
-from clipstream.utils.page_lock import page_lock, page_unlock
+from clipstream.utils.torch_state import page_lock, page_unlock
 
 UNLOCK_SECONDS = 3.0  # to wait for cudaHostUnregister, which waits for the GPU, where a kernel may hang
 _ALIGN = 4096  # bytes

@@ -16,7 +16,7 @@ from clipstream.data.loader.loader import Loader
 from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
-from clipstream.utils import page_lock
+from clipstream.utils import torch_state
 from tests.support.fake_cuda import SECONDS, FakeCuda, SlowCopies
 from tests.support.forks import wait_until
 from tests.support.loaders import INPUTS, data, digest, is_filled
@@ -87,7 +87,7 @@ def test_memory_is_page_locked_after_the_fork_where_cuda_can(
             batches = list(islice(stream, 8))
             cuda.synchronize()
             assert [digest([batch]) for batch in batches] == expected
-        assert not cuda.registered and not page_lock._locked
+        assert not cuda.registered and not torch_state._locked
     ours = [("register", "cuda:1", workers), *([] if code else [("unregister", "cuda:1", 0)])]
     assert cuda.calls == 2 * ours
     told = [record.message for record in caplog.records if "cannot be pinned" in record.message]
@@ -99,9 +99,9 @@ def test_a_loader_closes_while_a_kernel_hangs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(batch_buffers, "UNLOCK_SECONDS", 0.1)
     cuda = FakeCuda(monkeypatch)
     device_prefetch_for("cuda:0", BufferRing(BufferShape(2, 4, 4, 3), 1)).close()
-    assert page_lock._locked.keys() == cuda.registered.keys() != set()
+    assert torch_state._locked.keys() == cuda.registered.keys() != set()
     cuda.stuck.set()
-    wait_until(lambda: not page_lock._locked)
+    wait_until(lambda: not torch_state._locked)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -23,9 +23,8 @@ from clipstream.config.settings import resolve
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.loader.stage_timing import IDLE
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.distributed.capabilities import cores
 from clipstream.distributed.launch import run_ranks
-from clipstream.distributed.world import World
+from clipstream.distributed.world import World, cores
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
