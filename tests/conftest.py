@@ -133,3 +133,11 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     from tests.support.pictures import make_shards  # imports torch
 
     return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20, 1, 16, 9])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what `tests.support.runs.flags` names; modules may have others by this name."""
+    from tests.support.runs import furnish  # imports torch
+
+    return furnish(tmp_path_factory.mktemp("place"))

@@ -18,7 +18,6 @@ from clipstream.cli.verbs.precompute import main as precompute
 from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
 from tests.support.forks import ROOT, run_fork
-from tests.support.runs import furnish
 
 
 def output_of(benchmark: str, *flags: str) -> str:
@@ -26,9 +25,18 @@ def output_of(benchmark: str, *flags: str) -> str:
     return run_fork(f"benchmarks/{benchmark}.py", *flags, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
+@pytest.fixture(scope="module")
+def shards(place: Path) -> list[str]:
+    return sorted(map(str, (place / "pairs").glob("*.tar")))
+
+
+@pytest.fixture(scope="module")
+def model(place: Path) -> tuple[str, str]:
+    return "--model", str(place / "model.json")
+
+
 @pytest.mark.ci
-def test_the_input_path(tmp_path: Path) -> None:
-    shards = sorted(str(path) for path in (furnish(tmp_path) / "pairs").glob("*.tar"))
+def test_the_input_path(shards: list[str]) -> None:
     more = ("--size", "16", "--batch-size", "4", "--workers", "1", "--rounds", "1", "--seconds", "0.1")
     assert "clipstream" in output_of("input", *shards, "--streams", "clipstream", *more)
 
@@ -38,9 +46,8 @@ def test_the_loss() -> None:
     assert "clip" in table and "siglip" in table
 
 
-def test_saving(tmp_path: Path) -> None:
-    model = ("--model", str(furnish(tmp_path) / "model.json"), "--folder", str(tmp_path))
-    assert "s a save" in output_of("saving", *model, "--batch", "4", "--rounds", "2")
+def test_saving(model: tuple[str, str], tmp_path: Path) -> None:
+    assert "s a save" in output_of("saving", *model, "--folder", str(tmp_path), "--batch", "4", "--rounds", "2")
 
 
 def test_features(tmp_path: Path) -> None:
@@ -49,33 +56,37 @@ def test_features(tmp_path: Path) -> None:
     assert "of memcpy" in table and "loader, 64 lanes" in table and "opening 30,000 rows" in table and "int8" in table
 
 
-def test_precompute(tmp_path: Path) -> None:
-    shards = sorted(str(path) for path in (furnish(tmp_path) / "pairs").glob("*.tar"))
-    model = ("--model", str(tmp_path / "model.json"), "--batch-size", "8", "--workers", "1", "--rounds", "1")
-    assert "of the bare loop" in output_of("precompute", *shards, *model)
+def test_precompute(shards: list[str], model: tuple[str, str]) -> None:
+    small = ("--batch-size", "8", "--workers", "1", "--rounds", "1")
+    assert "of the bare loop" in output_of("precompute", *shards, *model, *small)
 
 
-def test_accuracy_of_stored_types(tmp_path: Path) -> None:
-    shards, classes = str(furnish(tmp_path) / "val/{00000..00001}.tar"), tmp_path / "classes.txt"
+def test_accuracy_of_stored_types(place: Path, model: tuple[str, str], tmp_path: Path) -> None:
+    data, classes = str(place / "val/{00000..00001}.tar"), tmp_path / "classes.txt"
     classes.write_text("one\ntwo\nthree\n")
-    flags = ("--towers", "both", "--train-data", shards, "--model", str(tmp_path / "model.json"), "--workers", "1")
+    flags = ("--towers", "both", "--train-data", data, *model, "--workers", "0", "--precision", "fp32")
     stores = [str(tmp_path / dtype) for dtype in ("float32", "int8")]
     for store in stores:
-        assert (
-            precompute([store, *flags, "--dtype", Path(store).name, "--precision", "fp32", "--run.threads", "1"]) == 0
-        )
-    table = output_of("stored_accuracy", *stores, "--labels", shards, "--classes", str(classes)).splitlines()
+        assert precompute([store, *flags, "--dtype", Path(store).name, "--run.threads", "1"]) == 0
+    table = output_of("stored_accuracy", *stores, "--labels", data, "--classes", str(classes)).splitlines()
     assert "zero_shot_top1" in table[0] and "(+0.000)" in table[1] and table[2].startswith("int8")
 
 
-def test_text_buckets(tmp_path: Path) -> None:
-    folder = furnish(tmp_path)
-    shards = sorted(str(path) for path in (folder / "pairs").glob("*.tar"))
-    more = ("--batch", "6", "--rounds", "1", "--chunks", "3", "--caption", "caption.en")
-    table = output_of("text_buckets", *shards, "--model", str(folder / "model.json"), *more)
-    assert (
-        "one bucket" in table and "packed (auto)" in table and "3 chunks, 2 kept" in table and "a pass costs" in table
-    )
+@pytest.mark.parametrize(
+    ("benchmark", "flags", "said"),
+    [
+        ("text_buckets", "--chunks 3", ["one bucket", "packed (auto)", "3 chunks, 2 kept", "a pass costs"]),
+        (
+            "compile",  # inductor needs a C++ compiler
+            "--steps 2 --curve-batch 3 --compile step --backend eager --loss-samples 4",
+            ["auto, channels-last", "the same, compile step", "loss, 4 samples", "largest relative difference"],
+        ),
+    ],
+)
+def test_ways_of_a_step(benchmark: str, flags: str, said: list[str], shards: list[str], model: tuple[str, str]) -> None:
+    small = ("--batch", "6", "--rounds", "1", "--caption", "caption.en")
+    table = output_of(benchmark, *shards, *model, *small, *flags.split())
+    assert all(text in table for text in said)
 
 
 @pytest.mark.ci
@@ -157,30 +168,15 @@ def test_steps_before_the_clock_go_on_until_nothing_is_compiled(gpu: Any) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_the_gpus_benchmark_needs_a_gpu() -> None:
-    with pytest.raises(AssertionError, match="no GPU is available to torch"):
-        output_of("gpu")
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--models", "ViT-B-31"], "invalid choice: 'ViT-B-31'"),
-        (["--steps", "0"], "--steps: invalid positive value: '0'"),
-        (["--write", "absent.md"], "absent.md lacks the markers"),
-    ],
-)
-def test_the_gpus_benchmark_checks_its_flags_before_it_measures(flags: list[str], said: str) -> None:
-    with pytest.raises(AssertionError, match=said):
-        output_of("gpu", "--device", "cpu", "--small", *flags)
-
-
-def test_compile(tmp_path: Path) -> None:
-    folder = furnish(tmp_path)
-    shards = sorted(str(path) for path in (folder / "pairs").glob("*.tar"))
-    small = ("--batch", "6", "--rounds", "1", "--steps", "2", "--curve-batch", "3", "--compile", "step")
-    small += ("--backend", "eager", "--loss-samples", "4")  # inductor needs a C++ compiler
-    more = ("--model", str(folder / "model.json"), "--caption", "caption.en")
-    table = output_of("compile", *shards, *more, *small)
-    assert "auto, channels-last" in table and "the same, compile step" in table and "loss, 4 samples" in table
-    assert "largest relative difference" in table
+def test_the_gpus_benchmark_checks_its_flags_and_that_there_is_a_gpu(
+    gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, said in (
+        ([], "no GPU is available to torch"),
+        (["--device", "cpu", "--models", "ViT-B-31"], "invalid choice: 'ViT-B-31'"),
+        (["--device", "cpu", "--steps", "0"], "--steps: invalid positive value: '0'"),
+        (["--device", "cpu", "--write", "absent.md"], "absent.md lacks the markers"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            gpu.main(flags)
+        assert said in f"{end.value} {capsys.readouterr().err}"

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import ROOT, TIMEOUT
-from tests.support.runs import place
-
-__all__ = ["place"]  # the fixture
 
 pytest.importorskip("ipykernel")
 manager = pytest.importorskip("jupyter_client.manager")

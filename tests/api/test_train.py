@@ -24,9 +24,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from tests.support.forks import ROOT, TIMEOUT, Fork
 from tests.support.ranks import end_ranks, run_python
-from tests.support.runs import place, wait_for_step
-
-__all__ = ["place"]  # the fixture
+from tests.support.runs import wait_for_step
 
 
 def settings(place: Path, name: str, steps: int = 3) -> dict[str, Any]:

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from clipstream.cli.verbs.train import main
-from tests.support.runs import flags, lines, place, same_weights, weights
-
-__all__ = ["place"]  # the fixture
+from tests.support.runs import flags, lines, same_weights, weights
 
 EXACT = ["--data.sampling.mode=indexed", "--data.sampling.remainder=pad", "--checkpoint.keep-last=9"]
 

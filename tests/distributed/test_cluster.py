@@ -24,7 +24,7 @@ from clipstream.losses.settings import ClipLossSettings, LossSettings
 from tests.support.forks import wait_until
 from tests.support.ranks import ROOT, TIMEOUT, command_ends, end_ranks, reserved_port
 from tests.support.runs import flags, lines, same_weights, train_on, wait_for_step, weights
-from tests.support.slurm import furnish_job, script, slurm_environment
+from tests.support.slurm import LOSS, furnish_job, script, slurm_environment
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -59,15 +59,8 @@ def port() -> Iterator[int]:
         yield port
 
 
-def stopping(at: int = -1, signal: str | None = None, seconds: float = 0.0, hold: str = "/") -> list[str]:
-    told = {
-        "type": "tests.distributed.test_cluster:Stopping",
-        "at": at,
-        "signal": signal,
-        "seconds": seconds,
-        "hold": hold,
-    }
-    return ["--loss", json.dumps(told)]
+def stopping(**settings: Any) -> list[str]:
+    return ["--loss", json.dumps({"type": LOSS, **settings})]
 
 
 def held(file: Path) -> list[str]:
@@ -90,7 +83,7 @@ def same_run(place: Path, one: str, other: str, rel: float | None = None) -> Non
 def test_a_signal_to_one_of_four_ranks_stops_all_and_two_go_on(place: Path) -> None:
     name = "SIGUSR1"
     exact = ["--precision", "fp64", "--checkpoint.every", "100"]
-    ends = end_ranks(4, train_on, flags(place, name, *exact, *stopping(3, name), steps=8))
+    ends = end_ranks(4, train_on, flags(place, name, *exact, *stopping(at=3, signal=name), steps=8))
     assert [end.code for end in ends] == [75] * 4, ends[0].stderr
     assert re.search(rf"stopped by {name}, step [345] is saved", ends[0].stderr)
     assert all("Traceback" not in end.stderr for end in ends)
@@ -225,7 +218,8 @@ def test_an_elastic_run_goes_on_when_a_node_comes_and_goes(place: Path, port: in
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     """Starts a batch script as Slurm does, in a folder with what the page's reader has; two tasks."""
-    env = {**furnish_job(tmp_path), **slurm_environment(tmp_path)}
+    furnish_job(tmp_path)
+    env = slurm_environment(tmp_path)
     started = []
 
     def start(text: str) -> subprocess.Popen[bytes]:

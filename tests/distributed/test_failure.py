@@ -29,7 +29,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
 from tests.support.fake_cuda import FakeCuda
 from tests.support.ranks import TIMEOUT, end_ranks
-from tests.support.runs import flags, train_on
+from tests.support.runs import flags, lines, train_on
 
 MESSAGE = "source 'train': no caption\n  members seen: json, png"
 FAULTY = "{type: 'tests.distributed.test_failure:Faulty', every: 1, on_error: raise}"
@@ -84,33 +84,24 @@ def end_well(world: World, kind: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("size", "failing"), [(2, 0), (3, 1)])
-def test_a_data_error_ends_all_ranks_with_its_code(size: int, failing: int) -> None:
-    ends = end_ranks(size, fail, "data", failing)
-    assert [end.code for end in ends] == [3] * size
+@pytest.mark.parametrize(
+    ("kind", "size", "failing", "code", "said"),
+    [
+        ("data", 2, 0, 3, MESSAGE),
+        ("data", 3, 1, 3, MESSAGE),
+        ("bug", 2, 1, 1, "KeyError: 'oops'"),
+        ("kill", 3, 2, 1, "rank 2 ended without an error message"),
+    ],
+)
+def test_a_failure_ends_all_ranks_with_its_code_and_its_cause(
+    kind: str, size: int, failing: int, code: int, said: str
+) -> None:
+    ends = end_ranks(size, fail, kind, failing)
+    assert [end.code for end in ends] == [-9 if kind == "kill" and rank == failing else code for rank in range(size)]
     for rank, end in enumerate(ends):
-        told = MESSAGE if rank in (0, failing) else MESSAGE.partition("\n")[0]
-        assert end.stderr.endswith(f"error: rank {failing}: {told}\n"), end.stderr
-        assert "Traceback" not in end.stderr
-
-
-def test_a_bug_shows_its_traceback_where_it_arose() -> None:
-    ends = end_ranks(2, fail, "bug", 1)
-    assert [end.code for end in ends] == [1, 1]
-    assert "Traceback" not in ends[0].stderr and "Traceback" in ends[1].stderr
-    assert all(end.stderr.endswith("error: rank 1: KeyError: 'oops'\n") for end in ends)
-
-
-def test_a_killed_rank_is_named() -> None:
-    size, failing = 3, 2
-    ends = end_ranks(size, fail, "kill", failing)
-    assert [end.code for end in ends] == [-9 if rank == failing else 1 for rank in range(size)]
-    for rank, end in enumerate(ends):
-        if rank != failing:
-            assert end.stderr.splitlines()[-1].startswith(
-                f"error: rank {failing}: rank {failing} ended without an error message"
-            )
-            assert "Traceback" not in end.stderr
+        told = said if rank in (0, failing) else said.partition("\n")[0]
+        assert end.code == -9 or f"error: rank {failing}: {told}" in end.stderr, end.stderr
+        assert ("Traceback" in end.stderr) == (kind == "bug" and rank == failing), "where it arose"
 
 
 @pytest.mark.parametrize(
@@ -298,3 +289,7 @@ def test_an_error_in_a_run_ends_all_ranks_with_it_and_not_with_what_comes_of_it(
         assert cause.startswith(f"error: rank {failing}: ") and told in cause, (rank, end.stderr)
         assert "Timed out" not in end.stderr
         assert rank == failing or "Connection" not in end.stderr, end.stderr
+    if where == "evaluation":
+        (line,) = lines(place, name, "end")
+        assert line["end"]["status"] == "failed"
+        assert line["end"]["error"] == "rank 1: ZeroDivisionError: of my own making"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from tests.support.forks import ROOT, Fork, wait_until
 from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards
 from tests.support.ranks import TIMEOUT, reserved_port
-from tests.support.runs import flags, weights
+from tests.support.runs import flags, lines, start, wait_for_step, weights
 
 # Once the file named by HANG is there, the next sample of rank BAD_RANK sleeps, and catches what wakes it; FAIL raises.
 OWN = '''
@@ -77,144 +77,107 @@ def _own_parts(place: Path) -> None:
     (place / "own_parts.py").write_text(OWN)
 
 
-class Running:
-    """Training processes, one a rank."""
-
-    def __init__(self, place: Path, name: str, ranks: int, *more: str, **env: str) -> None:
-        self.folder = place / "runs" / name
-        arguments = flags(place, name, "--checkpoint.every", "1000", *more, steps=100_000)
-        shared = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", "BAD_RANK": str(ranks - 1), **env}
-        self._port = contextlib.ExitStack()
-        where: list[dict[str, str]] = [{}]
-        if ranks > 1:
-            port = str(self._port.enter_context(reserved_port()))
-            common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-            where = [
-                {**common, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
-            ]
-        self.processes = [
-            Fork(["-m", "clipstream.train", *arguments], env={**shared, **variables}, merged=True)
-            for variables in where
-        ]
-
-    def wait_for_step(self, step: int) -> None:
-        """Until so many steps are written."""
-        self.wait_until(lambda: any(line.get("step", 0) >= step for line in self.lines()))
-
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        """Until it is so, or the run ended."""
-        wait_until(done, self.processes[0])
-
-    def hang(self, file: Path) -> None:
-        """Let `OWN` hang, and give the run the time to use up the batches that it has."""
-        file.touch()
-        self.wait_until(Path(f"{file}-on").exists)
-        time.sleep(0.5)
-
-    def lines(self) -> list[dict[str, object]]:
-        """Of metrics.jsonl."""
-        path = self.folder / "metrics.jsonl"
-        return (
-            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-        )
-
-    def end(self) -> tuple[list[int], str]:
-        """The exit code of each rank, and what all of them wrote."""
-        output = "".join(process.communicate()[0].decode() for process in self.processes)
-        return [process.wait() for process in self.processes], output
-
-    def last(self) -> int:
-        """The last step of which a line was written."""
-        return max(int(str(line["step"])) for line in self.lines() if "loss" in line)
-
-    def __enter__(self) -> Running:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End everything that was started."""
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        self._port.close()
+@contextlib.contextmanager
+def running(place: Path, name: str, ranks: int, *more: str, **env: str) -> Iterator[list[Fork]]:
+    """Training processes, one a rank; all that they have started ends with the context."""
+    argv = flags(place, name, "--checkpoint.every", "1000", *more, steps=100_000)
+    own = {"PYTHONPATH": f"{place}{os.pathsep}{ROOT}", "BAD_RANK": str(ranks - 1), **env}
+    with reserved_port() as port:
+        processes = start(argv, ranks, port, merged=True, **own)
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_signal_while_data_are_waited_for_saves_and_ends(place: Path, tmp_path: Path, workers: int) -> None:
-    hang = tmp_path / "hang"
-    run = Running(
-        place, f"signal{workers}", 1, "--data.sources.train.transform", "own_parts:change", "--workers", str(workers),
-        HANG=str(hang),
-    )  # fmt: skip
-    with run:
-        run.wait_for_step(3)
-        run.hang(hang)
-        run.processes[0].send_signal(signal.SIGTERM)
-        code, output = run.end()
-    assert code == [75], output
-    assert "SIGTERM: saving the last completed step" in output
-    assert f"step {run.last()} is saved" in output and weights(place, f"signal{workers}", run.last())
+def end(processes: list[Fork]) -> tuple[list[int], str]:
+    """The exit code of each rank, and what all of them wrote."""
+    output = "".join(process.communicate()[0].decode() for process in processes)
+    return [process.wait() for process in processes], output
 
 
-def test_a_rank_that_is_signalled_ends_another_that_waits_for_data(place: Path, tmp_path: Path) -> None:
-    hang = tmp_path / "hang"
-    with Running(place, "signal2", 2, "--data.sources.train.transform", "own_parts:change", HANG=str(hang)) as run:
-        run.wait_for_step(3)
-        run.hang(hang)  # rank 1, and rank 0 waits for it in a collective
-        run.processes[0].send_signal(signal.SIGTERM)
-        code, output = run.end()
-    assert code == [75, 75], output
+def check_saved(place: Path, name: str, output: str) -> None:
+    """The last step of which a line was written is saved."""
+    last = lines(place, name)[-1]["step"]
+    assert f"step {last} is saved" in output and weights(place, name, last), output
+
+
+CHANGES = ("--data.sources.train.transform", "own_parts:change")
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 1), (2, 1)])
+def test_a_signal_while_data_are_waited_for_saves_and_ends_all_ranks(
+    place: Path, tmp_path: Path, ranks: int, workers: int
+) -> None:
+    hang, name = tmp_path / "hang", f"signal-{ranks}-{workers}"
+    with running(place, name, ranks, *CHANGES, "--workers", str(workers), HANG=str(hang)) as processes:
+        wait_for_step(place, name, 3, processes[0])
+        hang.touch()  # of the last rank; the other one waits for it in a collective
+        wait_until(Path(f"{hang}-on").exists, processes[0])
+        time.sleep(0.5)  # the run uses up the batches that it has
+        processes[0].send_signal(signal.SIGTERM)
+        codes, output = end(processes)
+    assert codes == [75] * ranks, output
     assert output.count("SIGTERM: saving the last completed step") == 1
-    assert weights(place, "signal2", run.last())
+    check_saved(place, name, output)
 
 
 def test_a_failure_of_the_data_saves_the_last_step(place: Path, tmp_path: Path) -> None:
-    fail, name, ranks = tmp_path / "fail", "failure", 2
-    more = ("--data.sources.train.transform", "own_parts:change", "--data.max-sample-failures", "0.01")
-    with Running(place, name, ranks, *more, FAIL=str(fail)) as run:
-        run.wait_for_step(3)
+    fail, name = tmp_path / "fail", "failure"
+    with running(place, name, 2, *CHANGES, "--data.max-sample-failures", "0.01", FAIL=str(fail)) as processes:
+        wait_for_step(place, name, 3, processes[0])
         fail.touch()
-        code, output = run.end()
-    assert code == [3] * ranks, output
-    assert f"step {run.last()} is saved" in output and weights(place, name, run.last())
-    assert f"error: rank {ranks - 1}: " in output
+        codes, output = end(processes)
+    assert codes == [3, 3], output
+    check_saved(place, name, output)
+    assert "error: rank 1: " in output
 
 
 def test_an_evaluation_that_a_signal_breaks_off_is_made_up_after_the_resume(place: Path, tmp_path: Path) -> None:
-    mark, shards = tmp_path / "evaluating", f"{place}/val/{{00000..00001}}.tar"
+    mark, shards, folder = tmp_path / "evaluating", f"{place}/val/{{00000..00001}}.tar", place / "runs/evaluation"
     more = [
         "--evals.fast.type", "retrieval", "--evals.fast.every", "2", "--evals.fast.data.shards", shards,
         "--evals.slow.type", "own_parts:Slow", "--evals.slow.every", "2", "--evals.slow.data.shards", shards,
         "--checkpoint.keep-best", "fast/image_to_text_R@1",
     ]  # fmt: skip
-    with Running(place, "evaluation", 1, *more, EVALUATING=str(mark), ENDLESS="1") as run:
-        run.wait_until(mark.exists)
-        run.processes[0].send_signal(signal.SIGINT)
-        code, output = run.end()
-    assert code == [75], output
-    assert "step 2 is saved" in output and weights(place, "evaluation", 2)
-    assert [line["eval"] for line in run.lines() if "eval" in line] == ["fast"]
-    with Running(place, "evaluation", 1, *more, "--resume", "latest", "--steps", "3") as again:
-        code, output = again.end()
-    assert code == [0], output
-    evaluated = [(line["step"], line["eval"]) for line in again.lines() if "eval" in line]
-    assert evaluated == [(2, "fast"), (2, "slow"), (3, "fast"), (3, "slow")]
-    recalls = [line["image_to_text_R@1"] for line in again.lines() if line.get("eval") == "fast"]
-    best = best_of(again.folder / "checkpoints")
+
+    def evaluated() -> list[tuple[int, str]]:
+        return [(line["step"], line["eval"]) for line in lines(place, "evaluation", "eval")]
+
+    with running(place, "evaluation", 1, *more, EVALUATING=str(mark), ENDLESS="1") as processes:
+        wait_until(mark.exists, processes[0])
+        processes[0].send_signal(signal.SIGINT)
+        codes, output = end(processes)
+    assert codes == [75], output
+    check_saved(place, "evaluation", output)
+    assert evaluated() == [(2, "fast")]
+    (stop,), before = lines(place, "evaluation", "end"), (folder / "out.log").read_text()
+    assert "SIGINT" in stop["end"]["error"] and 'class="status stopped"' in (folder / "report.html").read_text()
+    with running(place, "evaluation", 1, *more, "--resume", "latest", "--steps", "3") as processes:
+        codes, output = end(processes)
+    assert codes == [0], output
+    assert evaluated() == [(2, "fast"), (2, "slow"), (3, "fast"), (3, "slow")]
+    recalls = [line["image_to_text_R@1"] for line in lines(place, "evaluation", "image_to_text_R@1")]
+    best = best_of(folder / "checkpoints")
     assert best is not None and best.value == max(recalls) and best.name == f"step_{2 + recalls.index(best.value):08d}"
-    ends = [line["end"] for line in again.lines() if "end" in line]
-    assert [end["status"] for end in ends] == ["stopped", "done"]  # type: ignore[index]
-    figures = (again.folder / "evaluations.jsonl").read_text().splitlines()
+    assert [line["end"]["status"] for line in lines(place, "evaluation", "end")] == ["stopped", "done"]
+    assert [line["step"] for line in lines(place, "evaluation")] == [1, 2, 3]
+    figures = (folder / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in figures] == [2, 2, 3, 3]
+    log = (folder / "out.log").read_text()
+    assert log.startswith(before) and "step 3/3" in log[len(before) :]
 
 
 def test_a_signal_before_the_first_step_ends_with_the_code_of_a_stop(place: Path, tmp_path: Path) -> None:
     mark = tmp_path / "setting-up"
-    with Running(place, "setup", 1, "--tokenizer.type", "own_parts:Tokens", SETTING_UP=str(mark)) as run:
-        run.wait_until(mark.exists)
-        run.processes[0].send_signal(signal.SIGTERM)
-        code, output = run.end()
-    assert code == [75], output
+    with running(place, "setup", 1, "--tokenizer.type", "own_parts:Tokens", SETTING_UP=str(mark)) as processes:
+        wait_until(mark.exists, processes[0])
+        processes[0].send_signal(signal.SIGTERM)
+        codes, output = end(processes)
+    assert codes == [75], output
     assert "before the first step" in output
 
 
@@ -239,11 +202,8 @@ def test_a_shard_that_trickles_is_a_stall(
     assert re.search(r"(worker \d \(pid \d+\)|this process): open pipe:head .*, for \d+ s", str(caught.value))
 
 
-def test_the_help_names_the_minimum_rate() -> None:
-    assert f"{SLOWEST >> 10} KiB/s" in str(DataSettings.model_fields["stall_timeout"].description)
-
-
 def test_bytes_are_progress_at_a_minimum_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"{SLOWEST >> 10} KiB/s" in str(DataSettings.model_fields["stall_timeout"].description)
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     watch = Stopwatch()

@@ -104,17 +104,13 @@ class Job:
     folder: Path
     env: dict[str, str]
     text: str
-    torchrun: bool
-    tasks: int
-    id: str = ""
     ids: list[str] = field(default_factory=list)
 
-    def submit(self, *more: str, text: str | None = None) -> None:
-        """Put the script into the queue, with `hold` set."""
+    def submit(self, *more: str) -> None:
+        """Put the script into the queue; the run's steps take their time while `hold` is there."""
         (self.folder / "hold").touch()
-        (self.folder / "job.sh").write_text(self.text if text is None else text)
-        self.id = self.call("sbatch", "--parsable", "--output=%j.out", *more, "job.sh").strip()
-        self.ids.append(self.id)
+        (self.folder / "job.sh").write_text(self.text)
+        self.ids.append(self.call("sbatch", "--parsable", "--output=%j.out", *more, "job.sh").strip())
 
     def call(self, *command: str) -> str:
         """What a command of Slurm's prints."""
@@ -125,12 +121,8 @@ class Job:
     def shown(self, name: str) -> str:
         """What Slurm says of the job: JobState, Restarts, ExitCode."""
         time.sleep(0.2)
-        (value,) = re.findall(rf"\b{name}=(\S+)", self.call("scontrol", "show", "job", self.id))
+        (value,) = re.findall(rf"\b{name}=(\S+)", self.call("scontrol", "show", "job", self.ids[-1]))
         return str(value)
-
-    def wait_for(self, name: str, *values: str) -> None:
-        """Wait until Slurm says so."""
-        wait_until(lambda: self.shown(name) in values)
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the run has reached a step; the job runs then."""
@@ -148,58 +140,41 @@ class Job:
 
     def said(self) -> str:
         """What the job has printed."""
-        return (self.folder / f"{self.id}.out").read_text()
-
-    def free(self) -> None:
-        """Let the run's steps take no more time."""
-        (self.folder / "hold").unlink()
+        return (self.folder / f"{self.ids[-1]}.out").read_text()
 
     def reached(self) -> int:
         return int(lines(self.folder, "mine")[-1]["step"])
 
-    def starts(self) -> list[int]:
-        """The steps at which the run began, each time with two ranks."""
-        found = lines(self.folder, "mine", "start")
-        assert {line["start"]["ranks"] for line in found} == {2}
-        return [line["step"] for line in found]
 
-
-@pytest.fixture(params=["python on 2 nodes", "torchrun on 2 nodes"])
+@pytest.fixture(params=["python", "torchrun"])
 def job(conf: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
-    """A job of a page's script, with an earlier step."""
-    launcher, _, nodes, _ = request.param.split()
-    torchrun = launcher == "torchrun"
-    tasks = int(nodes) if torchrun else 2
+    """A job of a page's script on two nodes."""
+    nodes = "#SBATCH --nodes=2 --ntasks-per-node=1"
     with reserved_port() as port:
-        text, count = re.subn(
-            r"^#SBATCH --nodes=4 .*$",
-            f"#SBATCH --nodes={nodes} --ntasks-per-node={tasks // int(nodes)}",
-            script(f"srun --wait=60 {launcher}"),
-            flags=re.M,
-        )
+        text, count = re.subn(r"^#SBATCH --nodes=4 .*$", nodes, script(f"srun --wait=60 {request.param}"), flags=re.M)
         assert count == 1
-        text = text.replace("--nproc-per-node 8", f"--nproc-per-node {2 // tasks}").replace(":29500", f":{port}")
+        text = text.replace("--nproc-per-node 8", "--nproc-per-node 1").replace(":29500", f":{port}")
         text = text.replace("srun --wait", "srun hostname\nsrun --wait")
         text = text.replace("--time=24:00:00", "--time=2").replace("USR1@300", "USR1@30")
-        env = {**furnish_job(tmp_path, steps=300), "SLURM_CONF": conf}
-        made = Job(tmp_path, env, text, torchrun, tasks)
+        made = Job(tmp_path, {**furnish_job(tmp_path, steps=300), "SLURM_CONF": conf}, text)
         yield made
         for number in made.ids:
-            subprocess.run(["scancel", number], env=env, check=False)
+            subprocess.run(["scancel", number], env=made.env, check=False)
 
 
-def test_a_job_at_its_time_limit_and_a_cancelled_one_continue(job: Job) -> None:
+def test_a_job_at_its_time_limit_and_a_cancelled_one_continue(job: Job, tmp_path: Path) -> None:
     job.submit()
-    job.wait_for("Restarts", "1")
+    wait_until(lambda: job.shown("Restarts") == "1")
     limited = job.reached()
     assert f"step {limited} is saved" in job.said()
     job.wait_for_step(limited + 2)
-    job.call("scancel", job.id)
+    job.call("scancel", job.ids[-1])
     job.ends("CANCELLED", "0:15")
     wait_until(lambda: f"step {job.reached()} is saved" in job.said())
     reached = job.reached()
     job.submit("--time=20")
     job.wait_for_step(reached + 2)
-    job.free()
+    (tmp_path / "hold").unlink()
     job.ends("COMPLETED", "0:0")
-    assert limited > 0 and job.starts() == [0, limited, reached] and job.reached() == 300
+    starts = [(line["step"], line["start"]["ranks"]) for line in lines(tmp_path, "mine", "start")]
+    assert limited > 0 and starts == [(0, 2), (limited, 2), (reached, 2)] and job.reached() == 300

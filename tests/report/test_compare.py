@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings
-from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, differences, groups, traced
+from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, differences, traced
 from clipstream.report.html_report import loss_kind, read_run, render
 from clipstream.report.sinks import MetricsFile
-from tests.support.browser import look, needs_browser
+from tests.support.browser import look_in_frames, needs_browser
 from tests.support.evaluating import tiny_towers
 from tests.support.pictures import ByteTokenizer, make_shards
 from tests.support.run_folders import make_run
@@ -38,10 +37,11 @@ def evaluated(
     """A run's folder with evaluations of the tiny model on these shards; their traced records by name."""
     folder.mkdir(parents=True)
     towers = tiny_towers()
-    data = {"shards": f"{shards}/*.tar"}
+    data, names = {"shards": f"{shards}/*.tar"}, folder.parent / "names.txt"
+    names.write_text("\n".join(classes))  # the same file: its content tells
     sections = {
         "val": {"type": "retrieval", "data": {**data, **more.pop("data", {})}, **more},
-        "kinds": {"type": "zero_shot", "data": data, "classes": list(classes), "templates": "plain"},
+        "kinds": {"type": "zero_shot", "data": data, "classes": str(names), "templates": "plain"},
     }
     metrics, figures = MetricsFile(folder), FiguresFile(folder)
     found: dict[str, dict[str, Any]] = {}
@@ -86,24 +86,19 @@ def test_figures_compare_if_the_same_was_evaluated_alike(tmp_path: Path) -> None
     assert differences({**first, "settings": {}}, first) == [], "a key that one lacks is of another version"
 
 
-def test_they_are_grouped(tmp_path: Path) -> None:
-    make_shards(tmp_path / "few", [9])
-    make_shards(tmp_path / "other", [8])
-    few, other = (evaluated(tmp_path / f"of_{name}", tmp_path / name) for name in ("few", "other"))
-    made = [few["kinds"], other["kinds"], few["kinds"], None, other["kinds"]]
-    assert [number for number, _ in groups(made)] == [0, 1, 0, 2, 1]
-    assert groups(made)[0][1] == "" and "8 samples for 9" in groups(made)[1][1] and "not recorded" in groups(made)[3][1]
-
-
 def test_figures_of_other_test_sets_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_shards(tmp_path / "few", [9])
     make_shards(tmp_path / "other", [8])
-    evaluated(tmp_path / "one", tmp_path / "few")
-    evaluated(tmp_path / "two", tmp_path / "other")
-    evaluated(tmp_path / "three", tmp_path / "few", classes="abd")
-    evaluated(tmp_path / "four", tmp_path / "few")
+    one, two, three, four = (tmp_path / name for name in ("one", "two", "three", "four"))
+    for folder, shards, classes in (
+        (one, "few", "abc"),
+        (two, "other", "abc"),
+        (three, "few", "abd"),
+        (four, "few", "abc"),
+    ):
+        evaluated(folder, tmp_path / shards, classes=classes)
     out = tmp_path / "all.html"
-    assert compare([*(str(tmp_path / name) for name in ("one", "two", "three", "four")), "--out", str(out)]) == 0
+    assert compare([*map(str, (one, two, three, four)), "--out", str(out)]) == 0
     told = capsys.readouterr()
     assert told.err.splitlines() == [
         "warning: not comparable: val of two with one: other images (8 samples for 9)",
@@ -119,10 +114,10 @@ def test_figures_of_other_test_sets_are_marked(tmp_path: Path, capsys: pytest.Ca
     assert ["≠2" in cell for cell in cells] == [False, False, True, False]
     assert ["points" in cell for cell in cells] == [False, False, False, True], "differences where there can be some"
     assert 'class="s1 other" data-name="two"' in page and 'class="s3" data-name="four"' in page
-    assert compare([str(tmp_path / "one"), str(tmp_path / "four"), "--out", str(out)]) == 0
+    assert compare([str(one), str(four), "--out", str(out)]) == 0
     assert capsys.readouterr().err == "" and "≠" not in out.read_text()
-    (tmp_path / "four" / FIGURES_FILE).unlink()
-    assert compare([str(tmp_path / "one"), str(tmp_path / "four"), "--out", str(out)]) == 0
+    (four / FIGURES_FILE).unlink()
+    assert compare([str(one), str(four), "--out", str(out)]) == 0
     assert "val of four with one: the test set of one of them is not recorded" in capsys.readouterr().err
 
 
@@ -143,7 +138,7 @@ def test_folders_without_a_run_are_left_out(tmp_path: Path, capsys: pytest.Captu
     assert f"error: {begun} is not a run folder" in capsys.readouterr().err
 
 
-REACH = """<script>
+REACH = """
 const seen = [...document.querySelectorAll("table")].map(table => {
   const box = table.parentElement, cells = table.rows[0].cells, last = cells[cells.length - 1];
   const cut = table.getBoundingClientRect().right > box.getBoundingClientRect().right + 1;
@@ -152,26 +147,16 @@ const seen = [...document.querySelectorAll("table")].map(table => {
   const narrow = [...table.querySelectorAll("td.key + td")].filter(cell => cell.offsetWidth < 90).length;
   return {cut, right, shade: getComputedStyle(box).backgroundImage !== "none", narrow};
 });
-parent.document.title += JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth, seen,
-  height: document.documentElement.scrollHeight}) + "|";
-</script>"""
+tell({page: document.documentElement.scrollWidth, height: document.documentElement.scrollHeight, seen});
+"""
 
 
 @needs_browser
 def test_every_table_can_be_reached_on_a_phone_and_the_page_is_short(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / f"run{i}", lr=i)) for i in range(1, 7)]
-    frames = ""  # as Chromium's own window is never narrower than 500 pixels
-    for width, shown in ((400, runs), (1280, runs[:3])):
-        inner = html.escape(render(shown).replace("</body>", f"{REACH}</body>"))
-        frames += f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{inner}"></iframe>'
-    path = tmp_path / "page.html"
-    path.write_text(f"<title></title>{frames}")
-    dom, complaints = look(path, 1300)
-    assert complaints == []
-    found = re.search(r"<title>(\{.*?\})\|</title>", dom)
-    assert found is not None
-    narrow, wide = sorted(map(json.loads, html.unescape(found[1]).split("|")), key=lambda one: one["window"])
-    assert narrow["page"] <= narrow["window"] == 400 and wide["page"] <= wide["window"] == 1280
+    shown = [(400, render(runs)), (1280, render(runs[:3]))]
+    narrow, wide = look_in_frames(tmp_path / "page.html", shown, REACH)
+    assert narrow["page"] <= 400 and wide["page"] <= 1280
     assert wide["height"] <= 6000, "three runs"
     assert any(one["cut"] for one in narrow["seen"]), "six runs have no room side by side"
     for one in narrow["seen"]:

@@ -10,62 +10,26 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.data.loader.pipeline import ModelInputs
-from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
-from clipstream.evals.context import EvalContext, Reading, of_weights
+from clipstream.evals.context import EvalContext, of_weights
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings
-from clipstream.report.eval_results import FiguresFile, add, traced, way_of
-from clipstream.report.terminal import evaluation_line
+from clipstream.report.eval_results import FiguresFile, add, traced
 from tests.support.evaluating import context_of, tiny_towers
-from tests.support.loaders import evaluation_of
 from tests.support.pictures import ByteTokenizer, make_shards
 from tests.support.ranks import run_ranks
 from tests.support.savers import fill, small_disk
 
 
-def test_the_fingerprint_of_weights_is_that_of_their_numbers() -> None:
-    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7)}
-    first = of_weights(state)
-    assert len(first) == 16 and first == of_weights({"b": torch.tensor(7), "a": state["a"].clone()})
-    assert first == of_weights({**state, "a": state["a"].bfloat16()}) == of_weights({**state, "a": state["a"].double()})
-    others = [
-        {**state, "a": state["a"].view(3, 2)},
-        {**state, "a": state["a"].flip(0)},
-        {**state, "a": state["a"] + 1e-6},
-        {"c": state["a"], "b": state["b"]},
-        {**state, "b": torch.tensor(8)},
-    ]
-    assert len({first, *map(of_weights, others)}) == 6
-
-
-def test_large_tensors_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"a": torch.randn(1000, generator=torch.Generator().manual_seed(0))}
-    whole = of_weights(state)
-    monkeypatch.setattr("clipstream.evals.context.AT_ONCE", 7)
-    assert of_weights(state) == whole
-
-
-def read(folder: Path, size: int = 4) -> dict[str, Any]:
-    source = SourceSettings(shards=f"{folder}/*.tar")
-    reading, towers = Reading("x"), tiny_towers()
-    loader = evaluation_of(source, size, inputs=ModelInputs(ByteTokenizer(), towers.image))
-    with loader:
-        for batch in loader:
-            reading.add(batch)
-    return reading.with_others([reading])
-
-
-def test_the_fingerprint_of_data_is_that_of_what_was_read(tmp_path: Path) -> None:
-    make_shards(tmp_path / "two", [5, 4])
-    make_shards(tmp_path / "one", [9])
-    make_shards(tmp_path / "other", [9], start=1)
-    make_shards(tmp_path / "said", [9], txt="something else")
-    two, one, other, said = (read(tmp_path / name) for name in ("two", "one", "other", "said"))
-    assert two == one == read(tmp_path / "one", size=9) and one["samples"] == 9
-    assert other["pictures"] != one["pictures"] and other["pairs"] != one["pairs"]
-    assert said["pictures"] == one["pictures"] and said["pairs"] != one["pairs"]
+def test_the_fingerprint_of_weights_is_that_of_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.arange(6.0).view(2, 3), torch.tensor(7)
+    first = of_weights({"a": a, "b": b})
+    alike = [{"b": b, "a": a.clone()}, {"a": a.bfloat16(), "b": b}, {"a": a.double(), "b": b}]
+    others = [(a.view(3, 2), b), (a.flip(0), b), (a + 1e-6, b), (a, b + 1)]
+    assert len(first) == 16 and {*map(of_weights, alike)} == {first}
+    assert len({first, of_weights({"c": a, "b": b}), *(of_weights({"a": x, "b": y}) for x, y in others)}) == 6
+    monkeypatch.setattr("clipstream.evals.context.AT_ONCE", 5)  # large tensors are summed in parts
+    assert of_weights({"a": a, "b": b}) == first
 
 
 def evaluate(world: World, folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -85,7 +49,9 @@ def test_what_an_evaluation_was_made_with(tmp_path: Path) -> None:
     (val, about), (_, near) = evaluate(World(), str(tmp_path))
     assert val["eval"] == "val" and about["weights"] == of_weights(tiny_towers().state_dict())
     lost = {"measured": 17, "lost_area": pytest.approx(0.07, abs=0.05)}  # images of 24 x 24 to 24 x 28 pixels
-    assert about["data"] == [{**read(tmp_path), "shards": f"{tmp_path}/*.tar", **lost}] and about["ranks"] == 1
+    (data,) = about["data"]
+    assert data.items() >= {"shards": f"{tmp_path}/*.tar", "samples": 17, **lost}.items() and about["ranks"] == 1
+    assert data["pictures"] != data["pairs"]
     assert about["settings"]["type"] == "retrieval" and about["precision"] == "fp32"
     assert [part["samples"] for part in near["data"]] == [17, 17]
     mine, others = run_ranks(2, evaluate, str(tmp_path))
@@ -99,36 +65,14 @@ def test_weights_are_summed_up_once_for_all_evaluators_of_a_step(
     towers, taken, told = tiny_towers(8), [], []
     whole = towers.state_dict
     monkeypatch.setattr(towers, "state_dict", lambda: taken.append(0) or whole())
-    context = EvalContext(towers, ByteTokenizer(), World())
-    data = {"shards": f"{tmp_path}/*.tar"}
-    kinds: dict[str, Any] = {"type": "zero_shot", "data": data, "classes": ["a", "b", "c"], "templates": "plain"}
-    sections = {name: EvalSettings.model_validate(kinds) for name in ("one", "other")}
-    runner = EvalRunner(sections, context, Listeners(trace=lambda _, about: told.append(about["weights"])))
+    kinds = EvalSettings.model_validate({"type": "retrieval", "data": {"shards": f"{tmp_path}/*.tar"}})
+    trace = Listeners(trace=lambda _, about: told.append(about["weights"]))
+    runner = EvalRunner({"one": kinds, "other": kinds}, EvalContext(towers, ByteTokenizer(), World()), trace)
     for step in (1, 2):
-        assert not [record["error"] for record in runner(step, last=True) if "error" in record]
+        runner(step, last=True)
         with torch.no_grad():
             next(towers.parameters()).add_(1)
     assert len(taken) == 2 and told[0] == told[1] != told[2] == told[3]
-
-
-def test_a_figure_tells_which_words_its_classes_had(tmp_path: Path) -> None:
-    make_shards(tmp_path, [5])
-    names, told = tmp_path / "names.txt", []
-    kinds = {"type": "zero_shot", "classes": str(names), "templates": "plain"}
-    sections = {
-        "kinds": {**kinds, "data": {"shards": f"{tmp_path}/*.tar"}},
-        "near": {"type": "knn", "data": {"shards": f"{tmp_path}/*.tar"}, "train_shards": f"{tmp_path}/*.tar"},
-    }
-    context = context_of(World())
-    for text in ("a\nb\nc\n", "a\nb\nd\n", "a\nb\nc\n"):
-        names.write_text(text)
-        settings = {name: EvalSettings.model_validate(section) for name, section in sections.items()}
-        runner = EvalRunner(settings, context, Listeners(trace=lambda *both: told.append(traced(*both, {}))))
-        runner(3, last=True)
-    first, near, other, _, again, _ = told
-    assert first["texts"] == again["texts"] != other["texts"] and near["texts"] is None
-    assert first["settings"] == other["settings"] and first["data"] == other["data"], "nothing else would tell"
-    assert way_of(first) == way_of(again) != way_of(other)
 
 
 def evaluation(step: int, name: str = "val", **more: Any) -> dict[str, Any]:
@@ -159,11 +103,6 @@ def test_a_figure_can_be_traced(tmp_path: Path) -> None:
     for text in (json.dumps(record), json.dumps(rows)):
         assert "secret" not in text and "abc" not in text
     assert "host/a.tar" in json.dumps(record)
-
-
-def test_a_user_metric_is_a_number_and_a_share_a_percentage(tmp_path: Path) -> None:
-    shown = evaluation_line({"step": 1, "eval": "own", "ndcg": 0.5, "top1": 0.5, "chance_ndcg": 0.25, "val_loss": 0.5})
-    assert "ndcg 0.5 (chance 0.25)" in shown and "top1 50.0%" in shown and "val_loss 0.5" in shown
 
 
 def steps(folder: Path) -> list[tuple[int, str]]:

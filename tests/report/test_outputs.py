@@ -22,14 +22,7 @@ from clipstream.distributed.run_record import git_state
 from clipstream.distributed.world import World
 from clipstream.report.terminal import LOG_FILE, ProgressDisplay, run_log
 from clipstream.utils.logs import logger
-from tests.support.ranks import end_ranks
-from tests.support.runs import flags, furnish, lines, start, train_on, wait_for_step
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A furnished folder."""
-    return furnish(tmp_path_factory.mktemp("endings"))
+from tests.support.runs import flags, lines
 
 
 def end_of(place: Path, name: str) -> dict[str, Any]:
@@ -39,84 +32,57 @@ def end_of(place: Path, name: str) -> dict[str, Any]:
     return found
 
 
-FAILING_EVALUATOR = "{type: tests.distributed.test_failure:Faulty, every: 2, on_error: raise}"
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "code", "status", "error"),
-    [
-        ("done", [], 0, "done", None),
-        ("data", ["--caption-key", "nothing"], 3, "failed", "--caption-key"),
-        ("diverged", ["--lr", "1e30", "--train.max-nonfinite", "1", "--train.max-rollbacks", "0"], 4, "diverged", ""),
-        ("settings", ["--train.micro-batch-size", "auto"], 2, "failed", "micro_batch_size: auto"),
-        ("bug", ["--evals.mine", FAILING_EVALUATOR], 1, "failed", "ZeroDivisionError: of my own making"),
-    ],
-)
-def test_the_end_is_the_last_line_and_the_first_of_the_report(
-    place: Path, name: str, more: list[str], code: int, status: str, error: str | None
-) -> None:
-    assert main(flags(place, name, *more, steps=4)) == code
+def check_end(place: Path, name: str, status: str, code: int, error: str) -> dict[str, Any]:
+    """The end is the last line and the first of the report; returns it."""
     told = end_of(place, name)
     assert (told["end"]["status"], told["end"]["code"]) == (status, code)
     assert told["seconds"] >= 0 and re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", told["time"])
-    log = (place / "runs" / name / LOG_FILE).read_text()
-    if error is None:
-        assert told["end"]["error"] is None and told["step"] == 4 and "| INFO | step 4/4  loss " in log
-    else:
+    if error:
         assert error in told["end"]["error"]
+        log = (place / "runs" / name / LOG_FILE).read_text()
         assert f"| ERROR | error: {told['end']['error'].splitlines()[0]}" in log
-    page = (place / "runs" / name / "report.html").read_text()
-    assert f'class="status {status}"' in page
+    assert f'class="status {status}"' in (place / "runs" / name / "report.html").read_text()
+    return told
 
 
-def test_a_run_that_was_stopped_says_so_until_it_goes_on(place: Path) -> None:
-    (process,) = start(flags(place, "stopped", steps=100_000))
-    wait_for_step(place, "stopped", 3, process)
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    assert process.returncode == 75
-    told = end_of(place, "stopped")
-    assert told["end"]["status"] == "stopped" and "SIGTERM" in told["end"]["error"] and told["step"] >= 3
-    before = (place / "runs" / "stopped" / LOG_FILE).read_text()
-    more = int(told["step"]) + 2
-    assert main(flags(place, "stopped", "--resume", "latest", steps=more)) == 0
-    assert end_of(place, "stopped")["end"]["status"] == "done"
-    log = (place / "runs" / "stopped" / LOG_FILE).read_text()
-    assert log.startswith(before) and f"step {more}/{more}" in log[len(before) :]
-    assert [line["step"] for line in lines(place, "stopped")] == list(range(1, more + 1))
-
-
-def test_a_start_that_fails_leaves_the_end_of_a_finished_run(place: Path) -> None:
-    assert main(flags(place, "finished", steps=2)) == 0
-    assert main(flags(place, "finished", "--resume", "latest", "--seed", "7", steps=2)) == 2
-    assert end_of(place, "finished")["end"]["status"] == "done"
-    log = (place / "runs" / "finished" / LOG_FILE).read_text().splitlines()
-    assert any("| ERROR | error: " in line for line in log[-3:])
-
-
-def test_an_error_of_another_rank_is_the_end(place: Path) -> None:
-    ends = end_ranks(2, train_on, flags(place, "ranks", "--evals.mine", FAILING_EVALUATOR))
-    assert [end.code for end in ends] == [1, 1]
-    told = end_of(place, "ranks")["end"]
-    assert told["status"] == "failed" and told["error"] == "rank 1: ZeroDivisionError: of my own making"
-
-
-def test_a_failed_start_leaves_the_name_free(place: Path) -> None:
-    assert main(flags(place, "early", "--caption-key", "nothing")) == 3
-    assert not holds_a_run(place / "runs" / "early")
-    assert main(flags(place, "early", steps=1)) == 0
-    assert [line["end"]["status"] for line in lines(place, "early", "end")] == ["done"]
-
-
-def test_the_start_says_what_repeats_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = flags(place, "record", steps=1)
+def test_a_run_says_its_start_and_its_end_and_a_start_that_fails_leaves_them(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = flags(place, "done", "--workers", "0", steps=4)
     secret = "pipe:curl https://me:hunter2@host/x.tar?sig=hunter2 -H 'Authorization: Bearer hunter2'"
     monkeypatch.setattr(sys, "argv", ["train.py", *argv, "--note", secret])
     assert main(argv) == 0
-    begun = next(line["start"] for line in lines(place, "record", "start"))
+    told = check_end(place, "done", "done", 0, "")
+    assert told["end"]["error"] is None and told["step"] == 4
+    assert "| INFO | step 4/4  loss " in (place / "runs/done" / LOG_FILE).read_text()
+    begun = next(line["start"] for line in lines(place, "done", "start"))
     assert f"--logs {place}/runs" in begun["command"] and "hunter2" not in begun["command"]
     assert begun["folder"] == str(Path.cwd())
     assert begun["hardware"]["cores"] >= 1 and begun["hardware"]["memory_gib"] > 0 and begun["hardware"]["cpu"]
+    assert main([*argv, "--resume", "latest", "--seed", "7"]) == 2
+    assert end_of(place, "done") == told
+    log = (place / "runs/done" / LOG_FILE).read_text().splitlines()
+    assert any("| ERROR | error: " in line for line in log[-3:])
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "status", "error"),
+    [
+        (["--caption-key", "nothing"], 3, "failed", "--caption-key"),
+        (["--train.micro-batch-size", "auto"], 2, "failed", "micro_batch_size: auto"),
+        (["--lr", "1e30", "--train.max-nonfinite", "1", "--train.max-rollbacks", "0"], 4, "diverged", "not finite"),
+    ],
+)
+def test_a_failure_is_the_end_and_a_failed_start_leaves_the_name_free(
+    place: Path, more: list[str], code: int, status: str, error: str
+) -> None:
+    name, workers = f"failed-{code}", ("--workers", "0")
+    assert main(flags(place, name, *workers, *more, steps=4)) == code
+    check_end(place, name, status, code, error)
+    assert holds_a_run(place / "runs" / name) == (code == 4)
+    if code == 3:
+        assert main(flags(place, name, *workers, steps=1)) == 0
+        assert [line["end"]["status"] for line in lines(place, name, "end")] == ["done"]
 
 
 def test_the_state_of_git(tmp_path: Path) -> None:
@@ -179,15 +145,12 @@ def test_a_run_goes_on_where_nobody_reads_its_output(place: Path, monkeypatch: p
             monkeypatch.setattr(sys, name, pipe)
         assert main(flags(place, "unread", "--workers", "0", steps=2)) == 0
         assert sys.stdout is pipe
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, None)
+        assert main(["--help"]) == 0, "started without output"
     log = (place / "runs/unread" / LOG_FILE).read_text()
     assert "WARNING | standard output cannot be written (Broken pipe)" in log and "step 2/2" in log
     assert (place / "runs/unread/checkpoints/step_00000002").is_dir()
-
-
-def test_a_command_runs_that_is_started_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "stderr", None)
-    assert main(["--help"]) == 0
 
 
 def test_the_lock_is_held_until_the_end_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

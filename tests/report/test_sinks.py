@@ -25,63 +25,41 @@ def train_line(step: int, **more: Any) -> dict[str, Any]:
             "data_wait": 0.031, **more}  # fmt: skip
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_lines_are_on_disk_as_soon_as_written(tmp_path: Path) -> None:
-    sink = MetricsFile(tmp_path)
-    sink.write({"step": 1, "loss": 2.5, "name": "ä"})
-    assert read(tmp_path) == [{"step": 1, "loss": 2.5, "name": "ä"}]
+def test_lines_are_on_disk_as_soon_as_written_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    sink = MetricsFile(tmp_path, resume_step=3)  # of a file that is gone
+    sink.write({"step": 1, "loss": math.nan, "name": "ä", "deep": {"x": [math.inf, 1.0]}})
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "name": "ä", "deep": {"x": [None, 1.0]}}]
     sink.close()
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    sink = MetricsFile(tmp_path)
-    sink.write({"step": 1, "loss": math.nan, "deep": {"x": [math.inf, 1.0]}})
-    sink.close()
-    assert read(tmp_path) == [{"step": 1, "loss": None, "deep": {"x": [None, 1.0]}}]
-
-
-def test_a_resume_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", ["", '{"step": 15, "lo', '{"step": 15}'])
+@pytest.mark.parametrize(
+    ("resumed", "kept"),
+    [
+        ({}, []),
+        ({"resume_step": 20}, [(10, None), (10, "val"), (20, None), (20, "val")]),
+        ({"resume_step": 20, "ended": True}, [(10, None), (10, "val"), (20, None)]),  # it evaluates again
+    ],
+)
+def test_a_resume_cuts_later_steps_and_a_torn_line(
+    tmp_path: Path, torn: str, resumed: dict[str, Any], kept: list[tuple[int, str | None]]
+) -> None:
     first = MetricsFile(tmp_path)
     for step in (10, 20, 30):
         first.write(train_line(step))
-    first.write({"step": 20, "eval": "val", "top1": 0.5})
+        first.write({"step": step, "eval": "val", "top1": 0.5})
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 15, "lo')
-    again = MetricsFile(tmp_path, resume_step=20)
+        file.write(torn)
+    again = MetricsFile(tmp_path, **resumed)
     again.write(train_line(25))
     again.close()
-    assert [(r["step"], r.get("eval")) for r in read(tmp_path)] == [(10, None), (20, None), (20, "val"), (25, None)]
+    assert [(r["step"], r.get("eval")) for r in read(tmp_path / "metrics.jsonl")] == [*kept, (25, None)]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_run_that_ended_evaluates_again_without_doubled_lines(tmp_path: Path) -> None:
-    first = MetricsFile(tmp_path)
-    for record in (train_line(10), {"step": 10, "eval": "val"}, train_line(20), {"step": 20, "eval": "val"}):
-        first.write(record)
-    first.close()
-    MetricsFile(tmp_path, resume_step=20, ended=True).close()
-    assert [(r["step"], r.get("eval")) for r in read(tmp_path)] == [(10, None), (10, "val"), (20, None)]
-
-
-def test_a_whole_record_without_its_newline_is_torn_too(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
-    sink = MetricsFile(tmp_path, resume_step=5)
-    sink.write({"step": 3})
-    sink.close()
-    assert [r["step"] for r in read(tmp_path)] == [1, 3]
-
-
-def test_a_new_run_starts_the_file_anew_and_a_resume_needs_none(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    MetricsFile(tmp_path).close()
-    assert read(tmp_path) == []
-    (tmp_path / "metrics.jsonl").unlink()
-    MetricsFile(tmp_path, resume_step=3).close()
-    assert read(tmp_path) == []
 
 
 def test_tensorboard_tags() -> None:
@@ -89,64 +67,69 @@ def test_tensorboard_tags() -> None:
     assert dict(scalars({"step": 3, "eval": "val", "top1": 0.25})) == {"eval/val/top1": 0.25}
     health = {"step": 3, "health": {"train": {"used": 9, "dropped": {"no_caption": 2}}}}
     assert dict(scalars(health)) == {"health/train/used": 9, "health/train/dropped/no_caption": 2}
+    assert not list(scalars({"step": 1, "quarantine": [{"key": "a"}]}))
 
 
-def test_tensorboard_is_purged_on_resume(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    first = TensorBoard(tmp_path)
-    for step in (10, 20, 30):
-        first.write(train_line(step))
-    first.write({"step": 20, "eval": "val", "image_to_text_R@1": 0.5})
-    first.close()
-    again = TensorBoard(tmp_path, resume_step=20)
-    again.write(train_line(25))
-    again.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [10, 20, 25]
-    assert [event.value for event in events.Scalars("eval/val/image_to_text_R@1")] == [0.5]
-
-
-def test_tensorboard_shows_pictures_and_their_words(tmp_path: Path) -> None:
+def test_tensorboard_is_purged_on_resume_and_shows_images_and_their_words(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path)
     board.write({"step": 0, "start": {"ranks": 2, "versions": {}}})
+    for step in (10, 20, 30):
+        board.write(train_line(step))
+    board.close()
+    board = TensorBoard(tmp_path, resume_step=20)
+    board.write(train_line(25))
     red = torch.zeros((3, 8, 8), dtype=torch.uint8)
     red[0] = 255
-    board.show(7, "val", [Example(red, "a | b", guesses=(("c", 0.5), ("d", 0.4)), note="place 2", group="best")] * 3)
-    board.show(7, "kinds", [], [Table("the worst", ("class", "right"), (("a | b", "1 of 2"),))])
+    board.show(27, "val", [Example(red, "a | b", guesses=(("c", 0.5), ("d", 0.4)), note="place 2", group="best")] * 3)
+    board.show(27, "kinds", [], [Table("the worst", ("class", "right"), (("a | b", "1 of 2"),))])
     board.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [10, 20, 25]
     (image,) = events.Images("pictures/val")
-    assert (image.step, image.width, image.height) == (7, 24, 8)
+    assert (image.step, image.width, image.height) == (27, 24, 8)
     corner = Image.open(io.BytesIO(image.encoded_image_string)).convert("RGB").getpixel((5, 5))
     assert corner == (255, 0, 0)
     (text,) = events.Tensors("pictures/val/text_summary")
     assert b"a \\| b | c; d | place 2 | best |" in text.tensor_proto.string_val[0]
     (text,) = events.Tensors("tables/kinds/the worst/text_summary")
     assert text.tensor_proto.string_val[0] == b"| class | right |\n| --- | --- |\n| a \\| b | 1 of 2 |"
-    assert events.Tags()["scalars"] == []
 
 
 def test_lines_off_a_terminal() -> None:
-    stream = io.StringIO()
-    progress = ProgressDisplay(1000, stream=stream)
-    progress.write(train_line(120, loss=2.3149))
-    progress.close()
+    counts: dict[str, Any] = {"read": 100, "used": 100, "dropped": {}, "shards": 3, "shard_faults": 0}
+    worse = {**counts, "read": 200, "dropped": {"no_caption": 7}, "shard_faults": 1}
+    records = [
+        train_line(120, loss=2.3149),
+        train_line(130, mfu=0.413, gpu={"memory_peak_gib": 12.34}),
+        *({"step": 140, "health": {"train": one}} for one in (counts, worse, {**worse, "read": 300})),
+        {"step": 140, "eval": "val", "top1": 1.0},
+    ]
+    said = {}
+    for mode in ("lines", "none"):
+        stream = io.StringIO()
+        progress = ProgressDisplay(1000, mode=mode, stream=stream)
+        for record in records:
+            progress.write(record)
+        progress.close()
+        said[mode] = stream.getvalue().splitlines()
     # (1000 - 120) x 64 samples at 800 a second
-    assert stream.getvalue() == "step 120/1000  loss 2.315  lr 4.9e-04  800 samples/s  data wait 3%  eta 1m10s\n"
+    line = "step 120/1000  loss 2.315  lr 4.9e-04  800 samples/s  data wait 3%  eta 1m10s"
+    health, evaluation = "data at step 140: train dropped no_caption 7, train shard_faults 1", "top1 100.0%"
+    assert said["lines"][0] == line and "data wait 3%  MFU 41%  12.3 GiB  eta" in said["lines"][1]
+    assert said["lines"][2:] == [health, f"eval val at step 140:  {evaluation}"], "what is wrong is said once"
+    assert said["none"][-1] == said["lines"][-1] and not any("loss" in one for one in said["none"])
 
 
 def test_an_evaluation_is_said_with_its_chance() -> None:
     record = {"step": 40, "eval": "val", "image_to_text_R@1": 0.083, "image_to_text_R@5": 0.2, "top1": 0.91,
-              "mine": 12.5, "n": 2000, "chance_R@1": 0.0005, "chance": 1 / 12, "dropped": 3,
-              "seconds": 2.34}  # fmt: skip
-    assert evaluation_line(record, 160) == (
+              "mine": 0.5, "val_loss": 0.5, "n": 2000, "chance_R@1": 0.0005, "chance": 1 / 12, "chance_mine": 0.25,
+              "dropped": 3, "seconds": 2.34}  # fmt: skip
+    assert evaluation_line(record, 200) == (
         "eval val at step 40:  image_to_text_R@1 8.3% (chance 0.05%)  top1 91.0% (chance 8.3%)  image_to_text_R@5 20.0%"
-        "  mine 12.5  n 2000  dropped 3  2.3s"
+        "  mine 0.5 (chance 0.25)  val_loss 0.5  n 2000  dropped 3  2.3s"
     )
 
 
@@ -164,43 +147,9 @@ def test_a_long_evaluation_is_cut_between_its_metrics(width: int) -> None:
     assert re.findall(r"figure_(\d+)", many) == [str(n) for n in range(30)]
 
 
-def test_health_is_said_only_when_something_new_is_wrong() -> None:
-    stream = io.StringIO()
-    progress = ProgressDisplay(100, mode="lines", stream=stream)
-    counts: dict[str, Any] = {"read": 100, "used": 100, "dropped": {}, "shards": 3, "shard_faults": 0}
-    progress.write({"step": 10, "health": {"train": counts}})
-    assert stream.getvalue() == ""
-    worse = {**counts, "read": 200, "dropped": {"no_caption": 7}, "shard_faults": 1}
-    progress.write({"step": 20, "health": {"train": worse}})
-    progress.write({"step": 30, "health": {"train": {**worse, "read": 300}}})
-    assert stream.getvalue() == "data at step 20: train dropped no_caption 7, train shard_faults 1\n"
-
-
-def test_none_still_says_evaluations() -> None:
-    stream = io.StringIO()
-    progress = ProgressDisplay(100, mode="none", stream=stream)
-    progress.write(train_line(10))
-    progress.write({"step": 10, "eval": "val", "top1": 1.0})
-    assert stream.getvalue() == "eval val at step 10:  top1 100.0%\n"
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_a_bar_on_a_terminal() -> None:
-    stream = Terminal()
-    progress = ProgressDisplay(1000, stream=stream)
-    assert stream.getvalue() == "", "no bar before the first step"
-    progress.step(1)
-    assert "1/1000" in stream.getvalue()
-    progress.write(train_line(120, loss=2.3149))
-    progress.write({"step": 120, "eval": "val", "top1": 0.5, "chance": 0.1})
-    progress.close()
-    shown = stream.getvalue()
-    assert "120/1000" in shown and "loss 2.315  800 samples/s  data wait 3%  eta 1m10s" in shown
-    assert "eval val at step 120:  top1 50.0% (chance 10.0%)" in shown
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -208,26 +157,25 @@ def test_the_bar_fits_the_terminal_and_shows_what_is_done_besides(width: int, mo
     monkeypatch.setenv("COLUMNS", str(width))
     stream = Terminal()
     progress = ProgressDisplay(1000, stream=stream)
+    assert stream.getvalue() == "", "no bar before the first step"
+    progress.step(1)
+    assert "1/1000" in stream.getvalue()
     for step in range(10, 500, 10):
         progress.write(train_line(step, loss=500.0 / step))
+    progress.write({"step": 490, "eval": "val", "top1": 0.5, "chance": 0.1})
     progress.status("evaluating val")
     progress.status("")
     progress.close()
     drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part) for part in re.split(r"[\r\n]+", stream.getvalue())]
     assert max(map(len, drawn)) <= width
     assert any("[evaluating val]" in line for line in drawn) and "[evaluating val]" not in drawn[-1]
+    assert any("490/1000" in line and "loss 1.02" in line for line in drawn)
+    assert "eval val at step 490:  top1 50.0% (chance 10.0%)" in map(str.rstrip, drawn)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.0, "0.0s"), (9.96, "10.0s"), (42.4, "42s"), (250, "4m10s"), (7530, "2h05m")]
-)
-def test_duration(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
-
-
-@pytest.mark.parametrize(("share", "said"), [(0.0, "0.0%"), (0.00054, "0.054%"), (0.0833, "8.3%"), (1.0, "100.0%")])
-def test_percent(share: float, said: str) -> None:
-    assert percent(share) == said
+def test_durations_and_shares() -> None:
+    assert [duration(s) for s in (0.0, 9.96, 42.4, 250, 7530)] == ["0.0s", "10.0s", "42s", "4m10s", "2h05m"]
+    assert [percent(share) for share in (0.0, 0.00054, 0.0833, 1.0)] == ["0.0%", "0.054%", "8.3%", "100.0%"]
 
 
 def test_what_could_not_be_used_has_a_file_of_its_own(tmp_path: Path) -> None:
@@ -237,10 +185,8 @@ def test_what_could_not_be_used_has_a_file_of_its_own(tmp_path: Path) -> None:
         assert (tmp_path / QUARANTINE_FILE).exists() == (record["step"] == 2)
         metrics.write(record)
         quarantine.write(record)
-    assert [r["step"] for r in read(tmp_path)] == [1, 2]
-    found = [json.loads(line) for line in (tmp_path / QUARANTINE_FILE).read_text().splitlines()]
-    assert found == [{"step": 1, **loss}, {"step": 1, **loss, "key": None}]
-    assert not list(scalars({"step": 1, "quarantine": [loss]}))
+    assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert read(tmp_path / QUARANTINE_FILE) == [{"step": 1, **loss}, {"step": 1, **loss, "key": None}]
     QuarantineFile(tmp_path / QUARANTINE_FILE, resume_step=0).close()
     assert not (tmp_path / QUARANTINE_FILE).read_text()
 
@@ -252,7 +198,7 @@ def test_the_list_of_losses_has_an_end(tmp_path: Path, monkeypatch: pytest.Monke
         for step in range(first, first + 3):
             quarantine.write({"step": step, "quarantine": [{"key": f"{step}a"}, {"key": f"{step}b"}]})
         quarantine.close()
-        found = [json.loads(line) for line in (tmp_path / QUARANTINE_FILE).read_text().splitlines()]
+        found = read(tmp_path / QUARANTINE_FILE)
         assert [line.get("key") for line in found] == ["1a", "1b", "2a", "2b", "3a", None]
         assert found[-1] == {"step": 3, "reason": "full", "detail": "the rest is in metrics.jsonl, counted"}
 
@@ -263,7 +209,7 @@ def test_lines_in_the_terminal_may_be_fewer_and_have_an_averaged_loss() -> None:
     progress = ProgressDisplay(100, every=20, ema_samples=640, stream=stream)
     losses = {step: 3.0 - step / 100 for step in range(10, 101, 10)}
     for step, loss in losses.items():
-        progress.write({**train_line(step, loss=loss), "samples": step * 64})
+        progress.write(train_line(step, loss=loss))
     shown = [line.split("  ")[:2] for line in stream.getvalue().splitlines()]
     assert [line[0] for line in shown] == [f"step {step}/100" for step in (10, 20, 40, 60, 80, 100)]
     average, kept = losses[10], math.exp(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from clipstream.storage.download import ShardError
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import Shard
+from tests.support.ranks import reserved_port
+from tests.support.stores import BODY, failure, make_store
 from tests.support.tars import tar_bytes
 from tests.support.unruly import FAULTS, FaultyFile, Unruly
 
@@ -86,9 +89,17 @@ def test_every_try_gives_the_file_or_a_reason(site: Unruly, tmp_path: Path) -> N
     assert ends["whole"] > TRIES / 4 and len(ends) > 5, ends
 
 
+def scripted(site: Unruly, *script: str, name: str = "0.tar") -> tuple[str, FaultyFile]:
+    """A file that behaves so at first, and then well."""
+    file = FaultyFile([BODY, BODY[::-1]], "etag", random.Random(7), share=0.0, script=[*script])
+    return site.put(name, file), file
+
+
 @pytest.mark.parametrize("tags", ["etag", "date"])
-@pytest.mark.parametrize("kind", ["other version after a change", "change", "other range", "ignore range"])
-def test_a_second_try_never_makes_a_mixture(site: Unruly, tags: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["other version after a change", "change", "other range", "ignore range", "503", "no length"]
+)
+def test_a_second_try_goes_on_and_never_makes_a_mixture(site: Unruly, tags: str, kind: str) -> None:
     draws = random.Random(7)
     files = [tar_bytes([{"__key__": "0", "jpg": draws.randbytes(50_000), "txt": "x"}]) for _ in range(2)]
     file = FaultyFile(files, tags, draws, share=0.0, script=["cut", kind])
@@ -96,13 +107,45 @@ def test_a_second_try_never_makes_a_mixture(site: Unruly, tags: str, kind: str) 
     path = store.local(site.put("0.tar", file))
     assert path.read_bytes() == files[1 if "change" in kind else 0]
     assert file.done["cut"] == file.done[kind] == 1
+    assert file.asked[0] is None and re.fullmatch(r"bytes=[1-9]\d*-", str(file.asked[1]))
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "tries"),
+    [
+        ("404", "http_404", 1),
+        ("503", "http_503", 3),
+        ("cut", "truncated_download", 3),
+        ("no length and cut", "truncated_download", 3),
+        ("stall", "timeout", 3),
+        ("elsewhere", "http_302", 1),
+    ],
+)
+def test_failures_have_a_reason_and_no_credentials(
+    site: Unruly, tmp_path: Path, kind: str, reason: str, tries: int
+) -> None:
+    url, file = scripted(site, *[kind] * 9, name="0.tar?token=HIDDEN")
+    error = failure(make_store(tmp_path, retries=2, timeout=0.3), url.replace("//", "//u:p%20w@"))
+    assert error.reason == reason and file.done.total() == tries
+    assert "HIDDEN" not in str(error) and "p%20w" not in str(error) and "token=***" in str(error)
+
+
+def test_hosts_that_are_not_there_and_what_python_says_of_a_url(tmp_path: Path) -> None:
+    with reserved_port() as port:  # nobody listens there
+        assert failure(make_store(tmp_path, retries=1), f"http://127.0.0.1:{port}/0.tar").reason == "unreachable"
+        error = failure(make_store(tmp_path, retries=0), f"http://127.0.0.1:{port}/a b/0.tar?token=HIDDEN")
+        assert "HIDDEN" not in str(error) and "token=***" in str(error)
+    assert failure(make_store(tmp_path), "http://[somewhere/0.tar").reason == "unreachable"
+
+
+def test_a_login_in_the_url_is_sent(site: Unruly, tmp_path: Path) -> None:
+    url, file = scripted(site, "login")
+    assert make_store(tmp_path).local(url.replace("//", "//u:p%20w@")).read_bytes() == BODY
+    assert file.done["login"] == 1
 
 
 @pytest.mark.parametrize("told", ["-1", "many", "12, 12"])
-def test_a_length_that_is_no_number_is_none(site: Unruly, told: str) -> None:
-    body = tar_bytes([{"__key__": "0", "jpg": bytes(50_000), "txt": "x"}])
-    file = FaultyFile([body], "etag", random.Random(7), share=0.0, script=[f"length {told}"])
-    store = ShardCache(None, fetcher=Fetcher(retries=0))
-    assert store.local(site.put("0.tar", file)).read_bytes() == body
-    store.close()
+def test_a_length_that_is_no_number_is_none(site: Unruly, told: str, tmp_path: Path) -> None:
+    url, _ = scripted(site, f"length {told}")
+    assert make_store(tmp_path, retries=0).local(url).read_bytes() == BODY

@@ -12,11 +12,8 @@ from pathlib import Path
 import pytest
 
 from clipstream.storage import download
-from clipstream.storage.download import ShardError
-from clipstream.storage.schemes import Fetcher
-from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL
-from tests.support.tars import tar_bytes
+from tests.support.stores import BODY, failure, make_store
 
 # Self-signed for 127.0.0.1, with its key, valid from 2000 to 2126: openssl ca -selfsign with basicConstraints CA:TRUE,
 # keyUsage keyCertSign and subjectAltName IP:127.0.0.1. The dates allow for a clock that is wrong.
@@ -37,26 +34,16 @@ SM49BAMCA0gAMEUCIAg5Qq0nb7i7qhV4yMpi2cjVojbtwACH9nz8cCXxYNv6AiEA
 goOZLOvnfZCYuhG/ZxNODjLGHhj3S5Ve+qo1oT1all8=
 -----END CERTIFICATE-----
 """
-TAR = tar_bytes([{"__key__": "0", "jpg": bytes(1000), "txt": "x"}])
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    path = tmp_path / "certificate.pem"
-    path.write_text(CERTIFICATE)
-    return path
-
-
-@pytest.fixture
-def site(tmp_path: Path, certificate: Path) -> Iterator[str]:
-    """The address of a folder with 0.tar to 3.tar."""
-    (tmp_path / "served").mkdir()
-    for number in range(4):
-        (tmp_path / "served" / f"{number}.tar").write_bytes(TAR)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
+def site(tmp_path: Path) -> Iterator[str]:
+    """The address of the test's folder."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
+    (tmp_path / "certificate.pem").write_text(CERTIFICATE)
+    context.load_cert_chain(tmp_path / "certificate.pem")
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     download._tls.cache_clear()
@@ -67,15 +54,15 @@ def site(tmp_path: Path, certificate: Path) -> Iterator[str]:
 
 
 def test_a_known_certificate_is_taken_and_an_unknown_one_refused(
-    site: str, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = ShardCache(str(tmp_path / "cache"), fetcher=Fetcher(retries=0))
+    for number in range(2):
+        (tmp_path / f"{number}.tar").write_bytes(BODY)
+    store = make_store(tmp_path / "cache", retries=0)
     with monkeypatch.context() as patch:
-        patch.setenv("SSL_CERT_FILE", str(certificate))
-        assert store.local(f"{site}/1.tar").read_bytes() == TAR
-        assert download.info(ShardURL(f"{site}/1.tar"), 5.0).size == len(TAR)
+        patch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
+        assert store.local(f"{site}/1.tar").read_bytes() == BODY
+        assert download.info(ShardURL(f"{site}/1.tar"), 5.0).size == len(BODY)
     download._tls.cache_clear()
-    with pytest.raises(ShardError, match="certificate verify failed") as caught:
-        store.local(f"{site}/0.tar")
-    assert caught.value.reason == "unreachable"
-    store.close()
+    error = failure(make_store(tmp_path / "other", retries=0), f"{site}/0.tar")
+    assert error.reason == "unreachable" and "certificate verify failed" in error.detail

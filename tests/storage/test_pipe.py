@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.ranks import ROOT, TIMEOUT, command_ends
 
+pytestmark = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 WAITER = """
 import os, random, signal, sys, time
 from pathlib import Path
@@ -33,7 +34,6 @@ for number in range(200):
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 def test_a_process_that_exits_at_any_moment_leaves_no_command(tmp_path: Path) -> None:
     """Also before the command is known to the process that started it; nor does that process hang."""
     mark = f"3601.{os.getpid()}"
@@ -73,7 +73,6 @@ for number in itertools.count():
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 def test_what_a_handler_raises_ends_the_command_wherever_it_comes(tmp_path: Path) -> None:
     """At every line, and behind every call: also where a lock of a class of Python's own is left taken."""
     mark = f"3603.{os.getpid()}"

@@ -91,44 +91,19 @@ def test_a_cut_is_noticed_and_never_changes_a_sample(
     assert scan_bytes(folder, data[: end_of_zero_blocks(data)])[0].fault is None
 
 
-def test_a_cut_gives_up_one_sample_at_most(tmp_path: Path) -> None:
-    data = tar_bytes(SAMPLES, tarfile.GNU_FORMAT)
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        third = tar.getmember("0003.jpg")
-    for more, reason in {0: "missing_end", 100: "truncated_header", 600: "truncated_member"}.items():
-        index, loaded = scan_bytes(tmp_path, data[: third.offset + more])
-        assert index.fault is not None and index.fault.reason == reason
-        # A header of sample 3 shows that sample 2 was whole.
-        assert list(loaded) == ["0000", "0001", "0002"][: 3 if reason == "truncated_member" else 2]
-
-
-def test_damage_has_a_reason(tmp_path: Path) -> None:
-    whole = tar_bytes(SAMPLES, tarfile.GNU_FORMAT)
-    for data, reason, words, keys in (
-        (b"", "empty", "no bytes", 0),
-        (tar_bytes([]), "empty", "without one member", 0),
-        (whole[:3072] + b"\xff" * 512 + whole[3584:], "bad_checksum", "", 1),
-        (whole + whole, "trailing_archive", "second archive", 5),
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-            "not_a_tar",
-            "Git LFS pointer.*git lfs pull",
-            0,
-        ),
-        (b"<!DOCTYPE html>" + b" " * 999, "not_a_tar", "HTML page", 0),
-        (b"Entry not found", "not_a_tar", "15 bytes: b'Entry not found'", 0),
-        (b"BZh91AY&SY" + bytes(999), "not_a_tar", "bzip2", 0),
+def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
+    """Other damage: tests/data/loader/test_broken_shards.py."""
+    for data, reason, words in (
+        (b"", "empty", "no bytes"),
+        (tar_bytes([]), "empty", "without one member"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "not_a_tar", "Git LFS pointer.*git lfs pull"),
+        (b"<!DOCTYPE html>" + b" " * 999, "not_a_tar", "HTML page"),
+        (b"Entry not found", "not_a_tar", "15 bytes: b'Entry not found'"),
+        (b"BZh91AY&SY" + bytes(999), "not_a_tar", "bzip2"),
     ):
         index, loaded = scan_bytes(tmp_path, data)
         assert index.fault is not None and index.fault.reason == reason and re.search(words, index.fault.detail)
-        assert list(loaded) == [f"{number:04d}" for number in range(keys)]
-
-
-def test_samples_with_a_member_twice_are_left_out(tmp_path: Path) -> None:
-    samples = [SAMPLES[0], {"__key__": "twice", "jpg": b"1", "JPG": b"2"}, SAMPLES[1]]
-    index, loaded = scan_bytes(tmp_path, tar_bytes(samples))
-    assert index.fault is not None and index.fault.reason == "duplicate_member" and "twice.jpg" in index.fault.detail
-    assert list(loaded) == ["0000", "0001"]
+        assert not loaded
 
 
 def test_what_is_no_sample_is_passed_over(tmp_path: Path) -> None:

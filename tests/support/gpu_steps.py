@@ -1,4 +1,4 @@
-"""Small towers, batches and steps on a device, for tests/gpu."""
+"""Small towers, batches and steps on a device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ VISION = {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_s
 TEXT = {"context_length": TOKENS, "vocab_size": END + 1, "width": 64, "heads": 2, "layers": 2}
 
 
-def make_towers(folder: Path, device: str, **settings: Any) -> Towers:
+def make_towers(folder: Path, device: str, vision: dict[str, Any] | None = None, **settings: Any) -> Towers:
     """Towers of two layers, with the same weights on each device."""
-    return build(write(folder, VISION, text_cfg=TEXT), **settings).to(device).train()
+    return build(write(folder, vision or VISION, text_cfg=TEXT), **settings).to(device).train()
 
 
 def make_batch(count: int = 16, seed: int = 0) -> Batch:
@@ -43,11 +43,11 @@ def make_step(
     towers: Towers, device: str, *, plain: bool = False, world: World | None = None, **settings: Any
 ) -> TrainStep:
     """A step with AdamW, or with `plain` descent, by which weights move as far as the gradient says."""
-    clip_norm = settings.pop("clip_norm", None)
+    of_step = {key: settings.pop(key) for key in ("clip_norm", "caches") if key in settings}
+    loss = settings.pop("loss", None) or build_loss(ClipLossSettings(), "clip")
     train = TrainSettings(**{"precision": "fp32", **settings})
     optimizer = torch.optim.SGD(towers.parameters()) if plain else AdamW.Settings().build(towers, "ViT-B-32")
-    loss = build_loss(ClipLossSettings(), "clip")
-    return TrainStep(towers, loss, optimizer, world or World(device=device), train, clip_norm=clip_norm)
+    return TrainStep(towers, loss, optimizer, world or World(device=device), train, **of_step)
 
 
 def weights(towers: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -33,12 +32,6 @@ def furnish(folder: Path) -> Path:
     make_shards(folder / "val", [11, 9], start=100)
     (folder / "model.json").write_text(json.dumps(MODEL))
     return folder
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A furnished folder."""
-    return furnish(tmp_path_factory.mktemp("train"))
 
 
 def flags(place: Path, name: str, *more: str, steps: int = 8) -> list[str]:
@@ -74,14 +67,12 @@ def wait_for_step(place: Path, name: str, step: int, process: Fork | subprocess.
     wait_until(lambda: path.exists() and f'"step": {step},' in path.read_text(), process)
 
 
-def start(argv: list[str], ranks: int = 1, port: int = 0) -> list[Fork]:
+def start(argv: list[str], ranks: int = 1, port: int = 0, *, merged: bool = False, **env: str) -> list[Fork]:
     """The command on some ranks, each a process of its own; several meet on a port that the caller has reserved."""
     env = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(port)}  # fmt: skip
-    return [
-        Fork(["-m", "clipstream.train", *argv], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
+           "MASTER_PORT": str(port), **env}  # fmt: skip
+    command = ["-m", "clipstream.train", *argv]
+    return [Fork(command, env={**env, "RANK": str(n), "LOCAL_RANK": str(n)}, merged=merged) for n in range(ranks)]
 
 
 def train_on(world: World, argv: list[str]) -> int:

@@ -17,7 +17,7 @@ HEADER = tar_bytes([{"__key__": "0", "bin": b"x"}])[:512]  # no transfer goes on
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves a site's bytes, with ETags. The second half of a held file waits at its gate."""
+    """Serves a site's bytes, with ETags. The second half of a held file waits at its gate, and a 404 of one too."""
 
     def __init__(self, site: Site, *args: object) -> None:
         self.site = site
@@ -26,7 +26,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self.path.partition("?")[0].lstrip("/")
         self.site.asked[f"{self.command} {name}"] += 1
-        body = self.site.bodies.get(name)
+        body, gate = self.site.bodies.get(name), self.site.gates.get(name)
+        if gate is not None and (body is None or (self.command == "HEAD" and self.site.mute)):
+            gate.wait(TIMEOUT)
         if body is None:
             return self.send_error(404)
         if self.site.damaged[name] and self.command == "GET":
@@ -40,8 +42,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             half = len(body) // 2
             self.wfile.write(body[:half])
             self.wfile.flush()
-            if name in self.site.gates:
-                self.site.gates[name].wait(TIMEOUT)
+            if gate is not None:
+                gate.wait(TIMEOUT)
             self.wfile.write(body[half:])
 
     do_HEAD = do_GET
@@ -51,7 +53,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Site:
-    """A running server: `bodies` by name, `damaged` so many times, `gates` of held files by name."""
+    """A running server: `bodies` by name, `damaged` so many times, `gates` of held files by name.
+
+    It does not answer a HEAD of a held file while it is `mute`.
+    """
+
+    mute = False
 
     def __init__(self) -> None:
         self.bodies: dict[str, bytes] = {}

@@ -70,12 +70,11 @@ def furnish_job(folder: Path, steps: int = 40) -> dict[str, str]:
         "log": {"every": 1, "tensorboard": False},
     }  # fmt: skip
     (folder / "my.yaml").write_text(json.dumps(settings))
-    write_tools(folder, {})
-    return {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return with_tools(folder, {})
 
 
-def write_tools(folder: Path, more: dict[str, str]) -> None:
-    """Write `folder`/bin: python and torchrun of this environment, and more scripts."""
+def with_tools(folder: Path, more: dict[str, str]) -> dict[str, str]:
+    """The environment with `folder`/bin first in PATH: python and torchrun of this environment, and more scripts."""
     tools = {
         "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
         "torchrun": f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n',
@@ -85,13 +84,12 @@ def write_tools(folder: Path, more: dict[str, str]) -> None:
     for name, text in tools.items():
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def slurm_environment(folder: Path, tasks: int = 2, nodes: int = 1) -> dict[str, str]:
-    """The variables of a batch job, with `folder`/bin first in PATH, which has srun, scontrol, python and torchrun."""
-    write_tools(folder, {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL})
-    return {
-        **os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+    """The environment of a batch job, with srun, scontrol and scancel that stand in for Slurm's."""
+    return with_tools(folder, {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL}) | {
         "SLURM_JOB_ID": "4711", "SLURM_NNODES": str(nodes), "SLURM_JOB_NODELIST": "localhost", "TASKS": str(tasks),
         "NODES": str(nodes),
     }  # fmt: skip

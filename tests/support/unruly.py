@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+LOGIN = "Basic dTpwIHc="  # u:p w
 STALL = 1.2  # s; longer than a client of these tests waits
 FAULTS = (
     "cut", "reset", "stall", "delay", "throttle", "404", "403", "503", "429", "change", "change and cut", "long",
@@ -38,6 +39,7 @@ class FaultyFile:
         script: what is done to the first requests, before anything is drawn.
         version: the present one.
         done: what was done, by kind.
+        asked: the ranges of the requests.
     """
 
     versions: list[bytes]
@@ -48,6 +50,7 @@ class FaultyFile:
     script: list[str] = field(default_factory=list)
     version: int = 0
     done: Counter[str] = field(default_factory=Counter)
+    asked: list[str | None] = field(default_factory=list)
 
 
 class Unruly:
@@ -94,6 +97,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         kind = draws.choice(file.kinds) if draws.random() < file.share else "whole"
         kind = file.script.pop(0) if file.script else kind
         file.done[kind] += 1
+        file.asked.append(self.headers["Range"])
         if "change" in kind:
             file.version = min(file.version + 1, len(file.versions) - 1)
         self._answer(file, kind)
@@ -106,6 +110,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         draws = file.draws
         if kind.isdigit():
             self.send_error(int(kind))
+        elif kind == "login" and self.headers["Authorization"] != LOGIN:
+            self.send_error(401)
+        elif kind == "elsewhere":
+            self.send_response(302)
+            self.send_header("Location", "nowhere://there/0.tar?token=HIDDEN")
+            self.end_headers()
         elif kind == "not http":
             self.wfile.write(b"\x15\x03\x01\0\x02\x02\x16 no protocol of yours\r\n\r\n")
         elif kind == "empty":

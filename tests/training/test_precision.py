@@ -18,10 +18,8 @@ from clipstream.features.search import duplicates
 from clipstream.training.precision import check_device, prepare_towers
 from clipstream.utils.torch_state import restored_matmul_precision
 from tests.support.ranks import end_ranks
-from tests.support.runs import flags, place
+from tests.support.runs import flags
 from tests.support.stored_features import TensorRows
-
-__all__ = ["place"]  # the fixture
 
 MATMUL = "torch.backends.cuda.matmul"
 PROGRAMS = [

@@ -34,15 +34,12 @@ from tests.support.runs import (
     NO_LIMITS,
     flags,
     lines,
-    place,
     same_weights,
     start,
     train_on,
     wait_for_step,
     weights,
 )
-
-__all__ = ["place"]  # the fixture
 
 
 @pytest.fixture(scope="module")

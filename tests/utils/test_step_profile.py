@@ -16,7 +16,7 @@ from clipstream.report.html_report import read_run, render
 from clipstream.report.settings import LogSettings
 from clipstream.utils.timing import StepProfiler, StepTimer, dearest, table, timed
 from tests.support.ranks import end_ranks
-from tests.support.runs import flags, furnish, lines, train_on
+from tests.support.runs import flags, lines, train_on
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_operations_are_sorted_by_self_time_on_the_device() -> None:
     assert [one.name for one in dearest([event("a", 0, 1e6), event("b", 0, 2e6)])] == ["b", "a"]
 
 
-def test_a_run_on_two_ranks_is_profiled_and_reported(tmp_path: Path) -> None:
-    place, more = furnish(tmp_path), ("--profile", "2-3", "--log.every", "2")
+def test_a_run_on_two_ranks_is_profiled_and_reported(place: Path) -> None:
+    more = ("--profile", "2-3", "--log.every", "2")
     assert [end.code for end in end_ranks(2, train_on, flags(place, "two", *more, steps=4))] == [0, 0]
     folder = place / "runs" / "two"
     (line,) = lines(place, "two", "profile")
@@ -115,7 +115,6 @@ def test_a_run_on_two_ranks_is_profiled_and_reported(tmp_path: Path) -> None:
         assert said in page, said
 
 
-def test_a_profile_beyond_the_end_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = furnish(tmp_path)
+def test_a_profile_beyond_the_end_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags(place, "short", "--profile", "10-14", steps=12)) == 2
     assert "--profile: log.profile: step 14 is never reached: the run has 12" in capsys.readouterr().err

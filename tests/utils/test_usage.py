@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.report.terminal import ProgressDisplay
 from clipstream.utils.timing import GIB, Usage
 
 WORK = """
@@ -58,13 +57,3 @@ def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     assert usage.kind == "gpu"
     assert usage.read() == usage.read() == {"utilization": 0.93, **memory}
     assert len(asked) == 1, "what failed is not asked for again"
-
-
-def test_the_terminal_shows_mfu_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    display = ProgressDisplay(10, mode="lines")
-    line = {"step": 5, "samples": 50, "loss": 1.0, "samples_per_s": 10.0}
-    display.write({**line, "mfu": 0.413, "gpu": {"memory_peak_gib": 12.34}})
-    display.write({**line, "step": 6})
-    first, second = capsys.readouterr().out.splitlines()
-    assert "10 samples/s  MFU 41%  12.3 GiB  eta" in first
-    assert "10 samples/s  eta" in second
