@@ -122,16 +122,6 @@ def test_the_end_waits_for_the_save_but_not_after_ctrl_c_twice(gate: Gate, tmp_p
     assert find(tmp_path, "auto") == tmp_path / "step_00000001"
 
 
-def test_further_files_of_tensors(tmp_path: Path) -> None:
-    averages = {"visual.0.weight": torch.arange(6.0).view(2, 3)}
-    saver = saver_of(tmp_path, tensors={"averaged.safetensors": lambda: averages})
-    saver.save(TrainState(1))
-    averages["visual.0.weight"] += 1
-    assert saver.finish()
-    saved = load_file(tmp_path / "step_00000001" / "averaged.safetensors")
-    assert torch.equal(saved["visual.0.weight"], torch.arange(6.0).view(2, 3))
-
-
 def test_files_of_tensors_are_those_of_the_library(tmp_path: Path) -> None:
     tensors = {
         "bytes": torch.arange(5, dtype=torch.uint8),

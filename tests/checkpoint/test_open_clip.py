@@ -14,7 +14,6 @@ import torch
 
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
 from clipstream.checkpoint.store import find
-from clipstream.cli.verbs.train import main
 from clipstream.errors import SettingsError
 from clipstream.training.optim import AdamW
 from tests.support import model_files
@@ -47,20 +46,6 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     with pytest.raises(SettingsError, match="with --pretrained"):
         OpenClipCheckpoint.read(tmp_path / "weights.pt")
-
-
-def test_a_run_goes_on_from_open_clips_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = model_files.write(tmp_path)
-    path, *_ = write_epoch(tmp_path, json.loads(Path(name).read_text()), "3.3.0")
-    argv = ["--model", name, "--dataset-type", "synthetic", "--batch-size", "8", "--train-num-samples", "16"]
-    argv += ["--epochs", "3", "--workers", "0", "--log.every", "1", "--device", "cpu", "--precision", "fp32"]
-    argv += ["--run.threads", "1", "--logs", str(tmp_path / "logs"), "--name", "on", "--resume", str(path)]
-    assert main(argv) == 0
-    assert "epoch 2, step 4; the data start anew" in capsys.readouterr().out
-    records = [json.loads(line) for line in (tmp_path / "logs/on/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "loss" in record] == [5, 6]
-    saved = {folder.name for folder in (tmp_path / "logs/on/checkpoints").glob("step_*")}
-    assert saved >= {"step_00000004", "step_00000006"}
 
 
 @pytest.mark.parametrize(

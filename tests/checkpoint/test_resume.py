@@ -34,7 +34,7 @@ from tests.support.runs import (
     wait_for_step,
     weights,
 )
-from tests.support.savers import damage, fill, names, small_disk
+from tests.support.savers import fill, names, small_disk
 
 HASHING = "tests.checkpoint.test_resume:Hashing"
 
@@ -114,19 +114,6 @@ def test_ten_kills_change_no_bit_of_the_next_200_batches(mode: str, place: Path)
     assert batches(place, cut) == batches(place, whole) and len(batches(place, cut)) == total
     assert lines(place, cut) == lines(place, whole)
     assert same_weights(weights(place, cut, total), weights(place, whole, total))
-
-
-def test_a_damaged_newest_one_costs_steps_but_no_bits(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("intact", "damaged"):
-        assert main(hashed(place, name, "epoch", steps=6)) == 0
-    folder = place / "runs" / "damaged" / "checkpoints"
-    damage(folder / "step_00000006" / "optimizer.safetensors")
-    for name in ("intact", "damaged"):
-        assert main(hashed(place, name, "epoch", "--resume", "latest", steps=9)) == 0
-    assert "step_00000006 is damaged" in capsys.readouterr().err
-    assert lines(place, "damaged") == lines(place, "intact")
-    assert batches(place, "damaged") == batches(place, "intact")
-    assert same_weights(weights(place, "damaged", 9), weights(place, "intact", 9))
 
 
 def test_a_run_goes_on_from_its_remote_copy(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +12,24 @@ from clipstream.data.sources import expand
 from clipstream.data.sources.tars import of_source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.evaluators.zero_shot import ZeroShot
 from clipstream.evals.settings import RetrievalSettings, ZeroShotSettings
-from clipstream.models.build import build_towers
-from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Towers
-from tests.support.benchmark_evaluation import evaluate
 from tests.support.clipbenchmark import (
-    CAPTIONS,
     CLASSES,
     TEMPLATES,
     batches,
     drawn,
+    evaluate,
+    kinds,
     retrieval,
     save_model,
-    several,
     tokenize,
     write_benchmark,
     zero_shot,
 )
-from tests.support.evaluating import CONFIG
+from tests.support.evaluating import context_of
 from tests.support.hubserver import serve
-from tests.support.pictures import ByteTokenizer
 from tests.support.ranks import run_ranks
 
 COUNT = 300
@@ -48,29 +40,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def by_clip_benchmark(model: Path, samples: Any, of: Any) -> dict[str, float]:
-    """With open_clip's model and its transform."""
-    clip, _, transform = open_clip.create_model_and_transforms(f"local-dir:{model}")
-    found: dict[str, float] = of(clip.eval(), batches(samples, transform), tokenize)
-    return found
-
-
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[dict[str, str], dict[str, dict[str, float]]]:
-    """A set of each kind, and what clip-benchmark says of it."""
-    pictures = drawn(COUNT)
-    samples: dict[str, Any] = {
-        "": pictures,
-        "multilabel": [(picture, several(i, label)) for i, (picture, label) in enumerate(pictures)],
-        "retrieval": [
-            (picture, [CAPTIONS[k].format(i=i, c=CLASSES[label]) for k in range(1 + i % 4)])
-            for i, (picture, label) in enumerate(pictures)
-        ],
-    }
-    folder = tmp_path_factory.mktemp("sets")
+    """A set of each kind, and clip-benchmark's figures of open_clip's model and transform."""
+    samples, folder = kinds(drawn(COUNT), COUNT), tmp_path_factory.mktemp("sets")
     roots = {kind: str(write_benchmark(folder / f"set_{kind}", some, kind=kind)) for kind, some in samples.items()}
+    clip, _, transform = open_clip.create_model_and_transforms(f"local-dir:{model}")
+    clip.eval()
     of = {"": zero_shot, "multilabel": zero_shot, "retrieval": retrieval}
-    return roots, {kind: by_clip_benchmark(model, some, of[kind]) for kind, some in samples.items()}
+    return roots, {kind: of[kind](clip, batches(some, transform), tokenize) for kind, some in samples.items()}
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -102,9 +80,8 @@ def test_the_layout_over_http(tmp_path: Path) -> None:
         found = of_source([f"benchmark:{root}"])
         assert found is not None
         assert (found.classes, found.templates, found.kind) == (CLASSES, TEMPLATES, "classification")
-        towers = loaded_tiny()
         settings = ZeroShotSettings.model_validate({"data": {"shards": f"benchmark:{root}"}})
-        assert dict(ZeroShot(settings)(EvalContext(towers, ByteTokenizer(), World())))["n"] == 7
+        assert dict(ZeroShot(settings)(context_of(World())))["n"] == 7
 
 
 def test_the_layout_in_a_bucket() -> None:
@@ -115,13 +92,6 @@ def test_the_layout_in_a_bucket() -> None:
     assert found.classes == ["cat", "dog", "", "eel"] and found.templates is None  # a blank line counts, as there
     with pytest.raises(SettingsError, match=r"train/nshards\.txt is not there"):
         expand("benchmark:memory://sets/a#train")
-
-
-def loaded_tiny() -> Towers:
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, "tiny.json")
-        config.write_text(json.dumps(CONFIG))
-        return build_towers(ModelSettings(name=str(config)), seed=0)
 
 
 def test_a_page_of_the_hub_stands_for_its_files() -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.data.batch import Batch
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
-from clipstream.evals.gallery import MATCHES, WORST, Matches, show_confusions
+from clipstream.evals.gallery import MATCHES, WORST, show_confusions
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
 from tests.support.evaluating import context_of
@@ -76,28 +75,6 @@ def test_prompts_find_the_same_pictures_on_any_number_of_ranks(pairs: Path) -> N
         assert text == f"picture {int(key.rpartition('/')[2])}"
     assert {text for _, _, text, _, _ in alone["kinds"][0]} <= {"ant", "bee", "cat"}
     assert sum(int(right.partition(" of ")[2]) for _, right, _ in alone["kinds"][1][0]) <= 23
-
-
-def found_by_hand(world: World) -> list[tuple[str, str]]:
-    """Of 7 pictures on two ranks; the last rank has none."""
-    context = wanting(world)
-    context.encode_prompts = lambda prompts, batch_size=256: torch.eye(2)[: len(prompts)]  # type: ignore[method-assign]
-    matches = Matches(context, ["up", "right"])
-    scores = torch.tensor([[0.1, 0.9], [0.9, 0.1], [0.9, 0.2], [0.5, 0.5], [0.3, 0.3], [0.2, 0.4], [0.9, 0.0]])
-    for start in range(world.rank, 7, 2) if world.rank < 2 else ():
-        pixels, one = torch.full((1, 3, 4, 4), start, dtype=torch.uint8), torch.ones(1)
-        batch = Batch(pixels, torch.zeros((1, 2)), one, (f"k{start}",), one, step=0, global_size=7)
-        matches.add(scores[start : start + 1], batch, lambda i, start=start: f"text {start}")  # type: ignore[misc]
-        pixels.fill_(99)  # the loader uses its memory again
-    matches.show()
-    assert all(int(e.pixels[0, 0, 0]) == int(e.key[1:]) and e.text == f"text {e.key[1:]}" for e in context.examples)
-    return [(e.group, e.key) for e in context.examples]
-
-
-def test_the_best_matches_by_hand() -> None:
-    found = run_ranks(3, found_by_hand)[0]
-    assert found == [*(("“up”", key) for key in ("k1", "k2", "k6", "k3")),
-                     *(("“right”", key) for key in ("k0", "k3", "k5", "k4"))]  # fmt: skip
 
 
 def confused(world: World) -> list[tuple[tuple[str, ...], ...]]:

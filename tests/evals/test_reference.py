@@ -11,17 +11,7 @@ import open_clip
 import pytest
 import torch
 
-from tests.support.benchmark_evaluation import evaluate
-from tests.support.clipbenchmark import (
-    CAPTIONS,
-    CLASSES,
-    DEBIAN,
-    fashion,
-    save_model,
-    several,
-    tokenize,
-    write_benchmark,
-)
+from tests.support.clipbenchmark import DEBIAN, evaluate, fashion, kinds, save_model, tokenize, write_benchmark
 from tests.support.ranks import run_ranks
 
 KS = (1, 5, 10)
@@ -51,16 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A set of each kind, by its dataset_type.txt."""
-    pictures = fashion(COUNT)
-    folder = tmp_path_factory.mktemp("sets")
-    samples: dict[str, Any] = {
-        "": pictures,
-        "multilabel": [(picture, several(i, label)) for i, (picture, label) in enumerate(pictures)],
-        "retrieval": [
-            (picture, [CAPTIONS[k].format(i=i, c=CLASSES[label]) for k in range(1 + i % 4)])
-            for i, (picture, label) in enumerate(pictures[:PAIRS])
-        ],
-    }
+    folder, samples = tmp_path_factory.mktemp("sets"), kinds(fashion(COUNT), PAIRS)
     return {kind: str(write_benchmark(folder / f"set_{kind}", some, kind=kind)) for kind, some in samples.items()}
 
 

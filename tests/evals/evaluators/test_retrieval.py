@@ -19,7 +19,7 @@ from clipstream.errors import DataError
 from clipstream.evals import metrics
 from clipstream.evals.evaluators.retrieval import Retrieval, recalls
 from clipstream.evals.gallery import Kept, Wording, show_retrieval
-from clipstream.evals.metrics import TIE, Ranks, place, place_pairs
+from clipstream.evals.metrics import TIE, Ranks, place_pairs
 from clipstream.evals.settings import RetrievalSettings
 from tests.support.evaluating import context_of
 from tests.support.pictures import ByteTokenizer, make_shards, picture
@@ -65,14 +65,6 @@ def test_ties_have_the_mean_of_open_clips_figures_over_all_orders() -> None:
     for key in (f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5)):
         assert ours[key] == pytest.approx(np.mean([figures[key] for figures in theirs])), key
     assert 0.4 < ours["image_to_text_R@1"] < 0.6
-
-
-def test_tiles_do_not_matter() -> None:
-    images, texts = features(61, noise=0.5)
-    right = torch.arange(61)
-    whole = place(images, texts, right)
-    for rows, columns in ((1, 61), (7, 5), (64, 1)):
-        assert all(map(torch.equal, place(images, texts, right, rows=rows, columns=columns), whole))
 
 
 def captioned(n: int, m: int, width: int, noise: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.classes import Labelling, class_names, prompt_templates
 from clipstream.evals.context import EvalContext
-from clipstream.evals.evaluators.zero_shot import ZeroShot, text_classifier
+from clipstream.evals.evaluators.zero_shot import ZeroShot
 from clipstream.evals.metrics import figures
 from clipstream.evals.runner import EvalRunner, Listeners, build_evaluators
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
@@ -82,18 +82,6 @@ def test_equal_to_open_clip(pictures: Path) -> None:
     assert evaluate(World(), str(pictures)) == pytest.approx(expected, abs=1e-12)
 
 
-def classifier_of(world: World) -> list[list[float]]:
-    rows: list[list[float]] = text_classifier(context_of(world), CLASSES[:2], prompt_templates(["a {c}"])).tolist()
-    return rows
-
-
-def test_fewer_prompts_than_ranks() -> None:
-    alone = np.array(classifier_of(World()))
-    assert alone.shape == (2, 16) and np.linalg.norm(alone, axis=1) == pytest.approx([1, 1])
-    for rows in run_ranks(3, classifier_of):
-        assert np.array(rows) == pytest.approx(alone, abs=1e-6)
-
-
 def encoded(world: World, folder: str) -> tuple[list[int], list[dict[str, float]]]:
     """Texts that the tower encoded in each evaluation, and the figures: twice, with other weights, and as before."""
     towers, counts = tiny_towers(7), [0]
@@ -145,10 +133,6 @@ def test_class_names(tmp_path: Path) -> None:
     assert len(class_names("imagenet")) == 1000
     (tmp_path / "names.txt").write_text("tench\n\n great white shark \nä\n", encoding="utf-8")
     assert class_names(str(tmp_path / "names.txt")) == ["tench", "great white shark", "ä"]
-    with pytest.raises(SettingsError, match=r"classes: .*none\.txt"):
-        class_names(str(tmp_path / "none.txt"))
-    with pytest.raises(SettingsError, match="at least 2"):
-        class_names(["one"])
 
 
 NAMES = ["red", "lime, green", "blue"]
@@ -248,7 +232,6 @@ class Noisy:
     """A user's evaluator that moves every random state and sets the towers' mode."""
 
     class Settings(EvalSettings):
-        type: str = "tests.evals.evaluators.test_zero_shot:Noisy"
         bonus: float = 1.0
 
     def __init__(self, settings: Settings) -> None:
@@ -263,9 +246,7 @@ class Noisy:
 
 
 def test_a_users_evaluator_leaves_training_as_it_was() -> None:
-    section = EvalSettings.model_validate(
-        {"type": "tests.evals.evaluators.test_zero_shot:Noisy", "every": 2, "bonus": 3}
-    )
+    section = EvalSettings.model_validate({"type": f"{__name__}:Noisy", "every": 2, "bonus": 3})
     towers = tiny_towers()
     records: list[dict[str, Any]] = []
     runner = EvalRunner({"own": section}, context_of(World()), Listeners(records.append))
