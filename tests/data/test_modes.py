@@ -14,26 +14,22 @@ from tests.support.runs import flags, lines, same_weights, weights
 EXACT = ["--data.sampling.mode=indexed", "--data.sampling.remainder=pad", "--checkpoint.keep-last=9"]
 
 
-def test_more_workers_than_lanes_are_fewer_workers_and_the_start_says_so(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(flags(place, "few", "--data.sampling.mode=epoch", "--data.lanes=2", "--workers=3", steps=2)) == 0
-    out = capsys.readouterr().out
-    assert "workers  2 a rank: 2 lanes for 3 workers on each of 1 ranks" in out and ", 2 workers a rank" in out
-
-
-@pytest.mark.parametrize("mode", ["indexed", "epoch", "resampled"])
+@pytest.mark.parametrize("mode", ["indexed", "epoch"])
 def test_a_run_goes_on_across_epochs_ends_with_the_same_bits(
     place: Path, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = EXACT if mode == "indexed" else [f"--data.sampling.mode={mode}", "--checkpoint.keep-last=9"]
-    assert main(flags(place, mode, *more)) == 0
+    more = {"indexed": EXACT, "epoch": ["--data.sampling.mode=epoch", "--data.lanes=2", "--checkpoint.keep-last=9"]}[
+        mode
+    ]
+    assert main(flags(place, mode, *more, "--workers=3")) == 0
     out = capsys.readouterr().out
+    if mode == "epoch":
+        assert "workers  2 a rank: 2 lanes for 3 workers on each of 1 ranks" in out and ", 2 workers a rank" in out
     runs = place / "runs"
     shutil.copytree(runs / mode, runs / f"{mode}2")
     for step in (4, 6, 8):
         shutil.rmtree(runs / f"{mode}2/checkpoints/step_{step:08d}")
-    assert main(flags(place, f"{mode}2", *more, "--resume=latest", "--workers=2")) == 0
+    assert main(flags(place, f"{mode}2", *more, "--resume=latest", "--workers=0")) == 0
     assert lines(place, f"{mode}2") == lines(place, mode)
     assert same_weights(weights(place, mode, 8), weights(place, f"{mode}2", 8))
     if mode == "indexed":
@@ -55,21 +51,14 @@ def test_epochs_of_an_indexed_run_are_whole(place: Path) -> None:
     assert lines(place, "epochs2") == lines(place, "epochs")
 
 
-@pytest.mark.parametrize(
-    ("mode", "batch", "more", "warned"),
-    [
-        ("resampled", 96, [], True),
-        ("epoch", 96, [], True),
-        ("resampled", 96, ["--loss.duplicates=mask", "--loss.duplicates-by=pictures"], False),
-        ("epoch", 24, [], False),
-    ],
-)
 def test_batches_that_hold_samples_more_than_once_are_warned_of(
-    place: Path, mode: str, batch: int, more: list[str], warned: bool, capsys: pytest.CaptureFixture[str]
+    place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [f"--data.sampling.mode={mode}", f"--data.global-batch-size={batch}", "--workers=0", *more]
-    assert main(flags(place, f"few-{mode}-{batch}-{len(more)}", *argv, steps=1)) == 0
-    said = capsys.readouterr().err
-    found = re.search(r"the first batch of 96 samples holds only (\d+) different ones.*--loss.duplicates mask", said)
-    assert (found is not None) is warned, said
-    assert found is None or int(found[1]) <= 62
+    masked = ["--loss.duplicates=mask", "--loss.duplicates-by=pictures"]
+    for mode, more in (("epoch", []), ("resampled", masked)):
+        argv = [f"--data.sampling.mode={mode}", "--data.global-batch-size=96", "--workers=0", *more]
+        assert main(flags(place, f"few-{mode}", *argv, steps=1)) == 0
+        said = capsys.readouterr().err
+        found = re.search(r"first batch of 96 samples holds only (\d+) different ones.*--loss.duplicates mask", said)
+        assert (found is None) is (mode == "resampled"), said
+        assert found is None or int(found[1]) <= 62

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import os
 import threading
 from collections.abc import Iterator
@@ -21,38 +19,21 @@ from clipstream.storage.shard_cache import ShardCache
 from tests.support.forks import wait_until
 from tests.support.loaders import data, digest, digests, evaluation_of, loader
 from tests.support.ranks import command_ends, command_runs
-
-
-class Folder(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder, and notes what was asked for."""
-
-    asked: list[str]
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        super().do_GET()
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
+from tests.support.sites import Site
 
 
 @pytest.fixture
-def served(shards: list[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """The shards behind a server on loopback, and its list of what was asked for."""
-    handler = type("Asked", (Folder,), {"asked": []})
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(handler, directory=str(Path(shards[0]).parent))
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield [f"http://127.0.0.1:{server.server_port}/{Path(shard).name}" for shard in shards], handler.asked
-    server.shutdown()
-    server.server_close()
+def site(shards: list[str]) -> Iterator[Site]:
+    """A server of the shards."""
+    running = Site()
+    for shard in shards:
+        running.put(Path(shard).name, Path(shard).read_bytes())
+    yield running
+    running.close()
 
 
-def test_remote_shards_are_fetched_before_they_are_needed(
-    shards: list[str], served: tuple[list[str], list[str]]
-) -> None:
-    urls, asked = served
+def test_remote_shards_are_fetched_before_they_are_needed(shards: list[str], site: Site) -> None:
+    urls = [f"{site.root}/{name}" for name in site.bodies]
     changes: dict[str, Any] = {"lanes": 1, "global_batch_size": 2, "shuffle": {"window": 100, "shards": 1}}
     changes |= {"sampling": {"mode": "epoch"}, "workers": 1, "prefetch": 1}
     kept = [0, 2, 4, 5]  # whose samples last for some batches
@@ -61,7 +42,9 @@ def test_remote_shards_are_fetched_before_they_are_needed(
         assert isinstance(stream.source, SampleBatches)
         folder = stream.source.store.folder
         found = [digest([next(stream)])]
-        wait_until(lambda: len(asked) >= 2)  # the next group is fetched while this one lasts
+        wait_until(
+            lambda: sum("GET" in name for name in site.asked) >= 2
+        )  # the next group is fetched while this one lasts
         found += [digest([next(stream)]) for _ in range(59)]
         assert len(list(folder.glob("*.tar"))) <= 2, "a shard goes with its last lane"
     assert found == expected
@@ -72,13 +55,8 @@ def test_remote_shards_are_fetched_before_they_are_needed(
 def test_a_command_that_fetches_ahead_ends_with_who_wants_it(shards: list[str], tmp_path: Path, workers: int) -> None:
     seconds = f"3602.{os.getpid()}"
     slow = f"pipe:cat '{shards[0]}'; test -e '{tmp_path}/first' && sleep {seconds}; touch '{tmp_path}/first'"
-    changes: dict[str, Any] = {
-        "lanes": 1,
-        "global_batch_size": 2,
-        "shuffle": {"window": 100, "shards": 1},
-        "workers": workers,
-        "cache": str(tmp_path / "cache"),
-    }
+    changes: dict[str, Any] = {"lanes": 1, "global_batch_size": 2, "shuffle": {"window": 100, "shards": 1}}
+    changes |= {"workers": workers, "cache": str(tmp_path / "cache")}
     others = set(threading.enumerate())
     with loader(data([slow, f"{slow}; true"], sampling={"mode": "epoch"}, **changes)) as stream:
         next(stream)
@@ -114,19 +92,13 @@ def test_a_shard_that_cannot_be_opened_is_not_held(tmp_path: Path, shards: list[
     store.close()
 
 
-def test_evaluations_keep_to_the_limit_of_the_cache(served: tuple[list[str], list[str]], tmp_path: Path) -> None:
-    limit = 120_000
-    with evaluation_of(SourceSettings(shards=served[0]), cache=str(tmp_path), cache_gib=limit / GIB) as stream:
+def test_caches_keep_to_their_limit_which_local_shards_need_not(shards: list[str], site: Site, tmp_path: Path) -> None:
+    urls, limit = [f"{site.root}/{name}" for name in site.bodies], 120_000
+    with evaluation_of(SourceSettings(shards=urls), cache=str(tmp_path), cache_gib=limit / GIB) as stream:
         assert sum(len(batch) for batch in stream) == 66
     kept = [path.stat().st_size for path in tmp_path.glob("*.tar")]
     assert kept and sum(kept) <= limit, "all of them take more"
-
-
-def test_shards_that_need_no_fetching_need_no_room(
-    shards: list[str], served: tuple[list[str], list[str]], tmp_path: Path
-) -> None:
     largest = max(Path(shard).stat().st_size for shard in shards)
-    sources = {"near": {"shards": shards}, "far": {"shards": served[0][:2]}}
-    settings = data(None, sources=sources, cache=str(tmp_path), cache_gib=2 * largest / GIB)
-    with loader(settings) as stream:
-        assert len(next(stream)) == 12
+    sources = {"near": {"shards": shards}, "far": {"shards": urls[:2]}}
+    with loader(data(None, sources=sources, cache=str(tmp_path / "small"), cache_gib=2 * largest / GIB)) as both:
+        assert len(next(both)) == 12

@@ -17,28 +17,27 @@ from clipstream.distributed import world
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from tests.support.loaders import data, loader
-from tests.support.pictures import make_shards
 from tests.support.ranks import TIMEOUT
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20])
-
-
-def on_gpu(ranks: int = 1) -> World:
-    return World(local_size=ranks, device="cuda:0")
-
-
 @pytest.mark.parametrize(
-    ("cores", "ranks", "workers"),
-    [(1, 1, 1), (2, 1, 1), (16, 1, 15), (16, 4, 3), (3, 8, 1), (256, 2, MAX_AUTO_WORKERS)],
-)
+    ("cores", "ranks", "lanes", "workers", "reason"),
+    [
+        (1, 1, 8, 1, "1 core for 1 rank"), (16, 4, 8, 3, "16 cores for 4 ranks"), (3, 8, 8, 1, "3 cores for 8 ranks"),
+        (16, 1, 99, 15, "16 cores for 1 rank"), (5, 1, 3, 3, "5 cores for 1 rank"),
+        (256, 2, 99, MAX_AUTO_WORKERS, "256 cores for 2 ranks"),
+        (64, 0, 8, auto_workers.ON_CPU, "64 cores, which train as well"),
+        (64, 0, 1, 1, "64 cores, which train as well"),
+    ],
+)  # fmt: skip
 def test_a_core_of_each_rank_is_left_to_training(
-    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, workers: int
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, lanes: int, workers: int, reason: str
 ) -> None:
+    """There are no more workers than lanes; a model on the CPU (ranks 0 here) leaves two."""
     monkeypatch.setattr(auto_workers, "cores", lambda: cores)
-    assert auto_workers.auto_workers(on_gpu(ranks)) == workers
+    world = World(local_size=ranks, device="cuda:0") if ranks else World()
+    settings = data("a.tar", workers="auto", lanes=lanes, global_batch_size=99)
+    assert auto_workers.resolve_workers(settings, world) == (workers, reason)
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,20 +61,6 @@ def test_bfloat16_is_found_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(world.VARIABLE, text)
         with pytest.raises(SettingsError, match=f"is '{text}': expected bf16 or no-bf16, and cores=N"):
             world.computes_bf16("cpu")
-
-
-def test_there_are_no_more_workers_than_lanes_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_workers, "cores", lambda: 5)
-    assert auto_workers.resolve_workers(data("a.tar", workers="auto"), on_gpu()) == (4, "5 cores for 1 rank")
-    assert auto_workers.resolve_workers(data("a.tar", workers="auto", lanes=3), on_gpu())[0] == 3
-    assert auto_workers.resolve_workers(data("a.tar", workers="auto"), on_gpu(2)) == (1, "5 cores for 2 ranks")
-
-
-def test_a_model_on_the_cpu_leaves_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_workers, "cores", lambda: 64)
-    found = auto_workers.resolve_workers(data("a.tar", workers="auto"), World())
-    assert found == (auto_workers.ON_CPU, "64 cores, which train as well")
-    assert auto_workers.resolve_workers(data("a.tar", workers="auto", lanes=1), World())[0] == 1
 
 
 def test_workers_that_cannot_all_be_started_are_told_and_none_is_left(shards: list[str]) -> None:

@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 import pytest
-import torch
 
 from clipstream.data.build import training_loader
 from clipstream.data.loader import batch_buffers
@@ -20,19 +19,13 @@ from clipstream.utils import torch_state
 from tests.support.fake_cuda import SECONDS, FakeCuda, SlowCopies
 from tests.support.forks import wait_until
 from tests.support.loaders import INPUTS, data, digest, is_filled
-from tests.support.pictures import make_shards
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20])
 
 
 def loader(settings: DataSettings, **more: Any) -> Loader:
     return training_loader(settings, INPUTS, world=World(), seed=3, **more)
 
 
-@pytest.mark.parametrize(("workers", "prefetch"), [(0, 1), (2, 1), (2, 2), (1, 3)])
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 1), (2, 1), (1, 3)])
 def test_batches_are_the_same_when_they_are_copied_ahead(
     shards: list[str], monkeypatch: pytest.MonkeyPatch, workers: int, prefetch: int
 ) -> None:
@@ -56,15 +49,6 @@ def test_batches_are_the_same_when_they_are_copied_ahead(
     with loader(settings, start=state) as stream:
         found += [digest([next(stream)]) for _ in range(12)]
     assert found == expected
-
-
-def test_on_the_cpu_views_are_not_copied(shards: list[str]) -> None:
-    ring = BufferRing(BufferShape(2, 4, 4, 3), 1)
-    assert isinstance(device_prefetch_for("cpu", ring), HostBatches)
-    with loader(data(shards), views=True) as stream:
-        batch, memory = next(stream), stream._ring.bytes()
-        assert batch.pixels is not None
-        assert 0 <= batch.pixels.data_ptr() - memory.ctypes.data < memory.nbytes
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -104,31 +88,14 @@ def test_a_loader_closes_while_a_kernel_hangs(monkeypatch: pytest.MonkeyPatch) -
     wait_until(lambda: not torch_state._locked)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_gpu_gets_the_same_batches(shards: list[str], workers: int) -> None:
-    with loader(data(shards)) as plain:
-        expected = [digest([next(plain)]) for _ in range(20)]
-    found = []
-    on_gpu = World(device="cuda:0")
-    settings = data(shards, workers=workers)
-    with training_loader(settings, INPUTS, world=on_gpu, seed=3) as stream:
-        for _ in range(20):
-            batch = next(stream)
-            assert all(tensor.is_cuda for tensor in batch.tensors())
-            torch.cuda._sleep(10_000_000)  # the step is still running when the next batch is asked for
-            found.append(digest([batch.to("cpu")]))
-    assert found == expected
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_that_are_kept_stay_what_they_were(shards: list[str], workers: int) -> None:
+def test_batches_that_are_kept_stay_what_they_were_and_views_are_not_copied(shards: list[str], workers: int) -> None:
     settings = data(shards, workers=workers, prefetch=1)
     with loader(settings) as stream:
         kept = list(islice(stream, 4))
+    assert isinstance(device_prefetch_for("cpu", BufferRing(BufferShape(2, 4, 4, 3), 1)), HostBatches)
     with loader(settings, views=True) as stream:
         assert [digest([batch]) for batch in islice(stream, 4)] == [digest([batch]) for batch in kept]
-        first, second = next(stream), next(stream)
-        if workers == 0:
-            assert first.pixels is not None and second.pixels is not None
-            assert first.pixels.data_ptr() == second.pixels.data_ptr(), "the trainer's are views"
+        batch, memory = next(stream), stream._ring.bytes()
+        assert batch.pixels is not None
+        assert 0 <= batch.pixels.data_ptr() - memory.ctypes.data < memory.nbytes

@@ -2,53 +2,89 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import gzip
+import io
+import multiprocessing
+import random
+import resource
+import tarfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clipstream.data.loader.health import Health
 from clipstream.data.loader.pipeline import checksum
 from clipstream.errors import DataError
-from tests.support.broken import COUNT, Broken, Sample, broken_shards
 from tests.support.loaders import data, loader
 from tests.support.pictures import ByteTokenizer, make_shards, picture
-from tests.support.ranks import ROOT, TIMEOUT
+from tests.support.tars import tar_bytes
+
+COUNT, BLOCK = 6, 512  # samples of a shard; bytes
+BEFORE, SHOWN, EVERY = [0, 1], [0, 1, 2], [*range(COUNT)]  # sample 2 is whole where sample 3 shows that
+Broken = tuple[bytes | None, str, list[int]]  # the shard, what it is counted under, the samples that can be used
 
 
-def write_broken(folder: Path) -> dict[str, tuple[Path, Broken, list[Sample]]]:
-    """One shard of each kind, of samples of its own."""
-    found = {}
-    for number, kind in enumerate(broken_shards([sample(i) for i in range(COUNT)])):
-        samples = [sample(1000 * (number + 1) + i) for i in range(COUNT)]
-        broken = broken_shards(samples)[kind]
-        path = folder / f"{kind.replace(' ', '_')}.tar"
-        if broken.data is not None:
-            path.write_bytes(broken.data)
-        found[kind] = (path, broken, samples)
-    return found
+def with_field(tar: bytes, header: int, offset: int, value: bytes) -> bytes:
+    """The tar with a field of a header replaced, and the header's checksum made right again."""
+    block = bytearray(tar[header : header + BLOCK])
+    block[offset : offset + len(value)] = value
+    block[148:156] = b" " * 8
+    block[148:156] = f"{sum(block):06o}\0 ".encode()
+    return tar[:header] + bytes(block) + tar[header + BLOCK :]
 
 
-def sample(number: int) -> Sample:
+def broken_shards(samples: list[dict[str, Any]]) -> dict[str, Broken]:
+    """Kind -> a shard of these six samples with the members jpg and txt; what breaks hits sample 3."""
+    tar = tar_bytes(samples, tarfile.GNU_FORMAT)
+    with tarfile.open(fileobj=io.BytesIO(tar)) as opened:
+        at = {member.name: member.offset for member in opened.getmembers()}
+        third, end = at[f"{samples[3]['__key__']}.jpg"], opened.offset
+    noise, packed = random.Random(0).randbytes(3 * BLOCK), gzip.compress(tar)
+    record = tarfile.TarInfo("pax")  # an extended header whose record claims another length than it has
+    record.type, record.size = tarfile.XHDTYPE, 18
+    pax = record.tobuf(tarfile.GNU_FORMAT) + b"99 path=somewhere\n".ljust(BLOCK, b"\0")
+    twice = [*samples[:3], {**samples[3], "JPG": b"another"}, *samples[4:]]
+    return {
+        "cut in a header": (tar[: third + 100], "truncated_header", BEFORE),
+        "cut in a member": (tar[: third + BLOCK + 88], "truncated_member", SHOWN),
+        "cut between samples": (tar[:third], "missing_end", BEFORE),
+        "no end blocks": (tar[:end], "missing_end", EVERY[:-1]),
+        "one end block": (tar[: end + BLOCK], "missing_end", EVERY),
+        "garbage in the middle": (tar[:third] + noise + tar[third + len(noise) :], "bad_checksum", BEFORE),
+        "a size that is none": (with_field(tar, third, 124, b"no number!!\0"), "bad_header", BEFORE),
+        "a sparse member": (with_field(tar, third, 156, b"S"), "unsupported_member", SHOWN),
+        "a damaged PAX record": (tar[:third] + pax + tar[third:], "bad_header", BEFORE),
+        "a member twice": (tar_bytes(twice), "duplicate_member", [0, 1, 2, 4, 5]),
+        "a second archive": (tar + tar_bytes(samples[:2]), "trailing_archive", EVERY),
+        "zeros only": (bytes(20 * BLOCK), "empty", []),
+        "noise": (noise, "not_a_tar", []),
+        "not there": (None, "missing", []),
+        "a gzip without its sum": (packed[:-8], "bad_gzip", []),
+        "a gzip with another sum": (packed[:-8] + bytes(4) + packed[-4:], "bad_gzip", []),
+    }
+
+
+def sample(number: int) -> dict[str, Any]:
     return {"__key__": f"{number:06d}", "jpg": picture(number), "txt": f"picture {number}"}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_is_counted_and_gives_its_whole_samples(tmp_path: Path, workers: int) -> None:
-    kinds = write_broken(tmp_path)
-    assert len(kinds) >= 12
+    expected: dict[str, dict[str, Any]] = {}
+    reasons: dict[str, str] = {}
+    for number, kind in enumerate(broken_shards([sample(i) for i in range(COUNT)])):
+        samples = [sample(1000 * (number + 1) + i) for i in range(COUNT)]  # of its own
+        content, reason, whole = broken_shards(samples)[kind]
+        path = tmp_path / f"{kind.replace(' ', '_')}.tar"
+        if content is not None:
+            path.write_bytes(content)
+        reasons[str(path)] = reason
+        expected |= {f"{path.name}/{samples[place]['__key__']}": samples[place] for place in whole}
     good = make_shards(tmp_path / "good", [COUNT] * 3, start=900_000)
-    expected = {
-        f"{path.name}/{samples[place]['__key__']}": samples[place]
-        for path, broken, samples in kinds.values()
-        for place in broken.whole
-    }
-    settings = data([*good, *(str(path) for path, *_ in kinds.values())], workers=workers, lanes=2,
-                    sampling={"mode": "epoch"}, max_shard_failures=1.0)  # fmt: skip
-    seen: Counter[str] = Counter()
-    with loader(settings) as stream:
+    limits = {"sampling": {"mode": "epoch"}, "max_shard_failures": 1.0}
+    seen: set[str] = set()
+    with loader(data([*good, *reasons], workers=workers, lanes=2, **limits)) as stream:
         for _ in range(40):
             batch = next(stream)
             assert batch.pictures is not None
@@ -56,17 +92,11 @@ def test_each_is_counted_and_gives_its_whole_samples(tmp_path: Path, workers: in
                 if (own := expected.get(key)) is not None:
                     assert sum_ == checksum(own["jpg"]), key
                     assert (ids.numpy() == ByteTokenizer().encode([own["txt"]])[0]).all(), key
-            seen.update(key for key in batch.keys if not int(key.split("/")[1]) >= 900_000)
-        losses, health = stream.health.take_dropped(), stream.health
-    assert set(seen) == set(expected), "exactly the whole samples are used"
-    assert {loss.shard: loss.reason for loss in losses} == {str(p): broken.reason for p, broken, _ in kinds.values()}
-    assert all(loss.detail for loss in losses)
-    check_counts(health, Counter(broken.reason for _, broken, _ in kinds.values()))
-
-
-def check_counts(health: Health, faults: Counter[str]) -> None:
-    counts = health.summary()["train"]
-    assert counts["fault_reasons"] == faults and counts["shard_faults"] == faults.total()
+            seen.update(key for key in batch.keys if int(key.split("/")[1]) < 900_000)
+        losses, counts = stream.health.take_dropped(), stream.health.summary()["train"]
+    assert seen == set(expected), "exactly the whole samples are used"
+    assert {loss.shard: loss.reason for loss in losses} == reasons and all(loss.detail for loss in losses)
+    assert counts["fault_reasons"] == Counter(reasons.values()) and counts["shard_faults"] == len(reasons)
     assert counts["read"] == counts["used"] and not counts["dropped"]
 
 
@@ -75,25 +105,22 @@ def test_a_lane_without_one_readable_shard_ends_the_run(tmp_path: Path) -> None:
     for path in broken:
         Path(path).write_bytes(b"no tar" * 1000)
     settings = data([good, *broken], lanes=2, sampling={"shards": "split"}, max_shard_failures=1.0)
-    with (
-        loader(settings) as stream,
-        pytest.raises(DataError, match=r"lane \d: no samples in 1,000 consecutive groups of shards.*not_a_tar"),
-    ):
+    said = r"lane \d: no samples in 1,000 consecutive groups of shards.*not_a_tar"
+    with loader(settings) as stream, pytest.raises(DataError, match=said):
         for _ in range(100):
             next(stream)
 
 
+def without_files(shards: list[str]) -> str:
+    """What a run says that may open no more files; in a process of its own."""
+    stream = loader(data(shards, lanes=60, global_batch_size=60))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with pytest.raises(DataError) as caught:
+        next(stream)
+    return str(caught.value)
+
+
 def test_too_many_open_files_are_no_broken_shards(tmp_path: Path) -> None:
-    shards = make_shards(tmp_path, [3] * 60)
-    script = (
-        "import resource, sys\n"
-        "from tests.support.loaders import data, loader\n"
-        "stream = loader(data(sys.argv[1:], lanes=60, global_batch_size=60))\n"
-        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))\n"
-        "next(stream)\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script, *shards], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
-    assert "too many open files: raise the limit (ulimit -n)" in run.stderr
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        said = pool.apply(without_files, (make_shards(tmp_path, [3] * 60),))
+    assert "too many open files: raise the limit (ulimit -n)" in said

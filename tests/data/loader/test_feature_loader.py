@@ -77,12 +77,23 @@ def sources(shards: dict[str, list[str]], weights: Sequence[float] = (1,), **mor
 def stored(
     settings: DataSettings, store: str | StoredData, rank: int = 0, size: int = 1, start: DataState | None = None
 ) -> Loader:
+    """A loader with features, of images where `store` is a path."""
     features = store if isinstance(store, StoredData) else StoredData.open(image=store)
     world = World(rank=rank, size=size)
     made = training_loader(settings, replace(INPUTS, features=features), world=world, seed=3, start=start)
     OPEN.add(made)
-    assert isinstance(made.source, FeatureBatches)
+    assert isinstance(made.source, FeatureBatches) or not isinstance(store, str)
     return made
+
+
+def expected_rows(batch: Batch, part: str) -> list[list[float]]:
+    """The features of the batch's images or texts; those of padding are 0."""
+    if part.endswith("image"):
+        weights = batch.weights.tolist()
+        names = [f"{key.rpartition('/')[2]} 0" if w else "" for key, w in zip(batch.keys, weights, strict=True)]
+    else:
+        names = [ByteTokenizer().decode(row) for row in batch.ids.tolist()]
+    return [feature(name).tolist() if name else [0.0] * WIDTH for name in names]
 
 
 def assert_same(live: Batch, found: Batch) -> None:
@@ -91,15 +102,7 @@ def assert_same(live: Batch, found: Batch) -> None:
     assert (live.step, live.global_size, len(live)) == (found.step, found.global_size, len(found))
     assert found.keys == live.keys and found.pixels is None
     for name, rows in found.features.items():
-        if name.endswith("image"):
-            names = [
-                key.rpartition("/")[2] if weight else "" for key, weight in zip(live.keys, live.weights, strict=True)
-            ]
-            expected = [feature(f"{key} 0") if key else [0] * WIDTH for key in names]
-        else:
-            texts = [ByteTokenizer().decode(row) for row in live.ids.tolist()]
-            expected = [feature(text) if text else [0] * WIDTH for text in texts]
-        assert decode_rows(rows).tolist() == [list(row) for row in expected], name
+        assert decode_rows(rows).tolist() == expected_rows(live, name), name
 
 
 def trained(one: Loader) -> Batch:
@@ -140,16 +143,14 @@ def store(shards: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory
     return write_store(tmp_path_factory.mktemp("store") / "all", settings)
 
 
-@pytest.mark.parametrize(("ranks", "weights"), [(1, (1,)), (3, (1, 2.5, 0.4))])
 @pytest.mark.parametrize("mode", MODES)
 def test_batches_positions_and_counts_are_those_of_pictures(
-    shards: dict[str, list[str]], store: str, mode: str, weights: tuple[float, ...], ranks: int
+    shards: dict[str, list[str]], store: str, mode: str
 ) -> None:
     more = dict(MODES[mode])
-    settings = data([], sources=sources(shards, weights, a=more.pop("a", {})), **more)
-    opened = StoredData.open(image=store)
-    for rank in range(ranks):
-        live, found = loader(settings, rank, ranks), stored(settings, opened, rank, ranks)
+    settings = data([], sources=sources(shards, (1, 2.5, 0.4), a=more.pop("a", {})), **more)
+    for rank in (0, 2):
+        live, found = loader(settings, rank, 3), stored(settings, store, rank, 3)
         assert found.fingerprint == live.fingerprint and found.state() == live.state()
         for _ in range(25):
             assert_same(trained(live), trained(found))
@@ -167,13 +168,10 @@ def test_a_run_resumes_from_pictures_with_features_and_the_other_way_round(
     settings = data([], sources=sources(shards, (1, 2)), **MODES[mode])
     reference = loader(settings)
     expected = [next(reference) for _ in range(24)]
-    state, make = (
-        None,
-        {0: lambda start: loader(settings, start=start), 1: lambda start: stored(settings, store, start=start)},
-    )
+    state, make = None, (partial(loader, settings), partial(stored, settings, store))
     for step, batch in enumerate(expected):
         if step % 3 == 0:
-            running = make[step // 3 % 2](state)
+            running = make[step // 3 % 2](start=state)
         found = next(running)
         if isinstance(running.source, FeatureBatches):
             assert_same(batch, found)
@@ -202,30 +200,19 @@ def test_samples_that_the_settings_leave_out_are_left_out(
         assert all(one["dropped"]["not_kept"] > 10 for one in counts(found).values())
 
 
-def pictures_and_features(settings: DataSettings, features: StoredData, start: DataState | None = None) -> Loader:
-    world = World(rank=0, size=1)
-    made = training_loader(settings, replace(INPUTS, features=features), world=world, seed=3, start=start)
-    OPEN.add(made)
-    return made
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("mode", ["resampled", "pad"])
-def test_a_teachers_features_come_with_the_pictures(
+@pytest.mark.parametrize(("mode", "workers"), [("resampled", 0), ("pad", 2)])
+def test_features_of_teachers_and_texts_come_with_the_pictures(
     shards: dict[str, list[str]], tmp_path: Path, mode: str, workers: int
 ) -> None:
     settings = data([], sources=sources(shards, (1, 2)), workers=workers, **MODES[mode])
     teacher = write_store(tmp_path / "teacher", settings, ["t.image", "t.text"], reverse=True)
-    live, found = loader(settings), pictures_and_features(settings, StoredData.open(teachers=[teacher]))
+    texts = write_store(tmp_path / "texts", settings, ["text"])
+    live, found = loader(settings), stored(settings, StoredData.open(text=texts, teachers=[teacher]))
     for _ in range(12):
         plain, batch = trained(live), trained(found)
-        assert digest([plain]) == digest([batch]) and set(batch.features) == {"t.image", "t.text"}
-        names = [key.rpartition("/")[2] if w else "" for key, w in zip(batch.keys, batch.weights.tolist(), strict=True)]
-        texts = [ByteTokenizer().decode(row) for row in batch.ids.tolist()]
-        expected = [feature(f"{key} 0") if key else [0] * WIDTH for key in names]
-        assert decode_rows(batch.features["t.image"]).tolist() == [list(row) for row in expected]
-        expected = [feature(text) if text else [0] * WIDTH for text in texts]
-        assert decode_rows(batch.features["t.text"]).tolist() == [list(row) for row in expected]
+        assert digest([plain]) == digest([batch]) and set(batch.features) == {"t.image", "t.text", "text"}
+        for part, rows in batch.features.items():
+            assert decode_rows(rows).tolist() == expected_rows(batch, part)
         assert found.state() == live.state()
     assert counts(found) == counts(live)
 
@@ -236,7 +223,7 @@ def test_views_are_those_whose_features_are_stored(shards: dict[str, list[str]],
     both = write_store(tmp_path / "both", settings, ["image", "ids"], views=3)
     teacher = write_store(tmp_path / "teacher", settings, ["t.image"], views=3, reverse=True)
     whole = stored(settings, StoredData.open(image=both, teachers=[teacher]))
-    live = pictures_and_features(settings, StoredData.open(teachers=[teacher]))
+    live = stored(settings, StoredData.open(teachers=[teacher]))
     drawn = set()
     for _ in range(6):
         features, batch = next(whole), next(live)
@@ -258,29 +245,14 @@ def test_views_are_those_whose_features_are_stored(shards: dict[str, list[str]],
     assert drawn == {0, 1, 2}
 
 
-def test_features_of_texts_stand_beside_pictures_and_ids(shards: dict[str, list[str]], tmp_path: Path) -> None:
-    settings = data([], sources=sources(shards))
-    texts = write_store(tmp_path / "texts", settings, ["text"])
-    live, found = loader(settings), pictures_and_features(settings, StoredData.open(text=texts))
-    for _ in range(4):
-        plain, batch = next(live), next(found)
-        assert torch.equal(batch.ids, plain.ids) and torch.equal(batch.pixels, plain.pixels)
-        assert batch.keys == plain.keys
-        expected = [list(feature(ByteTokenizer().decode(row))) for row in plain.ids.tolist()]
-        assert decode_rows(batch.features["text"]).tolist() == expected
-
-
 def test_images_and_texts_from_two_stores(shards: dict[str, list[str]], tmp_path: Path) -> None:
     settings = data([], sources=sources(shards, (1, 2)), shuffle={"window": 5, "shards": 1})
     images = write_store(tmp_path / "images", settings, ["image", "ids"], zstd=True)
     texts = write_store(tmp_path / "texts", settings, ["text"], reverse=True, chunk_rows=8192)
-    live, found = (
-        loader(settings),
-        stored(settings, StoredData.open(image=images, text=texts, cache=str(tmp_path / "cache"))),
-    )
+    both = StoredData.open(image=images, text=texts, cache=str(tmp_path / "cache"))
+    live, found = loader(settings), stored(settings, both)
     for _ in range(8):
-        plain, batch = next(live), next(found)
-        assert_same(plain, batch)
+        assert_same(next(live), batch := next(found))
         assert set(batch.features) == {"image", "text"}
     other = {name: {**source, "caption": {**CAPTIONS, "path": ["short", "long", "none"]}}
              for name, source in sources(shards, (1, 2)).items()}  # fmt: skip
@@ -294,27 +266,21 @@ def test_images_and_texts_from_two_stores(shards: dict[str, list[str]], tmp_path
 
 
 def test_a_shard_that_has_changed_is_an_error_that_names_it(tmp_path: Path) -> None:
-    shard = write_tar(tmp_path / "00000.tar", [one for one in samples(20, 0) if "jpg" in one])
-    settings = data(str(shard), sources={"train": {"shards": str(shard), "caption": CAPTIONS}})
-    teacher = write_store(tmp_path / "teacher", settings, ["t.image"])
-    next(pictures_and_features(settings, StoredData.open(teachers=[teacher])))
-    write_tar(shard, samples(20, 1))
-    with pytest.raises(DataError, match=r"00000\.tar has changed since its features were computed.*teacher"):
-        next(pictures_and_features(settings, StoredData.open(teachers=[teacher])))
-
-
-def test_other_shards_of_the_same_names_are_refused(tmp_path: Path) -> None:
-    """No shard is read in training, so that one is looked at before."""
+    """Where no shard is read in training, one is looked at before."""
     for folder, first in (("own", 0), ("other", 500)):
         write_tar(tmp_path / folder / "00000.tar", samples(20, first))
     own, other = (
         data([], sources={"train": {"shards": str(tmp_path / folder / "00000.tar"), "caption": CAPTIONS}})
         for folder in ("own", "other")
     )
-    store = write_store(tmp_path / "store", own)
+    store, teacher = write_store(tmp_path / "store", own), write_store(tmp_path / "teacher", own, ["t.image"])
     next(stored(own, store))
     with pytest.raises(DataError, match=r"other/00000\.tar has changed since its features were computed"):
         stored(other, store)
+    next(stored(own, StoredData.open(teachers=[teacher])))
+    write_tar(tmp_path / "own" / "00000.tar", samples(20, 1))
+    with pytest.raises(DataError, match=r"own/00000\.tar has changed since its features were computed.*teacher"):
+        next(stored(own, StoredData.open(teachers=[teacher])))
 
 
 def test_shards_that_could_not_be_read_are_skipped_as_those_of_pictures(tmp_path: Path) -> None:
@@ -322,9 +288,8 @@ def test_shards_that_could_not_be_read_are_skipped_as_those_of_pictures(tmp_path
     names[1].unlink()
     names[2].write_bytes(b"")
     pattern = str(tmp_path / "{00000..00003}.tar")
-    settings = data(
-        pattern, sources={"train": {"shards": pattern, "caption": CAPTIONS}}, max_shard_failures=1, global_batch_size=8
-    )
+    source = {"shards": pattern, "caption": CAPTIONS}
+    settings = data([], sources={"train": source}, max_shard_failures=1, global_batch_size=8)
     live, found = loader(settings), stored(settings, write_store(tmp_path / "store", settings))
     for _ in range(20):
         assert_same(trained(live), trained(found))
@@ -337,21 +302,19 @@ def test_shards_that_could_not_be_read_are_skipped_as_those_of_pictures(tmp_path
             next(stored(few, str(tmp_path / "store")))
 
 
-def test_pictures_may_be_gone(shards: dict[str, list[str]], tmp_path: Path) -> None:
-    for mode in ("resampled", "pad"):
-        folder = tmp_path / mode
-        names = [write_tar(folder / f"{i:05d}.tar", samples(30, 100 * i)) for i in range(3)]
-        one = {"shards": str(folder / "{00000..00002}.tar"), "caption": CAPTIONS}
-        settings = data([], sources={"train": one}, **MODES[mode])
-        path = write_store(tmp_path / f"store {mode}", settings)
-        live = loader(settings)
-        expected = [next(live) for _ in range(8)]
-        for name in names:
-            name.unlink()
-        found = stored(settings, path)
-        assert found.fingerprint == live.fingerprint
-        for batch in expected:
-            assert_same(batch, next(found))
+@pytest.mark.parametrize("mode", ["resampled", "pad"])
+def test_pictures_may_be_gone(tmp_path: Path, mode: str) -> None:
+    names = [write_tar(tmp_path / f"{i:05d}.tar", samples(30, 100 * i)) for i in range(3)]
+    one = {"shards": str(tmp_path / "{00000..00002}.tar"), "caption": CAPTIONS}
+    settings = data([], sources={"train": one}, **MODES[mode])
+    path, live = write_store(tmp_path / "store", settings), loader(settings)
+    expected = [next(live) for _ in range(8)]
+    for name in names:
+        name.unlink()
+    found = stored(settings, path)
+    assert found.fingerprint == live.fingerprint
+    for batch in expected:
+        assert_same(batch, next(found))
 
 
 def test_wrong_stores_and_settings_are_refused(shards: dict[str, list[str]], store: str, tmp_path: Path) -> None:
@@ -366,30 +329,28 @@ def test_wrong_stores_and_settings_are_refused(shards: dict[str, list[str]], sto
     assert StoredData.open(teachers=[alone, alone]).teachers == ["teacher"]
     with pytest.raises(SettingsError, match="has no source 'b'"):
         stored(settings, StoredData.open(image=alone, text=store))
-    more = {**sources(shards), "a": {**sources(shards)["a"], "shards": [*shards["a"], *shards["b"][:0], "/x/new.tar"]}}
+    more = {"a": {**sources(shards)["a"], "shards": [*shards["a"], "/x/new.tar"]}}
     with pytest.raises(SettingsError, match=r"data.sources.a.shards: the feature store .* does not have /x/new.tar"):
         stored(data([], sources=more), store)
     with pytest.raises(SettingsError, match=r"data\.trace"):
         stored(settings.model_copy(update={"trace": 1}), store)
 
 
-def test_keys_are_read_when_they_are_asked_for(shards: dict[str, list[str]], store: str) -> None:
+def test_keys_are_read_when_they_are_asked_for_and_a_closed_loader_ends_its_thread(
+    shards: dict[str, list[str]], store: str
+) -> None:
     settings = data([], sources=sources(shards))
-    live, found = next(loader(settings)), next(stored(settings, store))
+    live, running = next(loader(settings)), stored(settings, store)
+    found = next(running)
     keys = found.keys
     assert len(keys) == 12 and keys[3] == live.keys[3] and keys[:4] == live.keys[:4] and list(keys) == list(live.keys)
     assert pickle.loads(pickle.dumps(keys)) == live.keys and live.keys[0] in keys
     assert found.without_padding().keys == live.keys
-
-
-def test_a_loader_that_was_interrupted_or_closed_ends_its_thread(shards: dict[str, list[str]], store: str) -> None:
-    found = stored(data([], sources=sources(shards)), store)
-    next(found)
-    assert found.worker_pids() == [] and found.take_times().summary()["read"]["count"] >= 1
-    (worker,) = found._workers
-    found.close()
+    assert running.worker_pids() == [] and running.take_times().summary()["read"]["count"] >= 1
+    (worker,) = running._workers
+    for _ in range(2):
+        running.close()
     assert isinstance(worker, ThreadWorker) and not worker.thread.is_alive()
-    found.close()
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
@@ -410,19 +371,6 @@ def test_no_buffer_is_filled_while_it_is_copied(
         copy.join()
     for one, other in zip(expected, found, strict=True):
         assert_same(one, other)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gets_the_same_features(shards: dict[str, list[str]], store: str) -> None:
-    settings = data([], sources=sources(shards, (1, 2)))
-    plain, features = loader(settings), StoredData.open(image=store)
-    world = World(device="cuda:0")
-    with training_loader(settings, replace(INPUTS, features=features), world=world, seed=3) as stream:
-        for _ in range(20):
-            batch = next(stream)
-            assert all(tensor.is_cuda for tensor in batch.tensors())
-            torch.cuda._sleep(10_000_000)  # the step is still running when the next batch is asked for
-            assert_same(next(plain), batch.to("cpu"))
 
 
 def table(folder: Path) -> str:

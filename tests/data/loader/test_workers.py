@@ -1,20 +1,112 @@
-"""Workers that die, hang or are slow, and their end with the loader."""
+"""Workers that die, hang or are slow, and shards that stall: each is named in time, and ends with the loader."""
 
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clipstream.data.loader import loader as loading
+from clipstream.data.settings import SourceSettings
 from clipstream.errors import DataError
 from tests.support.clocks import START, Clock
-from tests.support.forks import wait_until
-from tests.support.loaders import data, loader
+from tests.support.forks import TIMEOUT, wait_until
+from tests.support.loaders import data, evaluation_of, is_filled, loader
 from tests.support.ranks import command_ends, command_runs
+from tests.support.unruly import FaultyFile, Unruly
+
+
+@pytest.fixture
+def site() -> Iterator[Unruly]:
+    running = Unruly(stall=TIMEOUT)
+    yield running
+    running.close()
+
+
+def stalling(site: Unruly, shard: str) -> str:
+    """The URL of a shard whose body never comes whole."""
+    return site.put("slow.tar", FaultyFile([Path(shard).read_bytes()], "etag", random.Random(2), 1.0, ("stall",)))
+
+
+def test_a_body_that_stalls_ends_the_run_by_worker_and_url(
+    site: Unruly, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, limit, clock = stalling(site, shards[0]), 3.0, Clock(monkeypatch)
+    site.on_stall = clock.run
+    settings = data([*shards, url], workers=2, lanes=2, stall_timeout=limit, sampling={"mode": "epoch"})
+    with pytest.raises(DataError) as caught, loader(settings) as stream:
+        while True:
+            next(stream)
+    said = str(caught.value)
+    assert clock.now() - START > limit
+    assert "--data.stall-timeout" in said and "worker 0 (pid " in said and "worker 1 (pid " in said
+    assert f"open {url} (" in said and re.search(r"bytes came\), for \d+ s", said)
+
+
+def test_a_body_that_stalls_is_a_broken_shard_after_the_last_try(site: Unruly, shards: list[str]) -> None:
+    url, limits = stalling(site, shards[0]), {"transfer_timeout": 0.5, "max_shard_failures": 0.5}
+    settings = data([*shards, url], workers=2, lanes=2, sampling={"mode": "epoch"}, **limits)
+    with loader(settings) as stream:
+        while not stream.health.sources["train"].faults:
+            next(stream)
+        loss, *_ = stream.health.take_dropped()  # the next epoch may have begun
+    assert (loss.shard, loss.reason) == (url, "timeout") and "no byte in 0.5 s after " in loss.detail
+    wait_until(lambda: site.files["/slow.tar"].done["stall"] >= 4)  # it was tried again
+
+
+def test_evaluations_have_the_same_patience(site: Unruly, shards: list[str]) -> None:
+    source = SourceSettings(shards=stalling(site, shards[0]))
+    with pytest.raises(DataError, match=r"no byte in 0\.3 s"), evaluation_of(source, transfer_timeout=0.3) as stream:
+        next(stream)
+
+
+def test_a_long_wait_is_told_before_it_ends_the_run(
+    site: Unruly, shards: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loader's clock goes on by a tenth of a second whenever it is read."""
+    clock, stalled = Clock(monkeypatch), threading.Event()
+
+    def tick() -> float:
+        clock.advance(0.1 * stalled.is_set())
+        return clock.now()
+
+    monkeypatch.setattr(loading.time, "monotonic", tick)
+    monkeypatch.setattr(loading, "WAIT_WARNING", 0.5)
+    monkeypatch.setattr(loading, "POLL", 0.01)
+    url, site.on_stall = stalling(site, shards[0]), stalled.set
+    with pytest.raises(DataError), loader(data(url, workers=1, stall_timeout=4.0)) as stream:
+        next(stream)
+    said = capsys.readouterr().err
+    assert 3 <= said.count("waiting for batch 0 for ") <= 4, "after half a second, one, two and perhaps four"
+    assert f": open {url} (" in said
+
+
+def test_a_killed_worker_is_named_though_nobody_waits_for_it(
+    shards: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def told() -> bool:
+        said.append(capfd.readouterr().err)
+        return f"data worker 1 (pid {pid}) was killed by SIGKILL" in "".join(said)
+
+    with loader(data(shards, workers=2, prefetch=6)) as stream:
+        next(stream)
+        wait_until(lambda: is_filled(stream))
+        pid = stream.worker_pids()[1]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(told)
+        with pytest.raises(DataError, match=r"data worker 1 .*SIGKILL"):
+            next(stream)
+
 
 CLOCKS: list[Clock] = []  # of the test that runs
 
@@ -28,45 +120,32 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def slow(sample: dict[str, Any]) -> dict[str, Any]:
-    """A user's transform that takes a second."""
+    """A user's transform that takes a second, and during which the loader looks."""
     CLOCKS[0].advance(1.0)
-    time.sleep(0.03)  # so that the loader looks meanwhile
+    time.sleep(0.03)
     return sample
+
+
+def sleepy(sample: dict[str, Any]) -> None:
+    """A user's transform that hangs."""
+    CLOCKS[0].advance(7.0)
+    time.sleep(600)
 
 
 def test_a_slow_source_is_no_stall(shards: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipstream.data.loader.pipeline.INTERIM_SECONDS", 0.5)
-    sources = {"train": {"shards": shards, "transform": "tests.data.loader.test_workers:slow"}}
+    sources = {"train": {"shards": shards, "transform": f"{__name__}:slow"}}
     sizes = {"lanes": 24, "global_batch_size": 24}
-    settings = data(shards, workers=1, stall_timeout=8.0, sources=sources, prefetch=1, **sizes)
-    with loader(settings) as stream:
+    with loader(data(None, workers=1, stall_timeout=8.0, sources=sources, prefetch=1, **sizes)) as stream:
         next(stream)
     assert clock.now() - START >= 24
 
 
-def test_a_killed_worker_is_named(shards: list[str]) -> None:
-    with loader(data(shards, workers=2, prefetch=1)) as stream:
-        next(stream)
-        os.kill(stream.worker_pids()[1], signal.SIGKILL)
-        with pytest.raises(DataError, match=r"data worker 1 .*SIGKILL"):
-            for _ in range(5):
-                next(stream)
-
-
-def sleepy(sample: dict[str, Any]) -> dict[str, Any]:
-    """A user's transform that hangs."""
-    CLOCKS[0].advance(7.0)
-    time.sleep(600)
-    return sample
-
-
 @pytest.mark.usefixtures("clock")
 def test_a_stall_names_worker_stage_and_sample(shards: list[str]) -> None:
-    sources = {"train": {"shards": shards, "transform": "tests.data.loader.test_workers:sleepy"}}
-    with (
-        pytest.raises(DataError, match=r"worker 0 .*transform 0000\d\.tar/.*, for 7 s"),
-        loader(data(shards, workers=1, stall_timeout=6.0, sources=sources)) as stream,
-    ):
+    sources = {"train": {"shards": shards, "transform": f"{__name__}:sleepy"}}
+    stream = loader(data(None, workers=1, stall_timeout=6.0, sources=sources))
+    with pytest.raises(DataError, match=r"worker 0 .*transform 0000\d\.tar/.*, for 7 s"):
         next(stream)
 
 
@@ -78,13 +157,3 @@ def test_a_pipes_command_ends_with_its_worker(tmp_path: Path) -> None:
     stream.close()
     command_ends(mark)
     assert not command_runs(mark)
-
-
-def test_no_worker_outlives_its_loader(shards: list[str]) -> None:
-    stream = loader(data(shards, workers=3))
-    pids = stream.worker_pids()
-    next(stream)
-    stream.close()
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)

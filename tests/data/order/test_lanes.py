@@ -17,14 +17,9 @@ from clipstream.data.order.windows import SourceOrder
 from clipstream.training.state import TrainState
 
 
-def order(
-    mode: str = "resampled", shards: int = 10, lanes: int = 4, open_shards: int = 3, window: int = 20
-) -> SourceOrder:
-    return SourceOrder(7, 0, shards, lanes, mode, open_shards, window)
-
-
 @given(st.integers(1, 12), st.integers(12, 400), st.lists(st.integers(1, 2000), min_size=1))
-def test_lanes_fill_their_ranks_slots_one_after_another(ranks: int, lanes: int, sizes: list[int]) -> None:
+def test_ranks_own_each_lane_once_and_lanes_fill_their_slots_in_turn(ranks: int, lanes: int, sizes: list[int]) -> None:
+    assert [lane for rank in range(ranks) for lane in lanes_of_rank(rank, ranks, lanes)] == list(range(lanes))
     for step, size in enumerate(sizes):
         shares, counts = [], 0
         for rank in range(ranks):
@@ -35,12 +30,6 @@ def test_lanes_fill_their_ranks_slots_one_after_another(ranks: int, lanes: int, 
             counts += slots.count(step)
         assert counts == sum(shares) == size
         assert max(shares) - min(shares) <= 1
-
-
-@given(st.integers(1, 12), st.integers(12, 100))
-def test_ranks_own_contiguous_lanes_and_each_lane_once(ranks: int, lanes: int) -> None:
-    owned = [lane for rank in range(ranks) for lane in lanes_of_rank(rank, ranks, lanes)]
-    assert owned == list(range(lanes))
 
 
 def test_draws_are_uniform_and_a_function_of_their_key() -> None:
@@ -90,18 +79,18 @@ def test_draws_stay_what_they_are() -> None:
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=6), st.integers(1, 50))
 def test_windows_of_a_group_hold_every_sample_once(sizes: list[int], window: int) -> None:
-    cut = order(window=window)
+    cut = SourceOrder(7, 0, 10, 4, "resampled", 3, window)
     walked = [sample for w in range(cut.windows(sizes)) for sample in cut.samples(0, 0, w, sizes)]
     assert sorted(map(tuple, walked)) == [(place, i) for place, size in enumerate(sizes) for i in range(size)]
 
 
 def test_resampled_groups_differ_and_hold_no_shard_twice() -> None:
-    cut = order(shards=10)
+    cut, small = (SourceOrder(7, 0, shards, 4, "resampled", 3, 20) for shards in (10, 2))
     groups = [cut.group(lane, g) for lane in range(4) for g in range(50)]
     assert all(len(set(group)) == 3 for group in groups)
     counts = Counter(shard for group in groups for shard in group)
     assert set(counts) == set(range(10)) and max(counts.values()) < 2.5 * min(counts.values())
-    assert order(shards=2).group(0, 0) in ([0, 1], [1, 0])
+    assert small.group(0, 0) in ([0, 1], [1, 0])
 
 
 @given(st.integers(1, 99), st.integers(0, 99), st.lists(st.floats(1, 100), min_size=2, max_size=5), st.integers(0, 99))

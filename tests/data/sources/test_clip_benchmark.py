@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import shlex
@@ -19,6 +18,7 @@ import pytest
 from tests.support.clipbenchmark import CLASSES, drawn, write_benchmark
 from tests.support.evaluating import CONFIG
 from tests.support.hubserver import Behaviour, serve
+from tests.support.image_files import save
 from tests.support.ranks import ROOT, TIMEOUT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -48,11 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_benchmark(org / "wds_cars" / COMMIT, pictures[:3], split="train", shards=1)
     pairs = [(picture, [f"{i} a", CLASSES[label]]) for i, (picture, label) in enumerate(pictures)]
     write_benchmark(org / "wds_pairs" / COMMIT, pairs, kind="retrieval", shards=1)
-    rows = []
-    for picture, label in pictures[:9]:
-        out = io.BytesIO()
-        picture.save(out, "png")
-        rows.append({"image": {"bytes": out.getvalue(), "path": None}, "label": label})
+    rows = [{"image": {"bytes": save(picture), "path": None}, "label": label} for picture, label in pictures[:9]]
     data = folder / "datasets/someone/table" / COMMIT / "data"
     data.mkdir(parents=True)
     pa.parquet.write_table(pa.Table.from_pylist(rows), data / "test-0.parquet")
@@ -113,16 +109,17 @@ def test_a_suite_from_the_hub_gives_what_its_copy_gives(hub: tuple[str, Behaviou
     assert first == again and first["cars"] == here["cars"] and (first["cars"]["n"], first["pairs"]["n"]) == (30, 30)
     assert first["both"]["mean"] == (first["cars"]["top1"] + first["pairs"]["text_to_image_R@1"]) / 2
     assert here.keys() == {"cars", "both"} and here["both"]["mean"] == here["cars"]["top1"]
-
-
-@pytest.mark.slow
-def test_parquet_of_the_hub_by_name(hub: tuple[str, Behaviour], tmp_path: Path) -> None:
-    data = "{shards: 'hf://datasets/someone/table@main/data/test-0.parquet'}"
-    names = f"[{', '.join(CLASSES)}]"
-    told = f"{{type: zero_shot, label: 'json:label', classes: {names}, templates: plain, data: {data}}}"
-    done = evaluate(hub[0], tmp_path, "--evals.table", told, "--output", "out.jsonl", CLIPSTREAM_CACHE=str(tmp_path))
+    rows = "hf://datasets/someone/table@main/data/test-0.parquet"
+    told = {
+        "type": "zero_shot",
+        "label": "json:label",
+        "classes": CLASSES,
+        "templates": "plain",
+        "data": {"shards": rows},
+    }
+    done = evaluate(endpoint, tmp_path, "--evals.table", json.dumps(told), "--output", "table.jsonl")
     assert done.returncode == 0, done.stderr
-    assert figures(tmp_path / "out.jsonl")["table"]["n"] == 9
+    assert figures(tmp_path / "table.jsonl")["table"]["n"] == 9
 
 
 LOOK = """
@@ -150,27 +147,20 @@ def look(endpoint: str, folder: Path, *names: str, **env: str) -> list[str]:
 
 
 def test_the_layout_by_a_name_on_the_hub(hub: tuple[str, Behaviour], served: Path, tmp_path: Path) -> None:
-    """At its newest revision or another one; shards come once into a cache."""
+    """At its newest revision or another one; shards come once into a cache; and what the Hub does not give is told."""
     endpoint, behaviour = hub
     home = served / "datasets/clip-benchmark/wds_cars/main"
     sums = [hashlib.sha256((home / f"test/{n}.tar").read_bytes()).hexdigest() for n in range(3)]
     names = ("clip-benchmark/wds_cars", f"clip-benchmark/wds_cars@{COMMIT}", "clip-benchmark/wds_pairs")
-    newest, told, pairs = look(endpoint, tmp_path, *names)
+    newest, told, pairs, none = look(endpoint, tmp_path, *names, "nobody/wds_cars")
     assert newest == told == " ".join(["classification", "10", *sums]) and pairs.startswith("retrieval 0 ")
-    behaviour.asked.clear()
-    assert look(endpoint, tmp_path, *names) == [newest, told, pairs]
-    assert not [path for method, path, _ in behaviour.asked if method == "GET" and path.endswith(".tar")]
-
-
-def test_what_the_hub_does_not_give_is_told(hub: tuple[str, Behaviour], tmp_path: Path) -> None:
-    endpoint, behaviour = hub
-    behaviour.gated.add("datasets/clip-benchmark/wds_cars")
-    none, *lines = look(endpoint, tmp_path, "nobody/wds_cars", "clip-benchmark/wds_cars")
     assert none.startswith("error benchmark:hf://datasets/nobody/wds_cars: test/nshards.txt is not there")
-    closed = "\n".join(lines)
+    behaviour.asked.clear()
+    behaviour.gated.add("datasets/clip-benchmark/wds_cars")
+    assert look(endpoint, tmp_path, *names, HF_TOKEN=behaviour.token) == [newest, told, pairs]
+    assert not [path for method, path, _ in behaviour.asked if method == "GET" and path.endswith(".tar")]
+    closed = "\n".join(look(endpoint, tmp_path, names[0]))
     assert closed.startswith("error benchmark:hf://datasets/clip-benchmark/wds_cars: test/nshards.txt: ")
     assert "Access is restricted" in closed
-    (opened,) = look(endpoint, tmp_path, "clip-benchmark/wds_cars", HF_TOKEN=behaviour.token)
-    assert opened.startswith("classification 10 ")
-    deaf = "\n".join(look("http://127.0.0.1:9", tmp_path, "clip-benchmark/wds_cars"))
+    deaf = "\n".join(look("http://127.0.0.1:9", tmp_path, names[0]))
     assert deaf.startswith("error") and "test/nshards.txt: " in deaf and "onnect" in deaf

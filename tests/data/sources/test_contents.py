@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path, name
         Source(SourceSettings(shards=write(tmp_path, *names)))
 
 
-@pytest.mark.parametrize("stray", ["labels.csv", "README.json", "config.json", "all.tar"])
+@pytest.mark.parametrize("stray", ["labels.csv", "config.json", "all.tar"])
 def test_a_file_beside_many_pairs_is_left_out(tmp_path: Path, stray: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = write(tmp_path / "held", stray, *MANY)
     assert len(samples(folder)) == len(samples(folder, "evals.val.data")) == 10

@@ -11,12 +11,11 @@ import yaml
 from clipstream.config.dump import dump
 from clipstream.config.settings import load, load_settings, with_known_epoch
 from clipstream.config.validate import validate_run
-from clipstream.data.build import training_loader
-from clipstream.data.settings import CaptionSettings, DataSettings, SourceSettings
+from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from tests.support.loaders import INPUTS
+from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards, picture
 
 SYNSETS = {"n01440764": 0, "n01443537": 1, "n03417042": 569, "n15075141": 999}
@@ -34,38 +33,30 @@ def write_classes(root: Path, names: list[str], each: int = 2) -> Path:
 
 def labels(shards: str) -> list[tuple[str, str]]:
     source = Source(SourceSettings(shards=shards))
-    found = []
-    for name in source.names:
-        shard = source.open(name)
-        for ref in shard.index.samples:
-            members = shard.load(ref)
-            assert set(members) == {"jpeg", "cls", "class"}
-            found.append((members["class"].decode(), members["cls"].decode()))
-    return found
+    opened = (source.open(name) for name in source.names)
+    members = [shard.load(ref) for shard in opened for ref in shard.index.samples]
+    assert all(set(one) == {"jpeg", "cls", "class"} for one in members)
+    return [(one["class"].decode(), one["cls"].decode()) for one in members]
 
 
-def test_classes_are_numbered_in_the_order_of_their_names(tmp_path: Path) -> None:
-    write_classes(tmp_path, ["dog", "cat", "eel"])
-    assert labels(f"folder:{tmp_path}") == [(n, str(i)) for i, n in enumerate(["cat", "dog", "eel"]) for _ in range(2)]
+def test_classes_are_numbered_by_their_names_and_a_part_of_imagenet_keeps_its_numbers(tmp_path: Path) -> None:
+    write_classes(tmp_path / "own", ["dog", "cat", "eel"])
+    names = ["cat", "cat", "dog", "dog", "eel", "eel"]
+    assert labels(f"folder:{tmp_path}/own") == list(zip(names, "001122", strict=True))
+    write_classes(tmp_path / "a", list(SYNSETS), 1)
+    assert labels(f"imagenet:{tmp_path / 'a'}") == [(name, str(n)) for name, n in SYNSETS.items()]
+    write_classes(tmp_path / "v2", ["0", "7", "10", "999"], 1)
+    assert {label for _, label in labels(f"imagenet:{tmp_path / 'v2'}")} == {"0", "7", "10", "999"}
 
 
 def test_what_tools_leave_is_no_class_and_no_picture(tmp_path: Path) -> None:
-    for name in ("a", "b", ".ipynb_checkpoints", "__MACOSX/a", "@eaDir/a"):
-        (tmp_path / name).mkdir(parents=True)
     for name in ("a", "b", "b/.ipynb_checkpoints", "a/__MACOSX", "a/@eaDir", ".ipynb_checkpoints", "@eaDir/a"):
-        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "1.jpg").write_bytes(picture(1))
     (tmp_path / "a" / "._1.jpg").write_bytes(b"\0\5\x16\7")
     source = Source(SourceSettings(shards=f"folder:{tmp_path}"))
     assert [Path(shard).name for shard in source.names] == ["a", "b"]
     assert [len(source.open(shard).index.samples) for shard in source.names] == [1, 1]
-
-
-def test_a_part_of_imagenet_keeps_its_numbers(tmp_path: Path) -> None:
-    write_classes(tmp_path / "a", list(SYNSETS), 1)
-    assert labels(f"imagenet:{tmp_path / 'a'}") == [(name, str(n)) for name, n in SYNSETS.items()]
-    write_classes(tmp_path / "v2", ["0", "7", "10", "999"], 1)
-    assert {label for _, label in labels(f"imagenet:{tmp_path / 'v2'}")} == {"0", "7", "10", "999"}
 
 
 def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
@@ -84,20 +75,18 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
 
 
 def test_synthetic_pictures_need_no_disk() -> None:
-    data = DataSettings.model_validate(
-        {"global_batch_size": 8, "lanes": 4, "workers": 0, "sources": {"train": {"shards": "synthetic:32"}}}
-    )
+    settings = data("synthetic:32", global_batch_size=8, lanes=4)
     runs = []
     for _ in range(2):
-        with training_loader(data, INPUTS, world=World(), seed=0) as loader:
-            runs.append([next(loader).keys for _ in range(3)])
+        with loader(settings) as stream:
+            runs.append([next(stream).keys for _ in range(3)])
     assert runs[0] == runs[1] and len({key for keys in runs[0] for key in keys}) == 24
     assert Source(SourceSettings(shards="synthetic:")).samples == 100_000
     with pytest.raises(SettingsError, match="8 to 4096 pixels"):
         Source(SourceSettings(shards="synthetic:big"))
 
 
-def test_the_length_of_an_epoch_is_taken_from_the_data(tmp_path: Path) -> None:
+def test_the_length_of_an_epoch_is_taken_from_the_data_or_summed_over_the_named_tars(tmp_path: Path) -> None:
     make_shards(tmp_path, [3, 4])
     run = ["--train-data", f"{tmp_path}/{{00000..00001}}.tar", "--epochs=3", "--save-frequency=1", "--batch-size=2"]
     with pytest.raises(SettingsError, match="the length of an epoch is unknown"):
@@ -110,15 +99,12 @@ def test_the_length_of_an_epoch_is_taken_from_the_data(tmp_path: Path) -> None:
     one = ["--train-data", f"{tmp_path}/00001.tar", *run[2:]]
     assert with_known_epoch(load(one)).train.epoch_samples is None  # __len__ is the whole folder's
 
-
-def test_sizes_are_summed_over_the_named_tars(tmp_path: Path) -> None:
-    make_shards(tmp_path, [3, 4])
+    (tmp_path / "__len__").unlink()
     (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 3, "00001.tar": 4, "00002.tar": 99}))
     run = ["--train-data", f"{tmp_path}/{{00000..00001}}.tar::{tmp_path}/00001.tar", "--epochs=1", "--batch-size=2"]
     assert with_known_epoch(load(run)).train.epoch_samples == 11
     assert with_known_epoch(load([*run, "--train-num-samples=5"])).train.epoch_samples == 5
-    source = Source(SourceSettings(shards=f"{tmp_path}/00000.tar"))
-    assert source.summary() == "1 shard, 3 samples"
+    assert Source(SourceSettings(shards=f"{tmp_path}/00000.tar")).summary() == "1 shard, 3 samples"
 
 
 def test_flags_of_imagenet(tmp_path: Path) -> None:
@@ -135,27 +121,25 @@ def test_flags_of_imagenet(tmp_path: Path) -> None:
     ]
 
 
-def evaluated(*flags: str) -> CaptionSettings:
-    data = load(flags).evals["val"].data
-    assert data is not None
-    return data.caption
+def key_of(source: SourceSettings | None) -> str:
+    assert source is not None
+    return str(source.caption.model_dump()["key"])
 
 
-def caption_of(**source: object) -> str:
-    settings = load_settings({"data": {"sources": {"own": source}}})
-    return str(settings.data.sources["own"].caption.model_dump()["key"])
+def key_in(**source: object) -> str:
+    return key_of(load_settings({"data": {"sources": {"own": source}}}).data.sources["own"])
 
 
 def test_captions_of_a_csv_are_found_alike_in_yaml_python_and_flags() -> None:
     for shards in ("a.csv", "a.tsv.gz", "x/*.csv::b.tsv", ["a.csv", "b.tsv"]):
-        assert caption_of(shards=shards) == caption_of(shards=shards, type="table") == "title;txt"
-        assert caption_of(shards=shards, caption=None) == "title;txt"
-        assert caption_of(shards=shards, caption={"type": "text"}) == "txt"
-        assert caption_of(shards=shards, caption={"key": "words"}) == "words"
+        assert key_in(shards=shards) == key_in(shards=shards, type="table") == "title;txt"
+        assert key_in(shards=shards, caption=None) == "title;txt"
+        assert key_in(shards=shards, caption={"type": "text"}) == "txt"
+        assert key_in(shards=shards, caption={"key": "words"}) == "words"
     for shards in ("a.tar", "a.parquet", "pipe:cat a.csv", ["a.tar", "b.jsonl"]):
-        assert caption_of(shards=shards) == "txt"
+        assert key_in(shards=shards) == "txt"
     again = load_settings(load_settings({"data": {"sources": {"own": {"shards": "a.csv"}}}}), {"run.seed": 3})
-    assert again.data.sources["own"].caption.model_dump()["key"] == "title;txt"
+    assert key_of(again.data.sources["own"]) == "title;txt"
 
 
 def test_a_csv_beside_other_shards_needs_its_caption_named() -> None:
@@ -163,35 +147,37 @@ def test_a_csv_beside_other_shards_needs_its_caption_named() -> None:
     with pytest.raises(SettingsError, match=rf"^--train-data: .*{told}"):
         load(["--train-data", "a.csv::s3://b.tar"])
     with pytest.raises(SettingsError, match=rf"^data\.sources\.own\.{told}"):
-        caption_of(shards=["a.csv", "s3://b.tar"])
-    assert caption_of(shards="a.csv::b.tar", caption={"key": "title;txt"}) == "title;txt"
+        key_in(shards=["a.csv", "s3://b.tar"])
+    assert key_in(shards="a.csv::b.tar", caption={"key": "title;txt"}) == "title;txt"
 
 
-def test_flags_of_manifests(tmp_path: Path) -> None:
-    flags = "--dataset-type csv --train-data a.csv --csv-img-key file --csv-separator \\t --val-data b.csv"
+@pytest.mark.parametrize(
+    ("flags", "train", "val"),
+    [
+        ("--dataset-type csv --train-data a.csv --csv-img-key file --csv-separator \\t --val-data b.csv",
+         "title;txt", "title;txt"),
+        ("--train-data=a.csv --val-data=b.tsv.gz", "title;txt", "title;txt"),
+        ("--config own.yaml --train-data=a.csv --val-data=v.csv", "words", None),
+        ("--train-data=a.csv --caption-key=c --val-data=v.csv", "c", "c"),
+        ("--train-data=a.tar --val-data=v.csv", "txt", "title;txt"),
+        ("--train-data=a.csv --val-data=v.tar", "title;txt", "txt"),
+        ("--csv-caption-key words --dataset-type csv --train-data a.csv", "words", None),
+        ("--dataset-type csv --caption-json a.b --train-data a.csv::b.tsv", "json", None),
+    ],
+)  # fmt: skip
+def test_flags_of_manifests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, train: str, val: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("data: {sources: {train: {caption: {key: words}}}}")
     settings = load(flags.split())
-    train, val = settings.data.sources["train"], settings.evals["val"].data
-    assert val is not None
-    for one in (train, val):
-        assert (one.image_key, one.separator, one.caption.model_dump()) == (
-            "file",
-            "\t",
-            {"type": "text", "key": "title;txt"},
-        )
-    for caption in (load(["--train-data=a.csv"]).data.sources["train"].caption, evaluated("--val-data=b.tsv.gz")):
-        assert caption.model_dump()["key"] == "title;txt"
-    own_file = tmp_path / "own.yaml"
-    own_file.write_text("data: {sources: {train: {caption: {key: words}}}}")
-    settings = load(["--config", str(own_file), "--train-data=a.csv", "--val-data=v.csv"])
-    assert settings.data.sources["train"].caption.model_dump()["key"] == "words"
-    assert evaluated("--train-data=a.csv", "--caption-key=c", "--val-data=v.csv").model_dump()["key"] == "c"
-    assert evaluated("--train-data=a.tar", "--val-data=v.csv").model_dump()["key"] == "title;txt"
-    assert evaluated("--train-data=a.csv", "--val-data=v.tar").model_dump()["key"] == "txt"
-    assert evaluated("--val-data=v.tar").model_dump()["key"] == "txt"
-    own = load(["--csv-caption-key", "words", "--dataset-type", "csv", "--train-data", "a.csv"])
-    assert own.data.sources["train"].caption.model_dump()["key"] == "words"
-    both = load(["--dataset-type", "csv", "--caption-json", "a.b", "--train-data", "a.csv::b.tsv"])
-    assert both.data.sources["train"].caption.model_dump()["key"] == "json"
+    sources = [settings.data.sources["train"], *([settings.evals["val"].data] if val else [])]
+    assert [key_of(one) for one in sources] == [train, *([val] if val else [])]
+    if "--csv-img-key" in flags:
+        assert [(one.image_key, one.separator) for one in sources if one] == [("file", "\t")] * 2
+
+
+def test_the_type_of_a_data_set_says_what_its_names_say() -> None:
     assert load(["--dataset-type", "synthetic"]).data.sources["train"].shards == "synthetic:"
     for kind, names in (("csv", "a.jsonl"), ("csv", "a.csv::b.tar"), ("webdataset", "a.tar::b.parquet")):
         told = rf"--dataset-type {kind}: .* {names.split('::')[-1]} says otherwise.*leave the flag out"

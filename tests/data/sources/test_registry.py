@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,70 +10,57 @@ import pytest
 
 from clipstream.config.dump import dump
 from clipstream.config.settings import load
-from clipstream.data.build import training_loader
-from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import TYPES, OpenShard, Source, SourceContext, SourceType, expand, source_type
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources import TYPES, OpenShard, Source, SourceContext, SourceType, expand
 from clipstream.data.sources.indexes import count_samples
-from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.testing import check_source
-from tests.support.loaders import INPUTS
+from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards, picture
-
-HERE = f"{__name__}:"
 
 
 class Letters(SourceType):
-    """Each item is a shard of three samples."""
-
-    counted = True
+    """Each item is four shards of three samples."""
 
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
         self.context = context
 
-    def list_shards(self, spec: str) -> Sequence[str]:
+    def list_shards(self, spec: str) -> Any:
         return [f"{spec}{number}" for number in range(4)]
 
-    def open(self, shard: str) -> OpenShard:
+    def open(self, shard: str) -> Any:
         return OpenLetters()
 
     def num_samples(self, shard: str) -> int | None:
-        return 3 if self.counted else None
+        return 3
 
 
 class OpenLetters(OpenShard):
     def __init__(self) -> None:
         self.index = ShardIndex([SampleRef(str(number)) for number in range(3)])
 
-    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
+    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> Any:
         return {"jpg": picture(int(ref.key)), "txt": b"a letter"}
 
 
-class Uncounted(Letters):
-    counted = False
+class NoIndex(OpenLetters):
+    def __init__(self) -> None:
+        self.index = [SampleRef("0")]  # type: ignore[assignment]
 
 
-class NotListed(Letters):
-    def list_shards(self, spec: str) -> Sequence[str]:
-        raise KeyError("no list")
+class Broken(Letters):
+    """Of its shards the first cannot be opened, and of each other shard's samples the last alone can be used."""
 
-
-class NotOpened(Letters):
     def open(self, shard: str) -> OpenShard:
         if shard.endswith("0"):
             raise KeyError("no shard")
-        return OpenLetters()
+        return BrokenShard()
 
 
-class NotLoaded(Letters):
-    def open(self, shard: str) -> OpenShard:
-        return Broken()
-
-
-class Broken(OpenLetters):
-    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
+class BrokenShard(OpenLetters):
+    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> Any:
         if ref.key == "0":
             raise KeyError("no sample")
         if ref.key == "1":
@@ -82,16 +69,22 @@ class Broken(OpenLetters):
 
 
 def settings(name: str, **more: Any) -> SourceSettings:
-    return SourceSettings.model_validate({"type": HERE + name, "shards": ["a*", "b::c"], **more})
+    return SourceSettings.model_validate({"type": f"{__name__}:{name}", "shards": ["a*", "b::c"], **more})
 
 
-def test_the_settings_name_every_built_in_type() -> None:
-    assert set(SourceSettings.builtin) == {"auto", *TYPES}
-    for name in TYPES:
-        assert SourceType in source_type(name).__mro__
+def letters(**methods: Any) -> type[Letters]:
+    """The type with other methods."""
+    return type("Changed", (Letters,), methods)
+
+
+def loads(members: Any) -> Any:
+    """A method `open` of shards whose samples have these members."""
+    shard = type("Loads", (OpenLetters,), {"load": lambda self, ref, suffixes=None: members})
+    return lambda self, name: shard()
 
 
 def test_names_choose_the_type_unless_it_is_set(tmp_path: Path) -> None:
+    assert set(SourceSettings.builtin) == {"auto", *TYPES}
     tar, other = make_shards(tmp_path, [2, 1])
     odd = Path(other).rename(tmp_path / "odd.csv")
     with pytest.raises(DataError, match=r"odd\.csv"):
@@ -105,28 +98,25 @@ def test_names_choose_the_type_unless_it_is_set(tmp_path: Path) -> None:
         expand(tar, "table")
 
 
-def test_a_type_of_ones_own_lists_and_opens_its_shards() -> None:
+def test_a_type_of_ones_own_lists_and_opens_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(settings("Letters"))
     assert source.names == ["a*0", "a*1", "a*2", "a*3", "b::c0", "b::c1", "b::c2", "b::c3"]
     assert source.samples == 24 and source.summary() == "8 shards, 24 samples" and source.missing == []
     assert count_samples(source) == [3] * 8
     assert source.open("a*0").load(SampleRef("1"))["txt"] == b"a letter"
-    with pytest.raises(SettingsError, match=r"data\.sources\.a\.type: .*Uncounted does not know the samples of a\*0"):
-        count_samples(Source(settings("Uncounted"), SourceContext(key="data.sources.a")))
+    monkeypatch.setattr(Letters, "num_samples", lambda self, shard: None)
+    with pytest.raises(SettingsError, match=r"data\.sources\.a\.type: .*Letters does not know the samples of a\*0"):
+        count_samples(Source(settings("Letters"), SourceContext(key="data.sources.a")))
 
 
-def test_a_type_that_cannot_be_used_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"KeyError.*no list.*test_registry\.py"):
-        Source(settings("NotListed"))
+def test_a_type_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r"derive it from .*SourceType"):
         Source(settings("OpenLetters"))
     with pytest.raises(SettingsError, match="type 'zip' is not one of"):
         load(["--data.sources.train.type=zip", "--data.sources.train.shards=a"])
-
-
-class NoIndex(OpenLetters):
-    def __init__(self) -> None:
-        self.index = [SampleRef("0")]  # type: ignore[assignment]
+    monkeypatch.setattr(Letters, "list_shards", lambda self, spec: {}["no list"])
+    with pytest.raises(SettingsError, match=r"KeyError.*no list.*test_registry\.py"):
+        Source(settings("Letters"))
 
 
 def test_what_a_type_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +128,7 @@ def test_what_a_type_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
     source = Source(settings("Letters"))
     assert source.names == ["a*0", "a*1", "b::c0", "b::c1"], "a generator of names is a list"
     for members in (None, [], "a cat", {"txt": "a cat"}, {"jpg": b"", "txt": None}):
-        monkeypatch.setattr(OpenLetters, "load", lambda self, ref, suffixes=None, members=members: members)
+        monkeypatch.setattr(Letters, "open", loads(members))
         shard = source.open("a*0")
         for read in (shard.load, shard.look):
             with pytest.raises(Dropped, match=r":Letters: load returned .*: return members as bytes") as caught:
@@ -152,81 +142,40 @@ def test_what_a_type_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_errors_of_a_type_of_ones_own_are_counted(workers: int) -> None:
-    def read(name: str) -> Any:
-        data = DataSettings.model_validate(
-            {
-                "global_batch_size": 6, "lanes": 2, "workers": workers,
-                "max_shard_failures": 1, "max_sample_failures": 1,
-                "sources": {"train": {"type": HERE + name, "shards": "x"}}, "sampling": {"mode": "epoch"},
-            }
-        )  # fmt: skip
-        with training_loader(data, INPUTS, world=World(), seed=0) as loader:
-            for _ in range(4):
-                next(loader)
-            return loader.health.sources["train"]
-
-    health = read("NotLoaded")
+    limits = {"max_shard_failures": 1, "max_sample_failures": 1, "sampling": {"mode": "epoch"}}
+    sources = {"train": {"type": f"{__name__}:Broken", "shards": "x"}}
+    with loader(data(None, sources=sources, workers=workers, lanes=2, global_batch_size=6, **limits)) as stream:
+        for _ in range(4):
+            next(stream)
+        health = stream.health.sources["train"]
     assert set(health.dropped) == {"source_error", "own_reason"}
-    (fault,) = read("NotOpened").faults.items()
+    (fault,) = health.faults.items()
     assert fault[0] == "x0" and "source_error: KeyError('no shard') at test_registry.py" in fault[1]
 
 
 def test_the_run_s_settings_keep_the_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").touch()
-    flags = [f"--data.sources.train.type={HERE}Letters", "--data.sources.train.shards=[here, not here]"]
-    source = load(flags).data.sources["train"]
-    assert (
-        source.type == f"{HERE}Letters"
-        and f"{tmp_path}/here" in dump(load(flags))
-        and "- not here" in dump(load(flags))
-    )
+    name = f"{__name__}:Letters"
+    run = load([f"--data.sources.train.type={name}", "--data.sources.train.shards=[here, not here]"])
+    assert run.data.sources["train"].type == name
+    assert f"{tmp_path}/here" in dump(run) and "- not here" in dump(run)
 
 
-def test_the_check_passes_right_types_and_names_what_is_wrong() -> None:
-    check_source(Letters, settings("Letters"))
-
-    class Repeated(Letters):
-        def list_shards(self, spec: str) -> Sequence[str]:
-            return ["same"]
-
-    class Miscounted(Letters):
-        def num_samples(self, shard: str) -> int:
-            return 4
-
-    class Capital(Letters):
-        def open(self, shard: str) -> OpenShard:
-            shard_ = OpenLetters()
-            shard_.load = lambda ref, suffixes=None: {"JPG": b""}  # type: ignore[method-assign]
-            return shard_
-
-    class Dotted(Letters):
-        def open(self, shard: str) -> OpenShard:
-            shard_ = OpenLetters()
-            shard_.load = lambda ref, suffixes=None: {".jpg": b""}  # type: ignore[method-assign]
-            return shard_
-
-    class OneName(Letters):
-        def list_shards(self, spec: str) -> Sequence[str]:
-            return spec
-
-    class Unopened(Letters):
-        def open(self, shard: str) -> Any:
-            return None
-
-    class Unindexed(Letters):
-        def open(self, shard: str) -> OpenShard:
-            return NoIndex()
-
-    for wrong, message in (
-        (Repeated, "two shards have the same name"),
-        (Miscounted, "num_samples gave 4, and it has 3"),
-        (Capital, r"write the suffix 'JPG' in lower case"),
-        (Dotted, r"write the suffix '\.jpg' .* without a dot before it"),
-        (OneName, r"list_shards\('a\*'\) gave str: return a list"),
-        (Unopened, r"open\('a\*0'\) gave NoneType: derive it from .*OpenShard"),
-        (Unindexed, r"open\('a\*0'\)\.index is no ShardIndex"),
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (letters(list_shards=lambda self, spec: ["same"]), "two shards have the same name"),
+        (letters(list_shards=lambda self, spec: spec), r"list_shards\('a\*'\) gave str: return a list"),
+        (letters(num_samples=lambda self, shard: 4), "num_samples gave 4, and it has 3"),
+        (letters(open=loads({"JPG": b""})), r"write the suffix 'JPG' in lower case"),
+        (letters(open=loads({".jpg": b""})), r"write the suffix '\.jpg' .* without a dot before it"),
+        (letters(open=lambda self, shard: None), r"open\('a\*0'\) gave NoneType: derive it from .*OpenShard"),
+        (letters(open=lambda self, shard: NoIndex()), r"open\('a\*0'\)\.index is no ShardIndex"),
         (OpenLetters, "derive it from"),
-    ):
-        with pytest.raises(AssertionError, match=message):
-            check_source(wrong, settings("Letters"))  # type: ignore[arg-type]
+    ],
+)
+def test_the_check_passes_right_types_and_names_what_is_wrong(wrong: Any, message: str) -> None:
+    check_source(Letters, settings("Letters"))
+    with pytest.raises(AssertionError, match=message):
+        check_source(wrong, settings("Letters"))
