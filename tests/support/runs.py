@@ -15,7 +15,7 @@ from clipstream.cli.verbs.train import main
 from clipstream.distributed.world import World
 from tests.support.forks import TIMEOUT, Fork, wait_until
 from tests.support.pictures import make_shards
-from tests.support.ranks import launched
+from tests.support.ranks import end_ranks, launched
 
 # Time limits beyond that of a test: a run that ends has noticed what is wrong by itself.
 NO_LIMITS = ["--data.stall-timeout", str(4 * TIMEOUT), "--run.timeout", str(8 * TIMEOUT)]
@@ -26,11 +26,11 @@ MODEL = {
 }
 
 
-def furnish(folder: Path) -> Path:
+def furnish(folder: Path, model: dict[str, Any] = MODEL) -> Path:
     """Give a folder shards and a small model's configuration, which `flags` name."""
     make_shards(folder / "pairs", [21, 17, 19, 5])
     make_shards(folder / "val", [11, 9], start=100)
-    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "model.json").write_text(json.dumps(model))
     return folder
 
 
@@ -78,3 +78,12 @@ def start(argv: list[str], ranks: int = 1, port: int = 0, *, merged: bool = Fals
 def train_on(world: World, argv: list[str]) -> int:
     """A rank's run, as a launcher starts it."""
     return launched(world, main, argv)
+
+
+def go(argv: list[str], ranks: int = 1) -> None:
+    """Take a run to its end, on some ranks."""
+    if ranks == 1:
+        assert main(argv) == 0
+    else:
+        ends = end_ranks(ranks, train_on, argv)
+        assert [end.code for end in ends] == [0] * ranks, ends[0].stderr

@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.runs import MODEL
 from tests.support.steps import TinyTowers
 
-LAYERS = {"vision_cfg": {**MODEL["vision_cfg"], "layers": 3}, "text_cfg": {**MODEL["text_cfg"], "layers": 2}}  # type: ignore[dict-item]
+LAYERS = {**MODEL, "vision_cfg": {**MODEL["vision_cfg"], "layers": 3}, "text_cfg": {**MODEL["text_cfg"], "layers": 2}}  # type: ignore[dict-item]
 FSDP = ("--train.parallel", "fsdp")
 
 

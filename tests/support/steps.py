@@ -11,8 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipstream.data.batch import Batch, ImageSpec
+from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SigmoidLoss, SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
+from clipstream.training.parallel import full_tensor
+from clipstream.training.settings import TrainSettings
+from clipstream.training.step import StepResult, TrainStep
 from tests.support.losses import sigmoid_loss, softmax_loss
 
 SIZE, TOKENS, VOCABULARY, WIDTH = 4, 5, 11, 6
@@ -102,6 +106,39 @@ def make_batch(step: int = 0, rank: int = 0, size: int = 1, weights: torch.Tenso
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """At learning rate 1, weights move by the gradient."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+
+
+def make_step(
+    model: Any,
+    world: World | None = None,
+    loss: Any = "clip",
+    optimizer: torch.optim.Optimizer | None = None,
+    clip_norm: float | None = None,
+    **settings: Any,
+) -> TrainStep:
+    """A step of plain descent in float32; `settings` are those of training."""
+    train = TrainSettings(**{"precision": "fp32", **settings})
+    loss = LOSSES[loss] if isinstance(loss, str) else loss
+    return TrainStep(model, loss, optimizer or sgd(model), world or World(), train, clip_norm=clip_norm)
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the parameters, whole."""
+    return {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def taken(step: TrainStep, batch: Batch) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    """What a step of plain descent says, and the gradients that it went along."""
+    before = values(step.towers)
+    result = step(batch, lr=1.0)
+    return result, {name: before[name] - after for name, after in values(step.towers).items()}
+
+
+def assert_close(found: Any, wanted: Any, atol: float = 1e-10) -> None:
+    """Compare named tensors."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(torch.as_tensor(found[name]), tensor, rtol=0, atol=atol, msg=name)
 
 
 def reference(kind: str, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,7 @@ from tests.support import hubtree
 from tests.support.loaders import IMAGE, data, digest
 from tests.support.model_files import build
 from tests.support.pictures import ByteTokenizer, make_shards
-from tests.support.ranks import reserved_port
-from tests.support.runs import MODEL, flags, furnish, lines, same_weights, start, weights
-
-LARGE = ImageSpec((24, 24))
+from tests.support.runs import MODEL, flags, furnish, go, lines, weights
 
 
 class ReversedBytes(ByteTokenizer):
@@ -39,13 +37,13 @@ class ReversedBytes(ByteTokenizer):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards, a model's configuration, and a teacher with pictures and a tokenizer of its own."""
+    """A folder with shards, a model's configuration, and a teacher with images and a tokenizer of its own."""
     folder = furnish(tmp_path_factory.mktemp("distill"))
     (folder / "words").mkdir()
     hubtree.write_tokenizer(folder / "words")
-    text = {**MODEL["text_cfg"], "context_length": 12, "hf_tokenizer_name": str(folder / "words")}  # type: ignore[dict-item]
-    vision = {**MODEL["vision_cfg"], "image_size": 24}  # type: ignore[dict-item]
-    (folder / "teacher.json").write_text(json.dumps({**MODEL, "vision_cfg": vision, "text_cfg": text}))
+    text: Any = {**MODEL["text_cfg"], "context_length": 12, "hf_tokenizer_name": str(folder / "words")}
+    config = {**MODEL, "vision_cfg": {**MODEL["vision_cfg"], "image_size": 24}, "text_cfg": text}
+    (folder / "teacher.json").write_text(json.dumps(config))
     build(str(folder / "teacher.json"), seed=5).save_pretrained(folder / "teacher")
     build(str(folder / "model.json"), seed=5).save_pretrained(folder / "alike")
     return folder
@@ -57,26 +55,19 @@ def distilled(place: Path, name: str, *more: str, teacher: str = "teacher", step
     return flags(place, name, *alone, *more, steps=steps)
 
 
-def losses(place: Path, name: str) -> list[float]:
-    return [line["loss"] for line in lines(place, name)]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_adds_pixels_and_ids_of_the_teacher(tmp_path: Path, workers: int) -> None:
     settings = data(make_shards(tmp_path, [13, 7]), workers=workers)
-    parts: dict[str, Any] = {"world": World(), "seed": 3}
-    with (
-        training_loader(
-            settings, ModelInputs(ByteTokenizer(), IMAGE, ReversedBytes(), LARGE), **parts
-        ) as both,
-        training_loader(settings, ModelInputs(ByteTokenizer(), IMAGE), **parts) as student,
-        training_loader(settings, ModelInputs(ReversedBytes(), LARGE), **parts) as teacher,
-    ):  # fmt: skip
+    student, teacher = (ByteTokenizer(), IMAGE), (ReversedBytes(), ImageSpec((24, 24)))
+    with contextlib.ExitStack() as stack:
+        loaders = [
+            stack.enter_context(training_loader(settings, ModelInputs(*parts), world=World(), seed=3))
+            for parts in ((*student, *teacher), student, teacher)
+        ]
         for _ in range(4):
-            batch, own, wanted = next(both), next(student), next(teacher)
+            batch, own, wanted = (next(loader) for loader in loaders)
             assert own.teacher_pixels is None and own.teacher_ids is None
             assert digest([batch]) == digest([own])
-            assert batch.teacher_pixels is not None and batch.teacher_ids is not None and wanted.pixels is not None
             assert torch.equal(batch.teacher_pixels, wanted.pixels)  # the same crops at another size
             assert torch.equal(batch.teacher_ids, wanted.ids)
 
@@ -95,9 +86,9 @@ def test_the_chunks_of_a_teacher_give_the_same_features(place: Path) -> None:
     assert teacher.scale == pytest.approx(float(towers.clip.logit_scale.exp()))
 
 
-def test_a_student_learns_from_a_teacher_of_other_pictures_and_tokens(place: Path) -> None:
+def test_a_student_learns_from_a_teacher_of_other_images_and_tokens(place: Path) -> None:
     more = ("--distill.type", "affinity", "--distill.features", "16", "--distill.teacher-temperature", "0.02")
-    assert main(distilled(place, "other", *more, "--lr", "1e-2", "--warmup", "0", steps=16)) == 0
+    go(distilled(place, "other", *more, "--lr", "1e-2", "--warmup", "0", steps=16))
     found = lines(place, "other")
     for key in ("loss", "loss_affinity", "loss_features"):
         assert sum(line[key] for line in found[-4:]) < 0.7 * sum(line[key] for line in found[:4]), key
@@ -110,27 +101,14 @@ def test_a_term_that_outweighs_the_others_is_told(
     place: Path, weight: str, told: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("--distill.contrastive", "1", "--distill.type", "relational", "--distill.features", weight)
-    argv = [*flags(place, f"weight_{weight}", "--distill-model", f"local-dir:{place}/alike", *more, steps=2)]
-    assert main(argv) == 0
+    go(flags(place, f"weight_{weight}", "--distill-model", f"local-dir:{place}/alike", *more, steps=1))
     assert capsys.readouterr().err.count("its term features") == told
 
 
 def test_the_teacher_itself_has_nothing_to_learn(place: Path) -> None:
     more = ("--pretrained", f"{place}/alike/open_clip_model.safetensors", "--lr", "0", "--data.augment.scale", "[1, 1]")
-    assert main(distilled(place, "same", *more, "--distill.type", "affinity", teacher="alike", steps=2)) == 0
-    assert losses(place, "same") == pytest.approx([0, 0], abs=1e-6)
-
-
-def test_a_resumed_run_and_micro_batches_on_two_ranks_give_the_same(place: Path) -> None:
-    assert main(distilled(place, "whole")) == 0
-    assert main(distilled(place, "parts", "--resume", f"{place}/runs/whole/checkpoints/step_00000004")) == 0
-    assert losses(place, "parts")[-4:] == losses(place, "whole")[-4:]
-    assert same_weights(weights(place, "parts", 8), weights(place, "whole", 8))
-    more = ("--train.micro-batch-size", "5", "--train.parallel", "fsdp")
-    with reserved_port() as port:
-        processes = start(distilled(place, "shared", *more), ranks=2, port=port)
-        assert [process.wait() for process in processes] == [0, 0], processes[0].communicate()
-    assert losses(place, "shared") == pytest.approx(losses(place, "whole"), abs=2e-4)
+    go(distilled(place, "same", *more, "--distill.type", "affinity", teacher="alike", steps=2))
+    assert [line["loss"] for line in lines(place, "same")] == pytest.approx([0, 0], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +116,6 @@ def test_a_resumed_run_and_micro_batches_on_two_ranks_give_the_same(place: Path)
     [
         (["--distill-model", "ViT-B-32"], "distill.model: ViT-B-32 has no weights: set distill.pretrained"),
         (["--distill-model", "ViT-B-32", "--distill-pretrained", "opnai"], "'opnai' is neither a tag nor a file"),
-        (["--distill.weight", "0.5"], "requires a teacher: --distill-model or --teacher-features"),
-        (["--distill-pretrained", "openai"], "distill.pretrained requires --distill-model"),
     ],
 )
 def test_a_teacher_that_cannot_be_had(

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import EvalSettings
 from clipstream.training.settings import EarlyStop, EarlyStopSettings
-from tests.support.ranks import end_ranks
-from tests.support.runs import flags, furnish, lines, same_weights, train_on, weights
+from tests.support.runs import flags, furnish, go, lines, same_weights, weights
 
 VALUES = [1.0, 0.5, 0.7, 0.5, 0.8, 0.4, 0.9, 0.9, 0.9]  # evaluated every 2 steps: the best by step 10 is that of step 4
 
@@ -46,8 +46,10 @@ class Told:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A furnished folder."""
-    return furnish(tmp_path_factory.mktemp("early"))
+    """A folder with an undisturbed run that ended, `ended`."""
+    folder = furnish(tmp_path_factory.mktemp("early"))
+    go(until(folder, "ended"))
+    return folder
 
 
 def until(place: Path, name: str, *more: str, steps: int = 100) -> list[str]:
@@ -60,69 +62,53 @@ def until(place: Path, name: str, *more: str, steps: int = 100) -> list[str]:
     return ["--config", str(evals), *flags(place, name, "--checkpoint.every", "3", *more, steps=steps)]
 
 
-@pytest.fixture(scope="module")
-def ended(place: Path) -> str:
-    """The name of an undisturbed run that ended."""
-    assert main(until(place, "ended")) == 0
-    return "ended"
+def same(place: Path, name: str) -> None:
+    for key in ("loss", "eval", "end"):
+        assert lines(place, name, key) == lines(place, "ended", key)
 
 
-def test_a_run_ends_when_it_gets_no_better(place: Path, ended: str) -> None:
-    name, folder = ended, place / "runs" / ended
-    said = (folder / "out.log").read_text()
-    assert [line["step"] for line in lines(place, name)] == list(range(1, 11))
-    assert [(line["eval"], line["step"]) for line in lines(place, name, "eval")] == [
+def test_a_run_ends_when_it_gets_no_better(place: Path) -> None:
+    folder = place / "runs/ended"
+    assert [line["step"] for line in lines(place, "ended")] == list(range(1, 11))
+    assert [(line["eval"], line["step"]) for line in lines(place, "ended", "eval")] == [
         *(("told", step) for step in (2, 4, 6, 8, 10)), ("val", 10)
     ]  # fmt: skip
-    assert lines(place, name, "end") == [
-        {
-            "step": 10,
-            "end": {
-                "status": "done",
-                "code": 0,
-                "error": None,
-                "total_steps": 100,
-                "early_stop": {"metric": "told/val_loss", "evaluations": 3, "best": 0.5, "best_step": 4},
-            },
-        }
-    ]
+    stop = {"metric": "told/val_loss", "evaluations": 3, "best": 0.5, "best_step": 4}
+    end = {"status": "done", "code": 0, "error": None, "total_steps": 100, "early_stop": stop}
+    assert lines(place, "ended", "end") == [{"step": 10, "end": end}]
     assert (folder / "checkpoints" / "latest").read_text().strip() == "step_00000010"
     assert (folder / "checkpoints" / "best").read_text().startswith("step_00000004\n")
     assert (folder / "checkpoints" / "step_00000004" / "COMPLETE").exists()
+    said, why = (folder / "out.log").read_text(), "has not improved since step 4 (0.5), in 3 evaluations"
     assert "or until told/val_loss is no better in 3 evaluations in a row" in said
-    why = "told/val_loss has not improved since step 4 (0.5), in 3 evaluations"
-    assert f"ended at step 10: {why}" in said and f"ended at step 10: {why}" in (folder / "report.html").read_text()
+    for page in (said, (folder / "report.html").read_text()):
+        assert f"ended at step 10: told/val_loss {why}" in page
     assert f"best     {folder}/checkpoints/step_00000004: told/val_loss 0.5" in said
 
 
-def test_the_same_command_again_changes_nothing_and_more_patience_goes_on(place: Path, ended: str) -> None:
-    shutil.copytree(place / "runs" / ended, place / "runs/twice")
-    assert main(until(place, "twice", "--resume", "auto")) == 0
-    for key in ("loss", "eval", "end"):
-        assert lines(place, "twice", key) == lines(place, ended, key)
-    assert main(until(place, "twice", "--resume", "auto", "--train.early-stop.patience", "4")) == 0
-    told = [line for line in lines(place, "twice", "eval") if line["eval"] == "told"]
-    assert [line["step"] for line in told][5:] == [12, 14, 16, 18, 20]
+def test_the_same_command_again_changes_nothing_and_more_patience_goes_on(place: Path) -> None:
+    shutil.copytree(place / "runs/ended", place / "runs/twice")
+    go(until(place, "twice", "--resume", "auto"))
+    same(place, "twice")
+    go(until(place, "twice", "--resume", "auto", "--train.early-stop.patience", "4"))
+    told = [line["step"] for line in lines(place, "twice", "eval") if line["eval"] == "told"]
+    assert told[5:] == [12, 14, 16, 18, 20]
     assert lines(place, "twice", "end")[-1]["end"]["early_stop"]["best_step"] == 12
 
 
-def test_a_killed_run_ends_where_it_would_have_ended(place: Path, ended: str) -> None:
+def test_a_killed_run_ends_where_it_would_have_ended(place: Path) -> None:
     """The folder as a kill leaves it before the checkpoint of step 9 is whole."""
-    folder = place / "runs/killed/checkpoints"
-    shutil.copytree(place / "runs" / ended, folder.parent)
+    shutil.copytree(place / "runs/ended", place / "runs/killed")
     for step in (9, 10):
-        (folder / f"step_{step:08d}" / "COMPLETE").unlink()
-    assert main(until(place, "killed", "--resume", "auto")) == 0
-    assert lines(place, "killed") == lines(place, ended)
-    assert lines(place, "killed", "eval") == lines(place, ended, "eval")
-    assert lines(place, "killed", "end") == lines(place, ended, "end")
-    assert same_weights(weights(place, "killed", 10), weights(place, ended, 10))
+        (place / "runs/killed/checkpoints" / f"step_{step:08d}" / "COMPLETE").unlink()
+    go(until(place, "killed", "--resume", "auto"))
+    same(place, "killed")
+    assert same_weights(weights(place, "killed", 10), weights(place, "ended", 10))
 
 
-def test_ranks_end_together_although_their_figures_differ(place: Path, ended: str) -> None:
-    assert [end.code for end in end_ranks(2, train_on, until(place, "two"))] == [0, 0]
-    assert [line["step"] for line in lines(place, "two")] == list(range(1, 11))
-    assert lines(place, "two", "end") == lines(place, ended, "end")
+def test_ranks_end_together_although_their_figures_differ(place: Path) -> None:
+    go(until(place, "two"), 2)
+    assert lines(place, "two", "end") == lines(place, "ended", "end")
 
 
 def heard(stop: EarlyStop, *values: float | None) -> EarlyStop:
@@ -158,25 +144,26 @@ def test_what_counts(settings: dict[str, Any], values: list[float | None], stale
     assert other.state.stale == 0 and not heard(EarlyStop(EarlyStopSettings()), *values).should_stop
 
 
-def problems(*argv: str) -> str:
-    with pytest.raises(SettingsError) as caught:
-        validate_run(load(["--train-data", "a.tar", "--steps", "10", "--name", "x", *argv]), World())
-    return str(caught.value)
+EVALS = ["--val-data", "b.tar", "--evals.val.every", "5", "--train.ema", "0.9"]
 
 
-def test_what_cannot_be_meant_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evals = ["--val-data", "b.tar", "--evals.val.every", "5", "--train.ema", "0.9"]
-    metric = "--train.early-stop.metric"
-    assert "unknown evaluator 'vall': use NAME/METRIC with one of: val" in problems(*evals, metric, "vall/top1")
-    assert "unknown evaluator 'val_averaged'" in problems(*evals, metric, "val_averaged/top1")
-    assert "val is evaluated only at the end: set --evals.val.every" in problems(*evals[:2], metric, "val/top1")
-    assert "--train.early-stop.patience: requires --train.early-stop.metric" in problems(
-        *evals, "--train.early-stop.patience", "2"
-    )
-    both = [*evals, "--evals.val.weights", "both", metric, "val_averaged/n"]
-    validate_run(load(["--train-data", "a.tar", "--steps", "10", *both]), World())
-    with pytest.raises(SettingsError, match="expected EVALUATOR/METRIC"):
-        load([metric, "val"])
-    argv = flags(place, "misnamed", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "2", metric, "val/R@1")
-    assert main(argv) == 2
+@pytest.mark.parametrize(
+    ("evals", "metric", "said"),
+    [
+        (EVALS, "vall/top1", "unknown evaluator 'vall': use NAME/METRIC with one of: val"),
+        (EVALS, "val_averaged/top1", "unknown evaluator 'val_averaged'"),
+        (EVALS[:2], "val/top1", "val is evaluated only at the end: set --evals.val.every"),
+        ([*EVALS, "--evals.val.weights", "both"], "val_averaged/n", None),
+        ([], "val", "expected EVALUATOR/METRIC"),
+    ],
+)
+def test_what_cannot_be_meant_is_told(evals: list[str], metric: str, said: str | None) -> None:
+    argv = ["--train-data", "a.tar", "--steps", "10", *evals, "--train.early-stop.metric", metric]
+    with nullcontext() if said is None else pytest.raises(SettingsError, match=said):
+        validate_run(load(argv), World())
+
+
+def test_a_metric_that_an_evaluator_does_not_give(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evals = ["--val-data", f"{place}/val/*.tar", "--evals.val.every", "2"]
+    assert main(flags(place, "misnamed", *evals, "--train.early-stop.metric", "val/R@1")) == 2
     assert "train.early_stop.metric: val has no metric 'R@1'; choose from image_to_text_R@1" in capsys.readouterr().err

@@ -1,113 +1,85 @@
-"""Runs with a frozen tower in a precision of its own: micro-batches, ranks, shards, resume, and checkpoints."""
+"""Runs with frozen towers: what checkpoints hold, towers that are trained from a step on, and cached features."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from clipstream.cli.verbs.train import main
-from clipstream.config.settings import load
-from clipstream.config.validate import validate_run
-from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from tests.support.pictures import make_shards
-from tests.support.ranks import end_ranks
-from tests.support.runs import MODEL, flags, lines, same_weights, train_on, weights
-from tests.support.sharded import FSDP, LAYERS
+from tests.support.model_files import VIT, build, write
+from tests.support.runs import flags, furnish, go, lines, same_weights, weights
+from tests.support.sharded import LAYERS
 
-STEPS = 3
-OWN = ("--lock-image", "--model.image.precision", "bf16", "--checkpoint.every", "1", "--checkpoint.keep-last", "9")
+RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 4}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("frozen")
-    make_shards(folder / "pairs", [21, 17, 19, 5])
-    (folder / "model.json").write_text(json.dumps({**MODEL, **LAYERS}))
-    return folder
+    return furnish(tmp_path_factory.mktemp("frozen"), LAYERS)
 
 
-def go(place: Path, name: str, *more: str, ranks: int = 1) -> None:
-    argv = flags(place, name, *OWN, *more, steps=STEPS)
-    if ranks == 1:
-        assert main(argv) == 0
-    else:
-        ends = end_ranks(ranks, train_on, argv)
-        assert [end.code for end in ends] == [0] * ranks, ends[0].stderr
+def trained(place: Path, name: str, step: int) -> set[str]:
+    """The towers that a step, counted from 1, changed; the checkpoint before the first is not there."""
+    before, after = weights(place, name, step - 1), weights(place, name, step)
+    changed = [key for key in after if not torch.equal(before[key], after[key])]
+    return {"image" if key.startswith("visual.") else "text" for key in changed if key != "logit_scale"}
 
 
-def close(place: Path, one: str, other: str) -> None:
-    """Check that both runs end with the same weights, up to the order of sums."""
-    found = weights(place, other, STEPS)
-    for key, tensor in weights(place, one, STEPS).items():
-        torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-9, msg=f"{other}: {key}")
+EVERY = ("--train.ema", "0.9", "--checkpoint.every", "1", "--checkpoint.keep-last", "9")
 
 
 def test_checkpoints_hold_the_weights_as_they_were_and_resume_exactly(place: Path) -> None:
-    go(place, "one", "--train.ema", "0.9")
+    own = ("--lock-image", "--model.image.precision", "bf16", *EVERY)
+    go(flags(place, "one", *own, steps=3))
     initial = build_towers(ModelSettings(name=f"{place}/model.json"), seed=0).clip.state_dict()
+    go(flags(place, "again", *own, "--checkpoint.resume", f"{place}/runs/one/checkpoints/step_00000001", steps=3))
+    assert lines(place, "again") == lines(place, "one")[1:]
     for file in ("open_clip_model", "averaged"):
-        saved = weights(place, "one", STEPS, file)
+        saved = weights(place, "one", 3, file)
         assert saved.keys() == initial.keys() and {tensor.dtype for tensor in saved.values()} == {torch.float32}
         for name, tensor in initial.items():
             assert torch.equal(saved[name], tensor) == name.startswith("visual.")
-    go(place, "again", "--train.ema", "0.9", "--checkpoint.resume", f"{place}/runs/one/checkpoints/step_00000001")
-    assert lines(place, "again") == lines(place, "one")[1:]
-    for file in ("open_clip_model", "averaged"):
-        assert same_weights(weights(place, "again", STEPS, file), weights(place, "one", STEPS, file))
+        assert same_weights(weights(place, "again", 3, file), saved)
 
 
-def test_ranks_shards_and_recomputation_change_nothing(place: Path) -> None:
-    fp64 = ("--precision", "fp64")
-    go(place, "fp64", *fp64)
-    go(place, "ddp", *fp64, "--train.micro-batch-size", "5", ranks=2)
-    go(place, "fsdp", *fp64, *FSDP, "--model.grad-checkpointing", "0.6", ranks=2)
-    assert "memory   model.text.grad_checkpointing: of 2 blocks " in (place / "runs/fsdp/out.log").read_text()
-    for other in ("ddp", "fsdp"):
-        close(place, "fp64", other)
+def test_a_tower_that_is_trained_from_a_step_on_resumes_exactly(place: Path) -> None:
+    locks = ("--lock-image", "--model.unlock-image-at", "2", "--lock-text", "--model.unlock-text-at", "3", *EVERY)
+    go(flags(place, "unlock", *locks, steps=4))
+    assert [trained(place, "unlock", step) for step in (2, 3, 4)] == [set(), {"image"}, {"image", "text"}]
+    for at in (1, 2):
+        checkpoint = f"{place}/runs/unlock/checkpoints/step_{at:08d}"
+        go(flags(place, f"unlock-{at}", *locks, "--checkpoint.resume", checkpoint, steps=4))
+        assert lines(place, f"unlock-{at}") == lines(place, "unlock")[at:]
+        for file in ("open_clip_model", "averaged"):
+            assert same_weights(weights(place, f"unlock-{at}", 4, file), weights(place, "unlock", 4, file))
 
 
-@pytest.mark.parametrize(("tower", "ranks"), [("image", 1), ("text", 2)])
-def test_cached_features_are_computed_once_and_change_no_loss(tower: str, ranks: int, place: Path) -> None:
-    more = [
-        f"--lock-{tower}",
-        "--data.augment.enabled",
-        "false",
-        "--train.micro-batch-size",
-        "5",
-        "--precision",
-        "fp64",
-    ]
-    runs = {"plain": [], "cached": [f"--model.{tower}.cache-gib", "0.001"]}
-    for name, own in runs.items():
-        argv = flags(place, f"{name}-{tower}", *more, *own, steps=4)
-        ends = end_ranks(ranks, train_on, argv) if ranks > 1 else [main(argv)]
-        assert not any(end.code if ranks > 1 else end for end in ends), ends
-    assert f"features of the {tower} tower in 0.001 GiB a rank" in (place / f"runs/cached-{tower}/out.log").read_text()
-    plain, cached = (lines(place, f"{name}-{tower}") for name in runs)
-    assert len(plain) == 4
-    for one, other in zip(plain, cached, strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], abs=1e-10)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], abs=1e-10)
+def test_cached_features_change_no_loss(place: Path) -> None:
+    more = ["--lock-image", "--data.augment.enabled=false", "--train.micro-batch-size=5", "--precision=fp64"]
+    go(flags(place, "plain", *more, steps=4))
+    go(flags(place, "cached", *more, "--model.image.cache-gib", "0.001", steps=4))
+    assert "features of the image tower in 0.001 GiB a rank" in (place / "runs/cached/out.log").read_text()
+    for one, other in zip(lines(place, "plain"), lines(place, "cached"), strict=True):
+        assert other == pytest.approx(one, abs=1e-10)
 
 
-def test_settings_that_cannot_work_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cache = ("--model.image.cache-gib", "1")
-    for more, message in (
-        (("--lock-image", *cache), "features of augmented images differ"),
-        (cache, "training the image tower changes its features"),
-        (
-            ("--train.micro-batch-size", "auto", "--model.grad-checkpointing", "2GiB"),
-            "2GiB requires a number",
-        ),
-    ):
-        assert main(flags(place, "refused", *more)) == 2
-        assert message in capsys.readouterr().err
-    argv = flags(place, "refused", "--lock-image", "--data.augment.enabled", "false", *cache, *FSDP)
-    with pytest.raises(SettingsError, match="not supported with fsdp: use ddp"):
-        validate_run(load(argv, ranks=2), World(rank=0, size=2))
+def test_a_locked_tower_is_in_evaluation_mode_until_its_step(tmp_path: Path) -> None:
+    towers = build(write(tmp_path, RESNET), lock_image=True, unlock_image_at=3, lock_text=True).train()
+    assert towers.has_batch_norm and not towers.frozen & set(towers.clip.visual.modules())
+    towers.toggle(towers.changing_locks(2))
+    assert not towers.changing_locks(2) and not towers.train().clip.visual.bn1.training
+    assert not any(parameter.requires_grad for parameter in towers.clip.visual.parameters())
+    towers.toggle(towers.changing_locks(3))
+    assert towers.clip.visual.bn1.training and towers.clip.visual.bn1.weight.requires_grad
+    assert not towers.clip.transformer.training and not towers.clip.text_projection.requires_grad
+
+
+def test_groups_that_train_from_the_beginning_are_not_locked(tmp_path: Path) -> None:
+    towers = build(write(tmp_path, VIT), lock_image=True, unlocked_groups=2, unlock_image_at=3)
+    towers.toggle(towers.changing_locks(0))
+    assert towers.clip.visual.proj.requires_grad and not towers.clip.visual.conv1.weight.requires_grad
+    towers.toggle(towers.changing_locks(3))
+    assert towers.clip.visual.conv1.weight.requires_grad

@@ -23,12 +23,12 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.distillation import DistilledLoss
-from clipstream.losses.settings import ClipLossSettings, DistillSettings, SiglipLossSettings
+from clipstream.losses.settings import DistillSettings, LossSettings
 from clipstream.models.execution.text_buckets import TextBuckets
 from clipstream.training.optim import parameter_groups
-from clipstream.training.settings import TrainSettings
-from clipstream.training.step import TrainStep, read_later
+from clipstream.training.step import read_later
 from tests.support.model_files import VIT, build, write
+from tests.support.steps import make_step
 
 PACKAGE = Path(clipstream.__file__).resolve().parent
 
@@ -85,26 +85,31 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
 
 
-def started(folder: Path, kind: str = "clip", *, fused: bool = True, loss: Any = None, **options: Any) -> Waits:
+def started(
+    folder: Path,
+    model: dict[str, Any] | None = None,
+    *,
+    kind: str = "clip",
+    vision: Any = VIT,
+    fused: bool = True,
+    distill: bool = False,
+    loss: Any = None,
+    **train: Any,
+) -> Waits:
     """What a step waits for after its first one."""
-    ema, given = options.pop("ema", False), options.pop("settings", {})
-    model = {"text_buckets": options.pop("text_buckets", "auto"), "patch_dropout": options.pop("patch_dropout", None)}
-    settings = ClipLossSettings if kind == "clip" else SiglipLossSettings
-    towers = build(write(folder, options.pop("vision", VIT)), loss_type=kind, **model).train()
+    towers = build(write(folder, vision), loss_type=kind, **(model or {})).train()
     ids = towers.open_clip_tokenizer()(["a", "b c", "d e f", "g"] * 2).int()
     towers = towers.to("meta")
-    base = build_loss(settings(**given), kind)
-    loss = base if loss is None else loss(base)
+    built = build_loss(LossSettings.model_validate({"type": kind, **(loss or {})}), kind)
+    if distill:
+        built = DistilledLoss(built, DistillSettings(weight=1.0, features=1.0), {"t": 50.0})
     optimizer = torch.optim.AdamW(parameter_groups(towers, 0.1), fused=fused)
-    clip_norm = options.pop("clip_norm", None)
-    train = TrainSettings(**{"precision": "fp32", "ema": 0.9 if ema else None, "ema_warmup": ema, **options})
-    step = TrainStep(towers, loss, optimizer, World(device="meta"), train, clip_norm=clip_norm)
+    step = make_step(towers, World(device="meta"), built, optimizer, **train)
     teachers = {f"t.{part}": torch.rand(8, 24) for part in ("image", "text")}
     pixels = torch.randint(0, 256, (8, 3, *towers.image.size), dtype=torch.uint8)
     batch = Batch(pixels, ids, torch.ones(8), ("",) * 8, torch.zeros(8), step=0, global_size=8, features=teachers)
     batch = replace(batch, pictures=torch.arange(8))
-    waits = Waits()
-    with waits:
+    with Waits() as waits:
         step.start(batch, lr=1e-3)  # the optimizer makes its moments
         first, waits.found = waits.found, []
         step.start(batch, lr=1e-3)
@@ -113,22 +118,18 @@ def started(folder: Path, kind: str = "clip", *, fused: bool = True, loss: Any =
     return waits
 
 
-def distilled(base: Any) -> DistilledLoss:
-    return DistilledLoss(base, DistillSettings(weight=1.0, features=1.0), {"t": 50.0})
-
-
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "sigmoid": {"kind": "siglip", "text_buckets": 9},
-    "micro": {"micro_batch_size": 2, "kept_micro_batches": 0, "text_buckets": 9},
-    "kept": {"micro_batch_size": 2, "kept_micro_batches": 2, "kind": "siglip", "text_buckets": "packed"},
-    "patches": {"patch_dropout": 0.5, "micro_batch_size": 4},
-    "distillation": {"loss": distilled},
-    "averages": {"ema": True, "clip_norm": 1.0},
-    "fp16": {"precision": "fp16", "ema": True, "clip_norm": 1.0},
-    "mask": {"settings": {"duplicates": "mask"}},
+    "sigmoid": {"kind": "siglip", "model": {"text_buckets": 9}},
+    "micro": {"micro_batch_size": 2, "kept_micro_batches": 0, "model": {"text_buckets": 9}},
+    "kept": {"micro_batch_size": 2, "kept_micro_batches": 2, "kind": "siglip", "model": {"text_buckets": "packed"}},
+    "patches": {"model": {"patch_dropout": 0.5}, "micro_batch_size": 4},
+    "distillation": {"distill": True},
+    "averages": {"ema": 0.9, "ema_warmup": True, "clip_norm": 1.0},
+    "fp16": {"precision": "fp16", "ema": 0.9, "ema_warmup": True, "clip_norm": 1.0},
+    "mask": {"loss": {"duplicates": "mask"}},
     "batch norm": {"vision": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("meta")
@@ -140,7 +141,7 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path, case: str) -> None:
 @pytest.mark.usefixtures("meta")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_step_waits_once_for_an_optimizer_that_takes_no_flag(tmp_path: Path, precision: str) -> None:
-    found = started(tmp_path, fused=False, precision=precision, ema=True).found
+    found = started(tmp_path, fused=False, precision=precision, ema=0.9).found
     assert found == ["step.py:_update _local_scalar_dense"]
 
 

@@ -1,28 +1,34 @@
-"""Parameter groups, learning rate schedules, gradient clipping, the length of a run."""
+"""Parameter groups and rates per tower and layer, schedules, gradient clipping, optimizers of torch and timm."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import open_clip
 import pytest
 import torch
+from open_clip.hf_model import HFTextEncoder
 from open_clip_train.params import get_default_params
 from open_clip_train.scheduler import const_lr_cooldown, cosine_lr
 from torch import nn
 
+from clipstream.checkpoint.state import load
+from clipstream.checkpoint.store import find
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.model_config import builtin
-from clipstream.training.optim import (
-    AdamW,
-    OptimSettings,
-    ScheduleSettings,
-    parameter_groups,
-)
+from clipstream.models.layers import tower_layers
+from clipstream.training.optim import AdamW, OptimSettings, ScheduleSettings, parameter_groups
 from clipstream.training.settings import TrainSettings
-from clipstream.training.step import clip_gradients, gradient_norm
+from clipstream.training.state import TrainState
+from clipstream.training.step import TrainStep, clip_gradients, gradient_norm
+from tests.support import model_files
+from tests.support.evaluating import tiny_towers
+from tests.support.savers import saver_of
+from tests.support.steps import TinyTowers, assert_close, make_batch, make_step, values
 
 
 class Small(nn.Module):
@@ -34,21 +40,24 @@ class Small(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(1.0))
 
 
-def test_matrices_decay_and_the_rest_does_not() -> None:
-    model = Small()
-    model.layers[2].requires_grad_(False)
-    decayed, vectors, numbers = parameter_groups(model, 0.2)
-    assert decayed["weight_decay"] == 0.2 and vectors["weight_decay"] == numbers["weight_decay"] == 0
-    assert [p.shape for p in decayed["params"]] == [(4, 3)]
-    assert [[p.ndim for p in group["params"]] for group in (vectors, numbers)] == [[1, 1, 1], [0]]
-
-
-COMPARABLE = sorted(open_clip.list_models())
-REPRESENTATIVE = ["RN50", "ViT-B-32", "ViT-B-16-SigLIP", "EVA02-B-16", "convnext_base", "swin_base_patch4_window7_224"]
+def on_meta(name: str) -> nn.Module:
+    """A named model of open_clip, without values."""
+    config = open_clip.get_model_config(name)
+    config["vision_cfg"].pop("timm_model_pretrained", None)
+    kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
+    towers = nn.Module()
+    with torch.device("meta"):
+        towers.clip = kind(**config)
+    return towers
 
 
 def test_betas_and_eps_are_open_clips_for_every_model() -> None:
-    for name in (*COMPARABLE, "hf-hub:timm/ViT-B-16-SigLIP", "hf-hub:apple/MobileCLIP-S1-OpenCLIP", "vit/RN50.json"):
+    for name in (
+        *open_clip.list_models(),
+        "hf-hub:timm/ViT-B-16-SigLIP",
+        "hf-hub:apple/MobileCLIP-S1-OpenCLIP",
+        "vit/RN50.json",
+    ):
         theirs = get_default_params("RN50" if name.endswith(".json") else name)
         group = AdamW.Settings().build(Small(), name).param_groups[0]
         assert (*group["betas"], group["eps"]) == (theirs["beta1"], theirs["beta2"], theirs["eps"]), name
@@ -57,7 +66,9 @@ def test_betas_and_eps_are_open_clips_for_every_model() -> None:
 def test_betas_and_eps_that_are_set() -> None:
     assert AdamW.Settings(betas=(0.8, None)).defaults("ViT-B-32") == ((0.8, 0.98), 1e-6)
     assert AdamW.Settings(betas=(None, 0.95)).defaults("RN50") == ((0.9, 0.95), 1e-8)
-    group = AdamW.Settings(betas=(0.8, 0.95), eps=1e-4, lr=0.1).build(Small(), "RN50").param_groups[0]
+    optimizer = AdamW.Settings(betas=(0.8, 0.95), eps=1e-4, lr=0.1, fused=False).build(Small(), "RN50")
+    group = optimizer.param_groups[0]
+    assert isinstance(optimizer, torch.optim.AdamW) and not group["fused"]
     assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.95), 1e-4, 0.1)
 
 
@@ -66,65 +77,21 @@ def undecayed_by_open_clip(name: str, p: nn.Parameter) -> bool:
     return p.ndim < 2 or "bn" in name or "ln" in name or "bias" in name or "logit_scale" in name
 
 
-def check_decay(name: str) -> int:
-    """Compare the groups of a named model with open_clip's; how many matrices or tables have no weight decay."""
-    cfg = builtin(name)
-    custom = cfg.pop("custom_text", False)
-    cfg["vision_cfg"]["timm_model_pretrained"] = False
-    towers = nn.Module()
-    with torch.device("meta"):
-        towers.clip = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**cfg)
+@pytest.mark.parametrize(
+    ("name", "tables"),
+    [
+        ("RN50", 0), ("ViT-B-32", 0), ("ViT-B-16-SigLIP", 0), ("EVA02-B-16", 0), ("convnext_base", 0),
+        ("swin_base_patch4_window7_224", 24),  # relative_position_bias_table
+    ],
+)  # fmt: skip
+def test_what_has_no_weight_decay_is_open_clips(name: str, tables: int) -> None:
+    towers = on_meta(name)
     groups = parameter_groups(towers, 0.2)
     ours = {id(p) for group in groups if not group["weight_decay"] for p in group["params"]}
-    theirs = [(key, p) for key, p in towers.clip.named_parameters() if undecayed_by_open_clip(key, p)]
-    assert ours == {id(p) for _, p in theirs}, name
+    theirs = [p for key, p in towers.clip.named_parameters() if undecayed_by_open_clip(key, p)]
+    assert ours == {id(p) for p in theirs}
     assert sum(len(group["params"]) for group in groups) == len(list(towers.parameters()))
-    return sum(p.ndim >= 2 for _, p in theirs)
-
-
-@pytest.mark.parametrize("name", REPRESENTATIVE)
-def test_what_has_no_weight_decay_is_open_clips(name: str) -> None:
-    assert check_decay(name) == (24 if name.startswith("swin") else 0)  # relative_position_bias_table
-
-
-@pytest.mark.slow
-def test_what_has_no_weight_decay_is_open_clips_for_every_model() -> None:
-    checked = 0
-    for name in COMPARABLE:
-        cfg = open_clip.get_model_config(name)
-        if "multimodal_cfg" not in cfg and "hf_model_name" not in cfg["text_cfg"]:  # whose text tower is on the Hub
-            check_decay(name)
-            checked += 1
-    assert checked >= 131
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_adamw_is_the_published_one(fused: bool) -> None:
-    """Two steps against the update of arXiv:1711.05101, algorithm 2, in float64."""
-    weight = nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
-    model = nn.Module()
-    model.weight = weight
-    optimizer = AdamW.Settings(lr=0.1, wd=0.5, betas=(0.9, 0.98), eps=1e-6, fused=fused).build(model, "ViT")
-    assert optimizer.param_groups[0]["fused"] is fused
-    expected, m, v = weight.detach().clone(), torch.zeros(1, 2), torch.zeros(1, 2)
-    for t in (1, 2):
-        gradient = torch.tensor([[0.3, -0.1 * t]], dtype=torch.float64)
-        weight.grad = gradient.clone()
-        optimizer.step()
-        m, v = 0.9 * m + 0.1 * gradient, 0.98 * v + 0.02 * gradient**2
-        update = (m / (1 - 0.9**t)) / ((v / (1 - 0.98**t)).sqrt() + 1e-6)
-        expected = expected - 0.1 * 0.5 * expected - 0.1 * update
-    torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-12)
-
-
-def test_lr_0_changes_nothing() -> None:
-    model = Small()
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = AdamW.Settings(lr=0.0).build(model, "ViT")
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert sum(p.ndim >= 2 for p in theirs) == tables
 
 
 def test_nothing_to_train() -> None:
@@ -223,40 +190,250 @@ def own(monkeypatch: pytest.MonkeyPatch, made: Callable[[nn.Module], Any]) -> to
 
 
 @pytest.mark.parametrize(
-    ("kept", "message"),
+    ("kept", "scale", "said"),
     [
-        ([1, 2], "the state 'kept' of .*:Own is list"),
-        ("x", "is str"),
-        (lambda: 0, "is function"),
-        (None, "is NoneType"),
+        ([1, 2], None, "the state 'kept' of .*:Own is list"),
+        (lambda: 0, None, "is function"),
+        (torch.zeros(3), torch.ones(2), r"parameter groups of .*:Own cannot be stored .*Tensor"),
+        (torch.zeros(3), None, None),
     ],
 )
-def test_a_state_that_no_checkpoint_can_store_is_told_at_the_first_step(
-    kept: Any, message: str, monkeypatch: pytest.MonkeyPatch
+def test_what_no_checkpoint_can_store_is_told_at_the_first_step(
+    kept: Any, scale: Any, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = own(monkeypatch, lambda towers: Kept(parameter_groups(towers, 0.1), kept))
-    with pytest.raises(SettingsError, match=message):
+    if scale is not None:
+        optimizer.param_groups[0]["scale"] = scale
+    with nullcontext() if said is None else pytest.raises(SettingsError, match=said):
         optimizer.step()
-
-
-def test_parameter_groups_that_no_checkpoint_can_store_are_told_at_the_first_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    optimizer = own(monkeypatch, lambda towers: torch.optim.SGD(list(towers.parameters())))
-    optimizer.param_groups[0]["scale"] = torch.ones(2)
-    with pytest.raises(SettingsError, match=r"parameter groups of .*:Own cannot be stored .*Tensor"):
         optimizer.step()
-
-
-def test_a_state_of_tensors_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = own(monkeypatch, lambda towers: Kept(parameter_groups(towers, 0.1), torch.zeros(3)))
-    optimizer.step()
-    optimizer.step()
-    states = optimizer.state_dict()["state"].values()
-    assert len(states) == sum(len(group["params"]) for group in optimizer.param_groups) > 1
-    assert all(torch.equal(state["kept"], torch.zeros(3)) for state in states)
+        assert all(torch.equal(state["kept"], kept) for state in optimizer.state_dict()["state"].values())
 
 
 def test_parameters_that_are_left_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r":Own leaves out \d+ of the trainable parameters, such as \w+"):
         own(monkeypatch, lambda towers: torch.optim.SGD(list(towers.parameters())[:1]))
+
+
+RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8}
+TIMM = {"image_size": 224, "timm_model_name": "vit_tiny_patch16_224", "timm_pool": "token", "timm_proj": "linear"}
+
+
+def settings(**given: Any) -> OptimSettings:
+    return OptimSettings.model_validate(given)
+
+
+def groups_by_name(towers: nn.Module, **given: Any) -> dict[str, dict[str, Any]]:
+    """The group of each trainable parameter, by open_clip's name."""
+    names = {id(p): name.removeprefix("clip.") for name, p in towers.named_parameters()}
+    optimizer = settings(**given).build(towers, "ViT")
+    return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize(
+    ("vision", "layers"),
+    [(model_files.VIT, model_files.VIT["layers"] + 2), (RESNET, 6), (TIMM, 14)],
+    ids=["vit", "resnet", "timm"],
+)
+def test_each_parameter_of_a_tower_is_in_one_layer(vision: dict[str, Any], layers: int, tmp_path: Path) -> None:
+    clip = model_files.build(model_files.write(tmp_path, vision)).clip
+    names = {id(p): name for name, p in clip.named_parameters()}
+    for tower in ("image", "text"):
+        found = tower_layers(clip, tower)  # type: ignore[arg-type]
+        placed = [names[id(p)] for layer in found for p in layer]
+        own = [n for n in names.values() if n.startswith("visual.") == (tower == "image") and not n.startswith("logit")]
+        assert sorted(placed) == sorted(own)
+        if tower == "image":
+            assert len(found) == layers
+        else:
+            ends = [[names[id(p)] for p in layer] for layer in (found[0], found[-2], found[-1])]
+            assert ends[0] == ["token_embedding.weight", "positional_embedding"] and ends[2] == ["text_projection"]
+            assert "ln_final.weight" in ends[1] and "transformer.resblocks.1.ln_1.weight" in ends[1]
+
+
+def test_the_layers_of_a_hugging_face_tower() -> None:
+    """The pooler belongs to the head, or is a layer below it."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
+        max_position_embeddings=12,
+    )  # fmt: skip
+    clip: Any = nn.Module()
+    clip.visual, clip.text = nn.Linear(2, 2), nn.Module()
+    clip.text.transformer, clip.text.proj, clip.text.config = BertModel(config), nn.Linear(8, 4), config
+    for own_pooler, sizes in ((False, [5, 16, 16, 4]), (True, [5, 16, 16, 2, 2])):
+        assert [len(layer) for layer in tower_layers(clip, "text", own_pooler=own_pooler)] == sizes
+
+
+def test_rates_fall_from_the_projection_to_the_embeddings() -> None:
+    towers = tiny_towers()
+    found = groups_by_name(towers, lr=1e-3, image_layer_decay=0.5, text_layer_decay=0.1, text_lr=1e-4)
+    scales = {name: group.get("lr_scale") for name, group in found.items()}
+    assert len(scales) == len(list(towers.parameters()))
+    assert scales["visual.proj"] == 1 and scales["logit_scale"] == 1
+    assert scales["visual.transformer.resblocks.0.mlp.c_fc.weight"] == scales["visual.ln_post.weight"] == 0.5
+    assert scales["visual.conv1.weight"] == scales["visual.class_embedding"] == 0.25
+    assert scales["text_projection"] == pytest.approx(0.1)
+    assert scales["token_embedding.weight"] == pytest.approx(0.001)
+    assert found["visual.proj"]["weight_decay"] == 0.2 and found["visual.ln_post.weight"]["weight_decay"] == 0
+
+
+def test_a_step_moves_each_group_by_its_rate() -> None:
+    model = TinyTowers()
+    scales = (0.0, 0.5, 1.0) * 4
+    groups = [{"params": [p], "lr_scale": scale} for p, scale in zip(model.parameters(), scales, strict=False)]
+    step, before = make_step(model, optimizer=torch.optim.SGD(groups)), values(model)
+    step(make_batch(), lr=0.1)
+    moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), before.values(), strict=True)]
+    assert moved[1] and moved[2] and not moved[0]
+    assert [group["lr"] for group in step.optimizer.param_groups][:3] == [0.0, 0.05, 0.1]
+
+
+def test_names_without_weight_decay() -> None:
+    found = groups_by_name(tiny_towers(), wd_exclude=["*positional_embedding", "visual.proj"])
+    decays = {name for name, group in found.items() if group["weight_decay"]}
+    assert not decays & {"positional_embedding", "visual.positional_embedding", "visual.proj", "visual.ln_pre.weight"}
+    assert {"text_projection", "token_embedding.weight", "visual.conv1.weight"} <= decays
+    own = groups_by_name(tiny_towers(), lr=1e-3, image_lr=1e-5)
+    assert own["visual.conv1.weight"]["lr_scale"] == own["visual.proj"]["lr_scale"] == pytest.approx(0.01)
+    assert own["token_embedding.weight"]["lr_scale"] == own["logit_scale"]["lr_scale"] == 1
+    with pytest.raises(SettingsError, match=r"optim.wd_exclude: no parameter's name matches 'visual.projj'"):
+        groups_by_name(tiny_towers(), wd_exclude=["visual.projj"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"image_layer_decay": 1.5}, "less than or equal to 1"),
+        ({"kwargs": {"weight_decay": 1}}, "weight_decay is set by --wd"),
+        ({"type": "timm"}, "name"),
+        ({"type": "timm", "name": "adahessian"}, "second derivatives"),
+    ],
+)
+def test_settings_that_do_not_go_together(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        settings(**given)
+
+
+def test_an_unknown_optimizer_or_argument_is_told() -> None:
+    with pytest.raises(SettingsError, match=r"optim.type: .*lambada"):
+        settings(type="timm", name="lambada").build(TinyTowers(), "ViT")
+    with pytest.raises(SettingsError, match=r"optim.type: .*nope"):
+        settings(kwargs={"nope": 1}).build(TinyTowers(), "ViT")
+
+
+def test_nadamw_is_torchs_with_decoupled_decay() -> None:
+    group = settings(type="nadamw", kwargs={"momentum_decay": 0.01}).build(tiny_towers(), "ViT-B-32")
+    own = group.param_groups[0]
+    assert isinstance(group, torch.optim.NAdam) and own["decoupled_weight_decay"]
+    assert (own["betas"], own["eps"], own["momentum_decay"]) == ((0.9, 0.98), 1e-6, 0.01)
+
+
+def test_muon_takes_adamw_for_what_falls_back() -> None:
+    found = groups_by_name(tiny_towers(), type="timm", name="nadamuon", fallback=["token_embedding.*"])
+    assert found["token_embedding.weight"]["use_fallback"]
+    assert not found["visual.proj"].get("use_fallback")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"type": "timm", "name": "lamb"},  # counts its steps in the groups, by a tensor
+        {"type": "timm", "name": "adabelief"},  # counts them in the state, by a number
+        {"type": "timm", "name": "sgd", "momentum": 0.9, "kwargs": {"nesterov": True}},
+        {"type": "nadamw", "text_layer_decay": 1.0},
+    ],
+    ids=lambda chosen: chosen.get("name", chosen["type"]),
+)
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(chosen: dict[str, Any], tmp_path: Path) -> None:
+    def start() -> TrainStep:
+        model = TinyTowers()
+        return make_step(model, optimizer=settings(**chosen).build(model, "ViT"))
+
+    step = start()
+    for number in range(2):
+        step(make_batch(number), lr=0.01)
+    saver = saver_of(tmp_path, model=(step.towers, step.optimizer))
+    saver.save(TrainState(2))
+    assert saver.finish()
+    again = start()
+    again(make_batch(5), lr=0.01)  # as before a rollback: what is loaded counts alone
+    found = find(tmp_path, "latest")
+    assert found is not None
+    load(found, towers=again.towers, optimizer=again.optimizer, world=World())
+    for number in range(2, 4):
+        for one in (step, again):
+            one(make_batch(number), lr=0.01)
+    assert_close(values(again.towers), values(step.towers), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("kron", "the state 'Q' of timm's kron is list"), ("adafactorbv", "torch.bfloat16 beside weights")],
+)
+@pytest.mark.filterwarnings("ignore:It is highly recommended")
+def test_an_optimizer_that_cannot_be_resumed_is_told_at_its_first_step(name: str, said: str) -> None:
+    model = TinyTowers()
+    optimizer = settings(type="timm", name=name).build(model, "ViT")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    # timm compiles kron's products, for which a machine may lack a compiler
+    with torch.compiler.set_stance("force_eager"), pytest.raises(SettingsError, match=said):
+        optimizer.step()
+
+
+def undecayed(towers: nn.Module) -> set[int]:
+    """Ids of the parameters without weight decay under open_clip's main rule."""
+    optimizer = settings(wd_exclude=["open_clip-main"]).build(towers, "ViT")
+    return {id(p) for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "exempt"),
+    [
+        ("ViT-B-32", {"positional_embedding", "visual.positional_embedding"}),
+        ("RN50", {"positional_embedding"}),
+        ("convnext_base", {"positional_embedding"}),
+        ("ViT-B-16-SigLIP", {"text.positional_embedding", "visual.trunk.pos_embed"}),
+        ("EVA02-B-16", {"text.positional_embedding", "visual.trunk.cls_token", "visual.trunk.pos_embed"}),
+    ],
+)
+def test_the_rule_of_open_clips_main_branch(name: str, exempt: set[str]) -> None:
+    """Compared with main's `make_wd_exclude` (commit 89fb801) on all its models but CoCa when it was written."""
+    towers = on_meta(name)
+    shapes = {name: p for name, p in towers.clip.named_parameters()}
+    free = undecayed(towers)
+    assert {name for name, p in shapes.items() if id(p) in free and p.ndim > 1} == exempt
+    assert all(id(p) in free for p in shapes.values() if p.ndim < 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "tower", "sizes"),
+    [
+        ("ViT-B-32", "image", [151, 14, *[12] * 11, 5]),
+        ("ViT-B-32", "text", [154, 14, *[12] * 11, 2]),
+        ("RN50", "image", [159, 30, 57, 39, 30, 9]),
+        ("ViT-B-16-SigLIP", "image", [165, 14, *[12] * 11, 3]),
+        ("ViT-B-16-SigLIP", "text", [166, 14, *[12] * 11, 2]),
+    ],
+)
+def test_layers_of_open_clips_main_branch(name: str, tower: str, sizes: list[int]) -> None:
+    """Parameters by depth as in main's `layer_decay_param_groups` (commit 89fb801), whose every rate was compared."""
+    optimizer = settings(**{f"{tower}_layer_decay": 0.5}).build(on_meta(name), "ViT")
+    found: dict[float, int] = {}
+    for group in optimizer.param_groups:
+        found[group["lr_scale"]] = found.get(group["lr_scale"], 0) + len(group["params"])
+    assert found == {0.5**depth: size for depth, size in enumerate(sizes)}
+
+
+def test_tables_of_hugging_face_towers_under_that_rule() -> None:
+    from transformers import BertConfig
+
+    sizes = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=20)
+    text = HFTextEncoder("", 8, config=sizes, pooler_type="mean_pooler", proj_type="linear")
+    towers = nn.Module()
+    towers.clip = nn.ModuleDict({"text": text})
+    free = undecayed(towers)
+    found = {name.split(".")[-2] for name, p in towers.clip.named_parameters() if id(p) in free and p.ndim > 1}
+    assert found == {"position_embeddings", "token_type_embeddings"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,21 @@ from torch.utils._pytree import tree_leaves
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.build import build_towers
 from clipstream.models.layers import blocks
-from clipstream.models.settings import ModelSettings
-from clipstream.training.parallel import ShardedTowers, parallelize, shard_like, synchronize_batch_norm, wrap
+from clipstream.training.parallel import (
+    ShardedTowers,
+    local_tensor,
+    parallelize,
+    shard_like,
+    synchronize_batch_norm,
+    wrap,
+)
 from clipstream.training.settings import Precision, TrainSettings
-from clipstream.training.step import TrainStep
-from tests.support.pictures import make_shards
-from tests.support.ranks import end_ranks, run_ranks
-from tests.support.runs import MODEL, flags, furnish, lines, train_on, weights
+from tests.support.model_files import build, write
+from tests.support.ranks import run_ranks
+from tests.support.runs import flags, furnish, go, lines, weights
 from tests.support.sharded import FSDP, LAYERS, DeepTowers
-from tests.support.steps import LOSSES, TinyTowers, make_batch, reference, sgd
+from tests.support.steps import LOSSES, TinyTowers, assert_close, make_batch, make_step, reference, taken
 
 
 def sharded_gradients(world: World, kind: str, micro: int | None) -> tuple[Any, dict[str, Any]]:
@@ -37,8 +40,8 @@ def sharded_gradients(world: World, kind: str, micro: int | None) -> tuple[Any, 
     model = DeepTowers(kind).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     layout = parallelize(model, world, TrainSettings(parallel="fsdp", precision="fp64"))
-    step = TrainStep(model, LOSSES[kind], sgd(model), world, TrainSettings(precision="fp64", micro_batch_size=micro))
     model.watched = [p for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad]
+    step = make_step(model, world, kind, precision="fp64", micro_batch_size=micro)
     result = step(make_batch(0, world.rank, world.size), lr=1.0)
     if world.size > 1:  # gradients of a micro-batch do not wait, whole, for the last one
         assert all(model.seen[1:]) and not model.seen[0] and len(blocks(model)) == 3
@@ -52,7 +55,6 @@ def sharded_gradients(world: World, kind: str, micro: int | None) -> tuple[Any, 
 
 
 def all_sharded_gradients(world: World) -> dict[tuple[str, int | None], Any]:
-    torch.set_num_threads(1)
     cases = [(kind, micro) for kind in LOSSES for micro in (None, 2, 3)]
     return {case: sharded_gradients(world, *case) for case in cases}
 
@@ -62,29 +64,24 @@ def test_gradients_are_the_full_batchs() -> None:
     for found in run_ranks(3, all_sharded_gradients):
         for (kind, _), (result, gradients) in found.items():
             alone, truth = expected[kind]
-            assert result.loss == pytest.approx(alone.loss, abs=1e-10)
-            assert result.grad_norm == pytest.approx(alone.grad_norm, abs=1e-10)
-            assert gradients.keys() == truth.keys()
-            for name, gradient in truth.items():
-                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
+            assert (result.loss, result.grad_norm) == pytest.approx((alone.loss, alone.grad_norm), abs=1e-10)
+            assert_close(gradients, truth)
 
 
-def held(world: World, config: Path) -> tuple[int, int]:
+def held(world: World, name: str) -> tuple[int, int]:
     """Numbers that a rank holds of a model's parameters, and all of them."""
-    towers = build_towers(ModelSettings(name=str(config)), seed=0)
+    towers = build(name)
     count = towers.n_parameters
     ShardedTowers(towers, world, "fp32")
-    parts = [p.to_local() if isinstance(p, DTensor) else p for p in towers.parameters()]
-    return sum(part.numel() for part in parts), count
+    return sum(local_tensor(p).numel() for p in towers.parameters()), count
 
 
 def test_a_rank_holds_its_part_and_blocks_are_units(tmp_path: Path) -> None:
-    config = tmp_path / "model.json"
-    config.write_text(json.dumps({**MODEL, **LAYERS}))
-    found = run_ranks(2, held, config)
+    name = write(tmp_path)
+    found = run_ranks(2, held, name)
     assert sum(part for part, _ in found) == found[0][1] + 1  # the scale is on both
     assert all(part < 0.51 * count for part, count in found)
-    towers = build_towers(ModelSettings(name=str(config)), seed=0)
+    towers = build(name)
     assert blocks(towers) == [*towers.clip.visual.transformer.resblocks, *towers.clip.transformer.resblocks]
 
 
@@ -92,7 +89,7 @@ def refused(world: World, batch_norm: bool, precision: Precision) -> str:
     model = TinyTowers(batch_norm=batch_norm)
     try:
         ShardedTowers(model, world, precision)
-        TrainStep(model, LOSSES["clip"], sgd(model), world, TrainSettings(precision=precision, micro_batch_size=2))
+        make_step(model, world, precision=precision, micro_batch_size=2)
     except SettingsError as error:
         return str(error)
     return ""
@@ -109,32 +106,19 @@ def test_what_does_not_go_together(batch_norm: bool, precision: Precision, said:
 
 def test_a_run_goes_on_sharded_and_whole_alike(tmp_path: Path) -> None:
     """3 ranks sharded, 2 whole, 2 sharded: the same weights, moments and evaluations as in one process."""
-    make_shards(tmp_path / "pairs", [21, 17, 19, 5])
-    make_shards(tmp_path / "val", [11, 9], start=100)
-    (tmp_path / "model.json").write_text(json.dumps({**MODEL, **LAYERS}))
+    furnish(tmp_path, LAYERS)
     common = ["--val-data", f"{tmp_path}/val/*.tar", "--precision", "fp64", "--schedule.type", "constant"]
     common += ["--optim.grad-clip-norm", "0.5", "--val-frequency", "1", "--train-num-samples", "48"]
     common += ["--train.ema", "0.9", "--evals.val.weights", "both", "--model.lock-text", "true"]
-
-    def go(name: str, ranks: int, steps: int, *more: str) -> None:
-        ends = end_ranks(ranks, train_on, flags(tmp_path, name, *common, *more, steps=steps))
-        assert [end.code for end in ends] == [0] * ranks, ends[0].stderr
-        assert "view tensor" not in ends[0].stderr, "torch warns of wrong gradients"
-
-    go("one", 1, 6)
-    go("mixed", 3, 2, *FSDP, "--train.micro-batch-size", "3")
-    go("mixed", 2, 4, "--resume", "latest")
-    go("mixed", 2, 6, *FSDP, "--resume", "latest", "--grad-checkpointing")
+    go(flags(tmp_path, "one", *common, steps=6))
+    go(flags(tmp_path, "mixed", *common, *FSDP, "--train.micro-batch-size", "3", steps=2), 3)
+    go(flags(tmp_path, "mixed", *common, "--resume", "latest", steps=4), 2)
+    go(flags(tmp_path, "mixed", *common, *FSDP, "--resume", "latest", "--grad-checkpointing", steps=6), 2)
     for file in ("open_clip_model", "averaged"):
-        one, mixed = weights(tmp_path, "one", 6, file), weights(tmp_path, "mixed", 6, file)
-        for name, tensor in one.items():
-            torch.testing.assert_close(mixed[name], tensor, rtol=0, atol=1e-10)
+        assert_close(weights(tmp_path, "mixed", 6, file), weights(tmp_path, "one", 6, file))
     for key in ("loss", "image_to_text_R@1"):
-        figures = [
-            [{k: v for k, v in line.items() if k != "seconds"} for line in lines(tmp_path, name, key)]
-            for name in ("one", "mixed")
-        ]
-        assert len(figures[0]) >= 3 and figures[0] == [pytest.approx(line, abs=1e-9) for line in figures[1]]
+        one, mixed = (lines(tmp_path, name, key) for name in ("one", "mixed"))
+        assert len(one) >= 3 and mixed == [pytest.approx(line, abs=1e-9) for line in one]
 
 
 def test_batch_norm_over_ranks_requires_gpus() -> None:
@@ -149,7 +133,6 @@ def test_batch_norm_over_ranks_requires_gpus() -> None:
 
 def gathered_after_forward(world: World, reshard: bool) -> tuple[float, bool]:
     """The loss, and whether a block's weights are whole between the forward and the backward pass."""
-    torch.set_num_threads(1)
     model = DeepTowers("clip").double()
     layout = parallelize(model, world, TrainSettings(parallel="fsdp", precision="fp64", reshard_after_forward=reshard))
     batch = make_batch(0, world.rank, world.size)
@@ -157,9 +140,7 @@ def gathered_after_forward(world: World, reshard: bool) -> tuple[float, bool]:
     whole = not any(isinstance(p, DTensor) for block in blocks(model)[:1] for p in block.parameters())
     with layout.full_weights("cpu"):
         pass
-    return TrainStep(model, LOSSES["clip"], sgd(model), world, TrainSettings(precision="fp64"))(
-        batch, lr=1.0
-    ).loss, whole
+    return make_step(model, world, precision="fp64")(batch, lr=1.0).loss, whole
 
 
 def test_gathered_weights_may_stay_until_the_backward_pass() -> None:
@@ -168,11 +149,9 @@ def test_gathered_weights_may_stay_until_the_backward_pass() -> None:
     assert kept[0][0] == pytest.approx(freed[0][0], abs=1e-12)
 
 
-def bf16_step(world: World, config: Path, parallel: str) -> dict[str, Any]:
+def bf16_step(world: World, name: str, parallel: str) -> dict[str, Any]:
     """Of a step: loss, dtypes of the blocks' parameters, matrices kept for the backward pass, leaves of the options."""
-    torch.set_num_threads(1)
-    towers = build_towers(ModelSettings(name=str(config)), seed=0).train()
-    towers.lock_text()
+    towers = build(name, lock_text=True).train()
     towers.set_precision("text", "fp32")
     parallelize(towers, world, TrainSettings(parallel=parallel, precision="bf16"))
     found: dict[str, Any] = {"matrix": set(), "vector": set(), "frozen": set()}
@@ -182,20 +161,16 @@ def bf16_step(world: World, config: Path, parallel: str) -> dict[str, Any]:
         for p in block.parameters():
             found["frozen" if not p.requires_grad else "matrix" if p.ndim > 1 else "vector"].add(p.dtype)
 
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
     for block in blocks(towers):
         block.register_forward_hook(note, prepend=True)
     towers.register_forward_hook(
         lambda module, args, options, output: found.update(leaves=len(tree_leaves(options))), with_kwargs=True
     )
-    step = TrainStep(towers, LOSSES["clip"], sgd(towers), world, TrainSettings(precision="bf16"))
-    pixels = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    part, keys = slice(2 * world.rank, 2 * world.rank + 2), ("a", "b")
-    batch = Batch(pixels[part], torch.arange(16).reshape(2, 8).int(), torch.ones(2), keys, torch.zeros(2), 0, 4)
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+    step = make_step(towers, world, precision="bf16")
+    pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    part, ids = slice(2 * world.rank, 2 * world.rank + 2), torch.arange(24).reshape(2, 12).int()
+    batch = Batch(pixels[part], ids, torch.ones(2), ("a", "b"), torch.zeros(2), 0, 4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         features = step.gradcache.forward(batch, step.gradcache._features)
     sizes = {p.numel() for p in towers.clip.visual.transformer.parameters() if p.ndim > 1}
     held = [tuple(tensor.shape) for tensor in saved if tensor.numel() in sizes and tensor.untyped_storage().nbytes()]
@@ -206,9 +181,9 @@ def bf16_step(world: World, config: Path, parallel: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"), reason="a torch before 2.15")
 def test_blocks_are_gathered_in_bf16_and_leave_no_copy_of_their_weights(tmp_path: Path) -> None:
-    (tmp_path / "model.json").write_text(json.dumps({**MODEL, **LAYERS}))
-    whole, *_ = run_ranks(2, bf16_step, tmp_path / "model.json", "ddp")
-    for found in run_ranks(2, bf16_step, tmp_path / "model.json", "fsdp"):
+    name = write(tmp_path)
+    whole, *_ = run_ranks(2, bf16_step, name, "ddp")
+    for found in run_ranks(2, bf16_step, name, "fsdp"):
         assert found["matrix"] == {torch.bfloat16} and found["vector"] == found["frozen"] == {torch.float32}
         assert whole["held"] and not found["held"]
         assert found["figures"] == pytest.approx(whole["figures"], rel=1e-6)
@@ -240,13 +215,10 @@ def test_ddp_on_a_gpu_does_not_move_the_lengths_of_texts_one_by_one(monkeypatch:
 
 def summed_in_bf16(world: World) -> tuple[int, dict[str, torch.Tensor]]:
     """The size of a bucket in bytes, and the gradients of a step."""
-    model = TinyTowers().double()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    settings = TrainSettings(precision="fp64", micro_batch_size=2, ddp_bucket_mib=3, ddp_hook="bf16")
-    step = TrainStep(model, LOSSES["clip"], sgd(model), world, settings)
-    step(make_batch(0, world.rank, world.size), lr=1.0)
-    size = step.gradcache.model._get_ddp_logging_data()["bucket_cap_bytes"]
-    return size, {name: before[name] - p.detach() for name, p in model.named_parameters()}
+    settings: Any = {"precision": "fp64", "micro_batch_size": 2, "ddp_bucket_mib": 3, "ddp_hook": "bf16"}
+    step = make_step(TinyTowers().double(), world, **settings)
+    _, found = taken(step, make_batch(0, world.rank, world.size))
+    return step.gradcache.model._get_ddp_logging_data()["bucket_cap_bytes"], found
 
 
 def test_ddp_sums_in_buckets_of_a_size_and_in_bf16() -> None:
@@ -254,16 +226,13 @@ def test_ddp_sums_in_buckets_of_a_size_and_in_bf16() -> None:
     for size, gradients in run_ranks(2, summed_in_bf16):
         assert size == 3 << 20
         for name, gradient in gradients.items():
-            rounded = gradient.bfloat16().double()
-            torch.testing.assert_close(gradient, rounded, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(gradient, gradient.bfloat16().double(), rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(gradient, truth[name], rtol=0, atol=0.02 * float(truth[name].abs().max()))
 
 
 def test_a_run_sums_in_bf16(tmp_path: Path) -> None:
-    norms = []
+    norms, place = [], furnish(tmp_path)
     for name, more in {"plain": (), "hook": ("--train.ddp-hook", "bf16", "--train.ddp-bucket-mib", "1")}.items():
-        place = furnish(tmp_path) if not norms else tmp_path
-        ends = end_ranks(2, train_on, flags(place, name, *more, steps=1))
-        assert [end.code for end in ends] == [0, 0], ends[0].stderr
+        go(flags(place, name, *more, steps=1), 2)
         norms.append(lines(place, name)[0]["grad_norm"])
     assert norms[0] != norms[1] == pytest.approx(norms[0], rel=0.01)

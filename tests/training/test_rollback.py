@@ -13,7 +13,6 @@ import pytest
 import torch
 from pydantic import Field
 
-from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import DivergedError
@@ -21,15 +20,15 @@ from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
 from clipstream.report.html_report import read_run
 from clipstream.report.sinks import scalars
-from clipstream.report.terminal import ProgressDisplay
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import StepResult
 from clipstream.training.trainer import Rollback
-from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks, run_ranks
-from tests.support.runs import MODEL, flags, lines, same_weights, train_on, weights
+from tests.support.runs import flags, furnish, go, lines, same_weights, train_on, weights
+from tests.support.steps import assert_close
 from tests.support.trainer_runs import Run
 
+COURSE = [2, 6, 7, 8]  # steps that break
 FINE = StepResult(1.0, 1.0, 10.0, 24)
 BROKEN = StepResult(math.nan, math.nan, 10.0, 24, skipped=True)
 OVERFLOW = StepResult(1.0, math.inf, 10.0, 24, loss_scale=1.0, overflow=True)
@@ -51,10 +50,6 @@ class Broken:
         """As SoftmaxLoss."""
         share = self.clip(features, batch, world)
         return share * math.nan if batch.step + 1 in self.steps and world.rank == world.size - 1 else share
-
-
-def broken(*steps: int) -> Broken:
-    return Broken(Broken.Settings(type="tests.training.test_rollback:Broken", steps=list(steps)))
 
 
 class Folder(list[int]):
@@ -103,9 +98,9 @@ def test_it_ends_where_returns_do_not_help_and_counts_them_anew_after_progress()
 @pytest.mark.parametrize(
     ("settings", "saved", "there", "told"),
     [
-        ({}, [], [], "there is no checkpoint from before to go back to"),
-        ({}, [2], [], "there is no checkpoint from before to go back to"),
-        ({}, [4], [4], "there is no checkpoint from before to go back to"),  # its weights gave nothing finite
+        ({}, [], [], "there is no checkpoint from before"),
+        ({}, [2], [], "there is no checkpoint from before"),
+        ({}, [4], [4], "there is no checkpoint from before"),  # its weights gave nothing finite
         ({"max_rollbacks": 0}, [2], [2], "not finite for 1 step in a row: lower --lr"),
     ],
 )
@@ -133,7 +128,7 @@ def test_a_run_that_never_took_a_step_ends_as_diverged() -> None:
 
 def course(world: World) -> tuple[Any, ...]:
     """A run in memory whose steps 2, 7, 8 and 9 are not finite, and the same resumed from each of its saves."""
-    loss = broken(2, 7, 8, 9)
+    loss = Broken(Broken.Settings(type="tests.training.test_rollback:Broken", steps=[2, 7, 8, 9]))
     whole = Run(world, 12, save_every=3, loss=loss).go()
     same = []
     for number, save in enumerate(whole.saves[:-1]):
@@ -163,25 +158,11 @@ def test_a_course_with_steps_left_out_and_a_return() -> None:
     assert dict(scalars(training[0]))["train/skipped"] == 1 and not list(scalars({"step": 2, "nonfinite": listed[2]}))
 
 
-def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = ProgressDisplay(9, mode="lines")
-    told = {"loss": "nan", "grad_norm": "inf", "keys": [f"a.tar/{n}" for n in range(6)]}
-    progress.write({"step": 2, "nonfinite": told})
-    progress.write({"step": 4, "rollback": {"to": 1, "skipped": 3}})
-    shown = capsys.readouterr().out.splitlines()
-    assert shown == [
-        "warning: step 2 is left out: loss nan, norm of the gradients inf; its samples: a.tar/0, a.tar/1, a.tar/2, "
-        "a.tar/3 and 2 more in nonfinite.jsonl",
-        "warning: 3 steps in a row were left out: back to the weights of step 1",
-    ]
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards and a small model's configuration."""
-    folder: Path = tmp_path_factory.mktemp("recovery")
-    make_shards(folder / "pairs", [21, 17, 19, 5])
-    (folder / "model.json").write_text(json.dumps(MODEL))
+    """A folder with a run, `whole`, that went back once."""
+    folder = furnish(tmp_path_factory.mktemp("recovery"))
+    go(breaking(folder, "whole", COURSE, "--train.ema", "0.9"))
     return folder
 
 
@@ -191,61 +172,52 @@ def breaking(place: Path, name: str, steps: list[int], *more: str, of: int = 12)
     return flags(place, name, *loss, "--train.max-nonfinite", "3", "--checkpoint.keep-last", "9", *more, steps=of)
 
 
-@pytest.fixture(scope="module")
-def whole(place: Path) -> str:
-    """The name of a run that went back once."""
-    assert main(breaking(place, "whole", [2, 6, 7, 8], "--train.ema", "0.9")) == 0
-    return "whole"
-
-
-def test_what_a_run_leaves_of_it(place: Path, whole: str) -> None:
-    folder = place / "runs" / whole
+def test_what_a_run_leaves_of_it(place: Path) -> None:
+    whole, folder = "whole", place / "runs/whole"
     listed = [json.loads(line) for line in (folder / "nonfinite.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in listed] == [2, 6, 7, 8] and all(len(line["keys"]) == 24 for line in listed)
+    assert [line["step"] for line in listed] == COURSE and all(len(line["keys"]) == 24 for line in listed)
     assert listed[0]["keys"][0] == "00001.tar/000021" and (listed[0]["loss"], listed[0]["grad_norm"]) == ("nan", "nan")
     training = lines(place, whole)
-    assert [line["skipped"] for line in training] == [int(step in (2, 6, 7, 8)) for step in range(1, 13)]
-    assert [line["step"] for line in training if line["loss"] is None] == [2, 6, 7, 8]
+    assert [line["skipped"] for line in training] == [int(step in COURSE) for step in range(1, 13)]
+    assert [line["step"] for line in training if line["loss"] is None] == COURSE
     assert [line["samples"] for line in training] == [24 * step for step in range(1, 13)]
     assert lines(place, whole, "rollback") == [{"step": 8, "rollback": {"to": 4, "skipped": 3}}]
     assert same_weights(weights(place, whole, 8), weights(place, whole, 4))
     assert not same_weights(weights(place, whole, 10), weights(place, whole, 4))
     assert read_run(folder).rollbacks == [{"step": 8, "to": 4, "skipped": 3}]
-    page = (folder / "report.html").read_text()
+    page, said = (folder / "report.html").read_text(), (folder / "out.log").read_text()
+    assert "step 2 is left out: loss nan, norm of the gradients nan; its samples: 00001.tar/000021, " in said
+    assert " and 20 more in nonfinite.jsonl" in said
+    assert "3 steps in a row were left out: back to the weights of step 4" in said
     assert "at step 8 back to the weights of step 4" in page and "skipped steps" in page
 
 
 @pytest.mark.parametrize("step", [4, 8])
-def test_a_run_killed_around_a_return_goes_on_with_the_same_bits(place: Path, whole: str, step: int) -> None:
+def test_a_run_killed_around_a_return_goes_on_with_the_same_bits(place: Path, step: int) -> None:
     """The folder as a kill leaves it before the next checkpoint is whole."""
     name, folder = f"killed-{step}", place / "runs" / f"killed-{step}"
-    shutil.copytree(place / "runs" / whole, folder)
+    shutil.copytree(place / "runs/whole", folder)
     for checkpoint in (folder / "checkpoints").glob("step_*"):
         if int(checkpoint.name[-8:]) > step:
             shutil.rmtree(checkpoint)
     (folder / "checkpoints" / "latest").write_text(f"step_{step:08d}\n")
-    assert main(breaking(place, name, [2, 6, 7, 8], "--train.ema", "0.9", "--resume", "auto")) == 0
+    go(breaking(place, name, COURSE, "--train.ema", "0.9", "--resume", "auto"))
     for key in ("loss", "rollback"):
-        assert lines(place, name, key) == lines(place, whole, key)
-    assert (folder / "nonfinite.jsonl").read_text() == (place / "runs" / whole / "nonfinite.jsonl").read_text()
+        assert lines(place, name, key) == lines(place, "whole", key)
+    assert (folder / "nonfinite.jsonl").read_text() == (place / "runs/whole/nonfinite.jsonl").read_text()
     for file in ("open_clip_model", "averaged"):
-        assert same_weights(weights(place, name, 12, file), weights(place, whole, 12, file))
+        assert same_weights(weights(place, name, 12, file), weights(place, "whole", 12, file))
 
 
-def test_it_is_the_same_on_other_ranks_and_in_micro_batches(place: Path, whole: str) -> None:
-    name, more = "other", ["--train.parallel", "fsdp", "--train.micro-batch-size", "5"]
-    ends = end_ranks(2, train_on, breaking(place, name, [2, 6, 7, 8], "--train.ema", "0.9", *more))
-    assert [end.code for end in ends] == [0, 0], ends[0].stderr
-    assert lines(place, name, "rollback") == lines(place, whole, "rollback")
-    for mine, theirs in zip(lines(place, name), lines(place, whole), strict=True):
-        assert {k: v for k, v in mine.items() if v is not None} == pytest.approx(
-            {k: v for k, v in theirs.items() if v is not None}, rel=1e-9
-        )
+def test_it_is_the_same_on_other_ranks_and_in_micro_batches(place: Path) -> None:
+    more = ["--train.ema", "0.9", "--train.parallel", "fsdp", "--train.micro-batch-size", "5"]
+    go(breaking(place, "other", COURSE, *more), 2)
+    assert lines(place, "other", "rollback") == lines(place, "whole", "rollback")
+    for mine, theirs in zip(lines(place, "other"), lines(place, "whole"), strict=True):
+        ours, wanted = ({k: v for k, v in line.items() if v is not None} for line in (mine, theirs))
+        assert ours == pytest.approx(wanted, rel=1e-9)
     for file in ("open_clip_model", "averaged"):
-        for tensor, expected in zip(
-            weights(place, name, 12, file).values(), weights(place, whole, 12, file).values(), strict=True
-        ):
-            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-9)
+        assert_close(weights(place, "other", 12, file), weights(place, "whole", 12, file), 1e-9)
 
 
 def test_it_ends_with_code_4_on_all_ranks(place: Path) -> None:

@@ -18,9 +18,9 @@ from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Stopped
 from clipstream.training.optim import AdamW
-from clipstream.training.step import StepResult, TrainStep
+from clipstream.training.step import StepResult
 from tests.support.ranks import run_ranks
-from tests.support.steps import LOSSES, TinyTowers, make_batch
+from tests.support.steps import LOSSES, TinyTowers, make_batch, make_step
 from tests.support.trainer_runs import Run
 
 
@@ -49,10 +49,9 @@ def test_lines_saves_and_evaluations() -> None:
 
 
 def test_a_line_has_the_mean_of_its_interval() -> None:
-    every, model = [], TinyTowers()
-    step = TrainStep(model, LOSSES["clip"], AdamW.Settings().build(model, "ViT"), World())
-    for number in range(3):
-        every.append(step(make_batch(number), 0.01 / (number + 1)).loss)
+    model = TinyTowers()
+    step = make_step(model, optimizer=AdamW.Settings().build(model, "ViT"))
+    every = [step(make_batch(number), 0.01 / (number + 1)).loss for number in range(3)]
     assert Run(World(), 3).go().lines[0]["loss"] == pytest.approx(sum(every) / 3, abs=1e-12)
 
 
@@ -77,50 +76,44 @@ def test_a_last_save_without_room_is_an_error() -> None:
         run.go()
 
 
-def test_no_steps() -> None:
+def test_ends_of_a_run() -> None:
     run = Run(World(), 0).go()
     assert run.evaluations == [(0, True)] and [save.state.step for save in run.saves] == [0]
-
-
-def test_the_end_of_the_data_is_an_error() -> None:
     with pytest.raises(DataError, match="after 5 of 10 steps"):
         Run(World(), 10, end=5).go()
-
-
-def stopped(world: World) -> tuple[str, list[int]]:
-    """A run whose last rank gets a signal after step 3 of 10, while the next batch is made."""
-    run = Run(world, 10, kill_at=3 if world.rank == world.size - 1 else -1)
-    try:
-        run.go()
-    except Stopped as stop:
-        return str(stop), [save.state.step for save in run.saves]
-    return "", []
-
-
-def test_a_signal_on_one_rank_stops_all_after_a_save() -> None:
-    found = run_ranks(2, stopped)
-    assert [saves for _, saves in found] == [[3]] * 2
-    assert "SIGUSR1" in found[-1][0] and all("step 3 is saved" in text for text, _ in found)
-
-
-def stopped_in_a_step(world: World) -> tuple[int, int, list[int]]:
-    """A run whose last rank gets a signal during step 4 of 10: steps done, position of the data, saved steps."""
-    run = Run(world, 10)
-    start = run.trainer.train_step.start
-
-    def started(batch: Batch, lr: float) -> Callable[[], StepResult]:
-        if run.trainer.step == 3 and world.rank == world.size - 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return start(batch, lr)
-
-    run.trainer.train_step.start = started  # type: ignore[method-assign]
+    run = Run(World(), 10, kill_at=1)
     with pytest.raises(Stopped):
         run.go()
-    return run.trainer.step, run.saves[-1].state.data.step, [save.state.step for save in run.saves]
+    assert [line["quarantine"][0]["key"] for line in run.lines] == ["k1"]  # what was lost before the first line
 
 
-def test_a_signal_during_a_step_stops_before_the_next_one() -> None:
-    assert run_ranks(2, stopped_in_a_step) == [(4, 4, [4])] * 2
+def watch(run: Run, started: Callable[[Batch, Callable[[], StepResult]], Any]) -> Run:
+    """Call a function after the start of each step, which returns how its result is read."""
+    start = run.trainer.train_step.start
+    run.trainer.train_step.start = lambda batch, lr: started(batch, start(batch, lr))
+    return run
+
+
+def stopped(world: World, within: bool) -> tuple[str, int, list[int]]:
+    """A run whose last rank gets a signal while the batch of step 4 is made, or within the step."""
+    last = world.rank == world.size - 1
+    run = Run(world, 10, kill_at=3 if last and not within else -1)
+
+    def started(batch: Batch, wait: Any) -> Any:
+        if batch.step == 3 and last and within:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return wait
+
+    with pytest.raises(Stopped) as caught:
+        watch(run, started).go()
+    return str(caught.value), run.saves[-1].state.data.step, [save.state.step for save in run.saves]
+
+
+@pytest.mark.parametrize(("within", "step"), [(False, 3), (True, 4)])
+def test_a_signal_on_one_rank_stops_all_after_a_save(within: bool, step: int) -> None:
+    found = run_ranks(2, stopped, within)
+    assert [(position, saves) for _, position, saves in found] == [(step, [step])] * 2
+    assert "SIGUSR1" in found[-1][0] and all(f"step {step} is saved" in text for text, *_ in found)
 
 
 def test_evaluations_that_were_broken_off_come_first_after_the_resume() -> None:
@@ -142,35 +135,18 @@ def test_evaluations_that_were_broken_off_come_first_after_the_resume() -> None:
     assert not resumed.saves[0].state.evaluation_pending
 
 
-def test_what_could_not_be_used_is_listed_by_a_run_that_is_stopped_before_its_first_line() -> None:
-    run = Run(World(), 10, kill_at=1)
-    with pytest.raises(Stopped):
-        run.go()
-    assert [line["quarantine"][0]["key"] for line in run.lines] == ["k1"]
-
-
-def summed(world: World) -> list[dict[str, Any]]:
-    """The lines of a short run."""
-    return Run(world, 3).go().lines
-
-
-def test_two_ranks_write_one_file() -> None:
-    lines = run_ranks(2, summed)
-    assert lines[1] == []
-    assert lines[0][0]["samples"] == 30
-    assert lines[0][-2]["health"] == {"train": {"used": 30, "dropped": {"no_caption": 2}}}
-    assert lines[0][-1]["end"] == {"status": "done", "code": 0, "error": None, "total_steps": 3}
-
-
-def resumed_counts(world: World) -> Any:
-    """The last counts of a run that goes on from step 4, at step 10."""
+def counted(world: World) -> Any:
+    """The lines of a short run, and the last counts of one that goes on from step 4, at step 10."""
     saved = Run(world, 10, save_every=4).go().saves[0]
     again = Run(world, 10, save=saved).go()
-    return [line["health"] for line in again.lines if "health" in line][-1:]
+    return Run(world, 3).go().lines, [line["health"] for line in again.lines if "health" in line][-1:]
 
 
-def test_a_resumed_run_counts_from_where_it_was() -> None:
-    counts = run_ranks(2, resumed_counts)[0]
+def test_two_ranks_write_one_file_and_a_resumed_run_counts_on() -> None:
+    (lines, counts), (others, _) = run_ranks(2, counted)
+    assert others == [] and lines[0]["samples"] == 30
+    assert lines[-2]["health"] == {"train": {"used": 30, "dropped": {"no_caption": 2}}}
+    assert lines[-1]["end"] == {"status": "done", "code": 0, "error": None, "total_steps": 3}
     assert counts == [{"train": {"used": 100, "dropped": {"no_caption": 4}}}]
 
 
@@ -185,18 +161,15 @@ def test_ctrl_c_twice_interrupts() -> None:
 
 
 def test_a_result_is_read_while_the_next_step_runs_unless_something_follows_from_it() -> None:
-    run, order = Run(World(), 7, save_every=5), []
-    start = run.trainer.train_step.start
+    order: list[str] = []
 
-    def started(batch: Batch, lr: float) -> Callable[[], StepResult]:
-        wait = start(batch, lr)
-        order.append(f"start {batch.step}")
-        return lambda: order.append(f"read {batch.step}") or wait()  # type: ignore[func-returns-value]
+    def started(batch: Batch, wait: Callable[[], StepResult]) -> Any:
+        order.append(str(batch.step))
+        return lambda: order.append(f"-{batch.step}") or wait()
 
-    run.trainer.train_step.start = started  # type: ignore[method-assign]
-    run.go()
-    pairs = "0 1 -0 2 -1 -2 3 4 -3 -4 5 -5 6 -6"  # lines after 3 and 6, a checkpoint after 5, the end after 7
-    assert order == [f"read {n[1:]}" if n[0] == "-" else f"start {n}" for n in pairs.split()]
+    watch(Run(World(), 7, save_every=5), started).go()
+    # Lines after 3 and 6, a checkpoint after 5, the end after 7.
+    assert " ".join(order) == "0 1 -0 2 -1 -2 3 4 -3 -4 5 -5 6 -6"
 
 
 class Broken:
