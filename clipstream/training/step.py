@@ -1,7 +1,6 @@
 """One training step: from a rank's batch to the exact gradients of the global batch, and the update.
 
-The result is the same on all ranks. How gradients are computed, at once or in micro-batches, is in `gradcache` and
-`auto_micro_batch`.
+The result is the same on all ranks. How gradients are computed, at once or in micro-batches, is in `gradcache`.
 
 **Non-finite steps.** If the loss or the norm of the gradients is not finite on some rank, it is not finite on any, as
 all hold the same sums: all skip the step, and weights, moments, averages and batch statistics stay as they were.
@@ -46,8 +45,7 @@ from clipstream.models.execution.checkpointing import fit_budgets
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
 from clipstream.models.weights import finite
 from clipstream.storage.shard_cache import cache_root
-from clipstream.training.auto_micro_batch import AutoMicroBatch
-from clipstream.training.gradcache import GradCache
+from clipstream.training.gradcache import AutoMicroBatch, GradCache
 from clipstream.training.parallel import (
     FullTowers,
     batch_statistics,

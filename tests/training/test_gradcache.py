@@ -16,9 +16,8 @@ from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings
-from clipstream.training import auto_micro_batch
-from clipstream.training.auto_micro_batch import TRUSTED
-from clipstream.training.gradcache import is_out_of_memory
+from clipstream.training import gradcache
+from clipstream.training.gradcache import TRUSTED, is_out_of_memory
 from tests.support.ranks import end_ranks, run_ranks
 from tests.support.steps import (
     LOSSES,
@@ -274,7 +273,7 @@ def test_errors(model: TinyTowers, settings: dict[str, Any], error: type[Excepti
 
 def test_room_is_left_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
-    monkeypatch.setattr(auto_micro_batch, "peak_bytes", lambda loss, *args: limits.append(loss.gather_gib) or 2**60)
+    monkeypatch.setattr(gradcache, "peak_bytes", lambda loss, *args: limits.append(loss.gather_gib) or 2**60)
     base = SoftmaxLoss(ClipLossSettings(gather_gib=4.0))
     for loss in (base, DistilledLoss(base, DistillSettings(weight=1.0), {"teacher": 10.0})):
         with pytest.raises(SettingsError, match="a single sample"):
