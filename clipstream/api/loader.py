@@ -213,7 +213,6 @@ def build_loader(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     dtype: torch.dtype | Literal["float32", "float16", "bfloat16", "uint8"] = "float32",
-    device: str | torch.device = "auto",
     **flags: Any,
 ) -> BatchLoader:
     """An iterable of batches of image-text pairs, for a training loop of one's own.
@@ -233,9 +232,9 @@ def build_loader(
         mean: of each channel, 0 to 1; that of `preprocess`, and CLIP's for a plain size, unless set.
         std: standard deviation of each channel, likewise.
         dtype: of the images: a floating type for normalised ones, 'uint8' for 0 to 255.
-        device: of the batches: torch's name, or auto for this rank's GPU if there is one.
         flags: short flags of the command line, with underscores: `batch_size` (of a rank), `workers`, `seed`,
-            `caption_key`, `caption_json`, `image_key`, `train_num_samples` (of an epoch), …
+            `caption_key`, `caption_json`, `image_key`, `train_num_samples` (of an epoch), `device` (of the batches:
+            torch's name or torch.device, by default this rank's GPU if there is one), …
 
     Returns:
         The loader: `for images, texts in loader` is an epoch, `len(loader)` its batches.
@@ -260,7 +259,7 @@ def build_loader(
         18
         >>> loader.close()
     """
-    device = usable_device(device)
+    device = usable_device(flags.pop("device", "auto"))
     world = World.of_group(device)
     world = World.from_env(device) if world.size == 1 else world
     chosen = DTYPES.get(str(dtype).removeprefix("torch."))
