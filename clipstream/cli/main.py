@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
 
 from clipstream import __version__
@@ -45,13 +48,26 @@ def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
         near = did_you_mean(verb, VERBS) or f"; the verbs are {', '.join(VERBS)}"
         print(f"error: unknown verb {verb!r}{near}", file=sys.stderr)
         return SettingsError.exit_code
-    if own and verb == "train" and not any(word.startswith(("--help", "-h", "--print-config")) for word in rest):
+    codes: list[int] = []
+    shown = ("train", "check", "search")
+    if own and verb in shown and not any(word.startswith(("--help", "-h", "--print-config")) for word in rest):
         loading.begin("loading clipstream")
     if own:
+        atexit.register(_end_at_once, codes)  # the first one, which runs last
         from clipstream.config.entry import handle_signals  # after the first output, as it takes a while
 
         handle_signals(verb)
-    return int(verb_module(verb).main(rest))
+    codes.append(int(verb_module(verb).main(rest)))
+    return codes[0]
+
+
+def _end_at_once(codes: Sequence[int]) -> None:
+    """End the process with the exit code of its verb: taking down torch's modules may take seconds."""
+    if codes:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(codes[0])
 
 
 def verb_module(verb: str) -> ModuleType:

@@ -313,4 +313,4 @@ def print_end(settings: Settings, report: str) -> None:
     sources = (source for _, source in sorted(settings.data.sources.items()))
     if data := "::".join(redact(part) for source in sources for part in source.parts):
         command = f"clipstream search {shlex.quote(str(settings.run_folder))} {shlex.quote(data)}"
-        announce(f'next     {command} "a text of your own"')
+        announce(f'next     {command} "a text of your own"', whole=True)

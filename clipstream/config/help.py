@@ -42,7 +42,7 @@ _PRINT_CONFIG = "print settings that differ from the defaults (or all) as YAML f
 
 THEMES = {
     "Training data": ("--train-data", "--data.sampling.mode", "--workers"),
-    "Captions and images": ("--caption-key", "--caption-json", "--image-key"),
+    "Captions and images": ("--caption-key", "--caption-lines", "--caption-json", "--image-key"),
     "Model": ("--model", "--pretrained", "--tokenizer", "--force-image-size"),
     "Batch": ("--data.global-batch-size", "--batch-size", "--accum-freq"),
     "Length": ("--steps", "--epochs", "--train-num-samples"),

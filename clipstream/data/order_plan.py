@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from clipstream.data.decode.images import MAX_ASPECT
 from clipstream.data.decode.tokenizers import Tokenizer
@@ -197,7 +198,9 @@ def reading_of(source: SourceSettings) -> dict[str, object]:
         "separator",
         "quoting",
     )
-    found: dict[str, object] = json.loads(source.model_dump_json(include=set(chosen)))
+    found: dict[str, Any] = json.loads(source.model_dump_json(include=set(chosen)))
+    if found["caption"].get("lines") == "all":  # stores that were made before there was this setting are the same
+        del found["caption"]["lines"]
     return found
 
 

@@ -75,6 +75,11 @@ class TextCaption(CaptionSettings):
         min_length=1,
         description="suffix of the text member; of several, separated by ';', the first that exists is used",
     )
+    lines: Literal["all", "first", "random"] = Field(
+        "all",
+        description="of a text of several lines: all, the first, or a random one in training and the first in "
+        "evaluation",
+    )
 
 
 class JsonCaption(CaptionSettings):
@@ -223,10 +228,14 @@ class SourceSettings(PluginSection):
     @model_validator(mode="before")
     @classmethod
     def _caption_of_csv(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping) or value.get("caption") is not None:
+        if not isinstance(value, Mapping):
+            return value
+        caption = value.get("caption") or {}
+        if not isinstance(caption, Mapping) or caption.keys() - {"lines"}:
             return value
         is_csv = _which_are_csv(value.get("shards"), value.get("type", AUTO))
-        return {**value, "caption": {"type": "text", "key": CSV_CAPTION}} if is_csv and all(is_csv.values()) else value
+        of_csv = {"type": "text", "key": CSV_CAPTION, **caption}
+        return {**value, "caption": of_csv} if is_csv and all(is_csv.values()) else value
 
     @property
     def parts(self) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from clipstream.storage.shard_cache import cache_root
+from clipstream.utils.section import with_home
 
 FEATURES, IMAGES, ENDS, TEXT_MODEL, QUERIES = "features.npy", "images.jsonl", "ends.npy", "model.json", "queries"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".avif", ".bmp", ".tif", ".tiff")  # of a query that is an image
@@ -36,10 +37,14 @@ class ImageRow(NamedTuple):
     place: tuple[str, int, int] | None  # path, offset and bytes of the image (0: the whole file); None: see `sample`
     sample: tuple[str, str]  # shard and key
 
-    @property
-    def shown(self) -> str:
-        """The name as seen from the working folder, where it is below it."""
-        return self.name.removeprefix(os.path.join(os.getcwd(), ""))
+    def shown(self, data: str) -> str:
+        """The name below the folder of `data`, as the user names it, or as seen from the working folder."""
+        given = with_home(data).removeprefix("folder:")
+        given = given.rstrip("/") if os.path.isdir(given) else os.path.dirname(given)
+        for folder, name in ((os.path.abspath(given), given), (os.getcwd(), "")):
+            if self.name.startswith(inside := os.path.join(folder, "")):
+                return os.path.join(name, self.name.removeprefix(inside))
+        return self.name
 
 
 def root() -> Path:

@@ -170,6 +170,7 @@ ALIASES = (
     _alias("--csv-separator", f"{_TRAIN}.separator", "CHARACTER", "field separator of a CSV"),
     _alias("--caption-key", f"{_TRAIN}.caption", "SUFFIX", "suffix of the text member with the caption; of several, "
            "separated by ';', the first that exists is used", together=True),
+    _alias("--caption-lines", f"{_TRAIN}.caption.lines", "WHICH", "of a text of several lines: all, first, or random"),
     _alias("--text-key", f"{_TRAIN}.caption", "SUFFIX", "same as --caption-key", together=True),
     _alias("--caption-json", f"{_TRAIN}.caption", "PATHS", "paths into the JSON member, separated by ';', tried in "
            "order, then --caption-key", together=True),

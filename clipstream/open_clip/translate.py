@@ -25,8 +25,8 @@ MEMBERS = ("--caption-key", "--text-key", "--csv-caption-key")  # name a text me
 TRACKERS = ("wandb", "trackio")
 # Flags that say how training data are read; --val-data is read likewise.
 READING = (
-    "--caption-json", "--json-text-key", "--json-text-key-probs", *MEMBERS, "--image-key", "--csv-img-key",
-    "--csv-separator", "--dataset-type",
+    "--caption-json", "--json-text-key", "--json-text-key-probs", *MEMBERS, "--caption-lines", "--image-key",
+    "--csv-img-key", "--csv-separator", "--dataset-type",
 )  # fmt: skip
 UNSCHEDULED = ("--warmup", "--lr-scheduler", "--epochs-cooldown", "--lr-cooldown-end", "--lr-cooldown-power")
 # open_clip's defaults (main branch; open_clip_train/params.py) where they differ from those of the settings.

@@ -37,7 +37,10 @@ class Card:
 
 
 def render_gallery(
-    queries: Sequence[tuple[tuple[str, bytes | None], Hits]], near: Mapping[int, Hits], card: Callable[[int], Card]
+    queries: Sequence[tuple[tuple[str, bytes | None], Hits]],
+    near: Mapping[int, Hits],
+    card: Callable[[int], Card],
+    about: str = "",
 ) -> str:
     """The page.
 
@@ -45,6 +48,7 @@ def render_gallery(
         queries: ((text, image file of a query that is one), what it found).
         near: of rows that were found, the rows near them, themselves included.
         card: gives the card of a row; called once for each.
+        about: the model and the data, in words.
     """
     shown = dict.fromkeys(row for _, hits in queries for row, _ in hits)
     order = dict.fromkeys([*shown, *(row for row in shown for row, _ in near.get(row, ()))])
@@ -55,11 +59,12 @@ def render_gallery(
         # Once a thumbnail does not fit, no more are computed.
         src, left = (src, left - len(src)) if len(src) <= left else ("", 0)
         others = [(other, round(score, 4)) for other, score in near.get(row, ()) if other != row]
-        about = {"name": own.name, "caption": shortened(own.caption, LONGEST), "link": own.link, "near": others}
-        cards[row] = {**about, "src": src, "width": width, "height": height}
+        told = {"name": own.name, "caption": shortened(own.caption, LONGEST), "link": own.link, "near": others}
+        cards[row] = {**told, "src": src, "width": width, "height": height}
     page: str = template("gallery.html").render(
         queries=[(shortened(text, LONGEST), *_thumbnail(image, SMALL), hits) for (text, image), hits in queries],
         cards=cards,
+        about=about,
         data={row: {**cards[row], **({"src": ""} if row in shown else {})} for row in cards},  # the page has its image
         version=__version__,
         allow=lambda text: f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'",

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from clipstream.text import printable_lines
-from clipstream.utils.logs import drop_output
+from clipstream.utils.logs import drop_output, loading
 
 LINES_EVERY, REFRESH = 10.0, 0.2  # s between two lines of progress, and between two redraws of a bar
 
@@ -77,11 +77,14 @@ class ProgressBar:
         self._task = self._bar.add_task("", total=1.0, label=label)
 
     def __enter__(self) -> ProgressBar:
+        loading.erase()
+        loading.paused = True
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+        loading.paused = False
 
     def update(self, done: int, total: int, text: str) -> None:
         """Show `text`, which has the numbers `done` and `total`, unless it was shown a moment ago."""

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
+from shutil import get_terminal_size
+from textwrap import TextWrapper
 from typing import Any, TextIO
 
 logger = logging.getLogger("clipstream")
@@ -46,7 +48,8 @@ class TerminalHandler(logging.Handler):
         """Write a record; errors of the stream are raised, as print does."""
         stream = sys.stdout if getattr(record, "announced", False) else sys.stderr
         loading.erase()
-        print(self.format(record), file=below(stream), flush=True)
+        text = self.format(record)
+        print(text if getattr(record, "whole", False) else wrapped(text, stream), file=below(stream), flush=True)
 
 
 class Loading:
@@ -57,21 +60,22 @@ class Loading:
     """
 
     def __init__(self) -> None:
-        self._text, self._began = "", 0.0
+        self._text, self._began = "", 0.0  # the phase, and when it began
+        self.paused = False  # while another line, such as a bar, is the last one
         self._ended = threading.Event()
         self._ended.set()
 
     def begin(self, text: str) -> None:
         """Show the line from now on, on rank 0; without effect off a terminal."""
         if os.environ.get("RANK", "0") == "0" and all(os.isatty(number) for number in (1, 2)):
-            self._began = time.monotonic()
             self._ended.clear()
             self.show(text)
             threading.Thread(target=self._redraw, name="loading", daemon=True).start()
 
     def show(self, text: str) -> None:
         """What is loaded now; without effect where the line is not shown."""
-        self._text = text
+        if text != self._text:
+            self._text, self._began = text, time.monotonic()
         # The cursor goes back to the start of the line: what is printed by others replaces it.
         self._write(f"\r\x1b[K{text} … {time.monotonic() - self._began:.0f} s\r")
 
@@ -95,7 +99,7 @@ class Loading:
             self.show(self._text)
 
     def _write(self, text: str) -> None:
-        if not self._ended.is_set():
+        if not self._ended.is_set() and not self.paused:
             with suppress(OSError):
                 os.write(1, text.encode(errors="replace"))
 
@@ -104,9 +108,18 @@ loading = Loading()
 os.register_at_fork(after_in_child=loading._ended.set)  # data workers have no such line
 
 
-def announce(text: str) -> None:
-    """Log a line of a verb's own output, which the terminal shows on standard output."""
-    logger.info(text, extra={"announced": True})
+def announce(text: str, *, whole: bool = False) -> None:
+    """Log a line of a verb's own output, which the terminal shows on standard output; `whole` as a command to copy."""
+    logger.info(text, extra={"announced": True, "whole": whole})
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """The text with its lines wrapped between words, if the stream is a terminal."""
+    if not stream.isatty():
+        return text
+    wrapper = TextWrapper(get_terminal_size().columns, subsequent_indent="  ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return "\n".join("\n".join(wrapper.wrap(line)) for line in text.split("\n"))
 
 
 def set_level(level: str) -> None:

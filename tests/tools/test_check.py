@@ -191,3 +191,8 @@ def test_long_captions_and_several_languages_are_told(tmp_path: Path, capsys: py
     out = capsys.readouterr().out
     assert "1 captions (20%) have more than 77 tokens" in out and "2 captions (40%) are in several languages" in out
     assert out.count("│ source ") == 1 and "JSON fields" not in out
+    assert main([f"{tmp_path}/pairs.jsonl", "--caption-lines", "first"]) == 0
+    out = capsys.readouterr().out
+    assert "1 captions (20%) are in several languages" in out and out.rstrip().endswith(
+        "pairs.jsonl --caption-lines first --val-split 0.1 --model ViT-B-32 --pretrained openai"
+    )

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
@@ -29,22 +29,25 @@ from clipstream.config.settings import PathLike, load
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
 from clipstream.data.decode.images import check_shape, converted, loaded, lost_area, opaque, opened
-from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile, is_multilingual, least_tokens
+from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile, least_tokens
 from clipstream.data.loader.health import Captions, lost_area_note
 from clipstream.data.settings import IMAGE_KEY, CaptionSettings, SourceSettings, rgb
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext
 from clipstream.data.sources.folders import contents, named_folder
-from clipstream.errors import DataError, Dropped, SettingsError, each, wrong_type
+from clipstream.data.sources.indexes import count_samples
+from clipstream.errors import ClipstreamError, DataError, Dropped, SettingsError, each, wrong_type
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact
 from clipstream.storage.tar import SCATTERED
-from clipstream.text import MESSAGE, listed, printable
+from clipstream.text import MESSAGE, listed, printable, shortened
 from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.content import OTHER_NAME
-from clipstream.utils.logs import on_terminal
+from clipstream.utils.logs import loading, on_terminal
 
 T = TypeVar("T")
+SAMPLES, WHOLE = 500, 2000  # samples to read; data with at most so many are read whole
+FEW = 5000  # samples below which the suggested command begins with published weights
 SHARDS_READ = 10  # of a large data set, spread over it
 ROWS = 25
 CELL = 400  # characters of a table's cell
@@ -66,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     options = (
         ("--caption-key", "SUFFIX", "text member with the caption (default: txt; for a CSV: title, else txt)"),
         ("--caption-json", "PATHS", "path into the JSON member; several, separated by ';', are tried in order"),
+        ("--caption-lines", "WHICH", "of a text of several lines: all (default), first, or random"),
         (
             "--image-key",
             "SUFFIXES",
@@ -78,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, metavar=metavar, help=meaning)
     parser.add_argument("--print-config", action="store_true", help="print these flags as YAML for --config, and exit")
     parser.add_argument(
-        "--samples", type=int, default=500, metavar="N", help="number of samples to read; 0: all (default: 500)"
+        "--samples", type=int, metavar="N", help="samples to read; 0: all (default: 500, or all of 2,000 or fewer)"
     )
     return parser
 
@@ -89,17 +93,17 @@ def main(argv: list[str]) -> int:
     parser = build_parser()
     every, argv = take_flag(argv)
     options = parser.parse_args(argv)
-    if options.samples < 0:
+    if options.samples is not None and options.samples < 0:
         parser.error(f"--samples must be 0 or more, not {options.samples}")
     shards = "::".join(in_braces(options.shards))
     words = ["--train-data", redact(shards)]
-    for name in ("caption_key", "caption_json", "image_key", "folder", "separator"):
+    for name in ("caption_key", "caption_lines", "caption_json", "image_key", "folder", "separator"):
         if getattr(options, name) is not None:
             flag = name.replace("_", "-") if name not in ("folder", "separator") else f"{SHORT_FLAGS}.{name}"
             words += [f"--{flag}", getattr(options, name)]
     if every is not None:
         return print_config(load(["--train-data", shards, *words[2:]]), "check", every)
-    print_checked(_source(options.shards, vars(options)), shlex.join(["clipstream", "train", *words]), options.samples)
+    print_checked(_source(options.shards, vars(options)), ["clipstream", "train", *words], options.samples)
     return 0
 
 
@@ -111,7 +115,8 @@ def check(
     image_key: str | None = None,
     folder: PathLike | None = None,
     separator: str | None = None,
-    samples: int = 500,
+    samples: int | None = None,
+    caption_lines: str | None = None,
 ) -> CheckReport:
     """Look into a data set: its members and JSON fields, and the samples that training would use and drop.
 
@@ -123,7 +128,8 @@ def check(
         image_key: suffixes of the image member, by ';'.
         folder: what a manifest's relative paths begin at.
         separator: of a CSV.
-        samples: number of samples to read, spread over the shards; 0 for all.
+        samples: number of samples to read, spread over the shards; 0 for all; unless set 500, or all of 2,000 or fewer.
+        caption_lines: 'first' or 'random' to use one line of a text.
 
     Returns:
         The findings, also where no sample is usable.
@@ -143,12 +149,13 @@ def check(
         Counter({'no_caption': 24})
     """
     given = {"caption_key": caption_key, "caption_json": caption_json, "image_key": image_key, "separator": separator}
+    given["caption_lines"] = caption_lines
     for name, value in given.items():
         if not isinstance(value, str | None):
             raise wrong_type(name, "text", value)
     if not isinstance(folder, str | os.PathLike | None):
         raise wrong_type("folder", "a path", folder)
-    if not isinstance(samples, int) or samples < 0:
+    if not isinstance(samples, int | None) or (samples or 0) < 0:
         raise SettingsError(f"samples: expected a number of samples, 0 or more, not {samples!r}")
     with on_terminal():
         return look(_source(shards, {**given, "folder": None if folder is None else os.fspath(folder)}), samples)
@@ -157,7 +164,7 @@ def check(
 def _source(shards: PathLike | Sequence[PathLike], options: Mapping[str, str | None]) -> SourceSettings:
     """The settings of a source. Raises SettingsError: an option has an invalid value."""
     expected = "a pattern or a list of patterns"
-    source: dict[str, object] = {
+    source: dict[str, Any] = {
         "shards": [os.fspath(one) for one in each("shards", expected, shards, (str, os.PathLike))]
     }
     source |= {name: options[name] for name in ("image_key", "folder", "separator") if options[name]}
@@ -166,6 +173,8 @@ def _source(shards: PathLike | Sequence[PathLike], options: Mapping[str, str | N
         source["caption"] = {"type": "json", "path": [path.strip() for path in json.split(";")], "fallback": key}
     elif key is not None:
         source["caption"] = {"key": key}
+    if lines := options["caption_lines"]:
+        source["caption"] = {**source.get("caption", {}), "lines": lines}
     try:
         return SourceSettings.model_validate(source)
     except ValidationError as error:
@@ -194,9 +203,9 @@ class CheckReport:
     captions: dict[str, str] = field(default_factory=dict)  # 'SHARD/KEY' -> caption of the first samples used
     first_captions: Captions = field(default_factory=Captions)  # of the samples checked for constant captions
     long: int = 0  # number of captions of more than `CONTEXT` tokens, at least
-    multilingual: list[str] = field(default_factory=list)  # 'SHARD/KEY' of the captions with several languages
     # of the images used, the share of the area that the centre crop of a model with square images leaves out
     lost: list[float] = field(default_factory=list)
+    total: int | None = None  # number of samples, if it is known
 
     @property
     def tried(self) -> int:
@@ -220,8 +229,9 @@ class CheckReport:
         return f'<pre style="white-space:pre;overflow-x:auto;font-family:monospace">{html.escape(str(self))}</pre>'
 
 
-def look(source: SourceSettings, samples: int) -> CheckReport:
-    """Read `samples` samples (0: all), spread evenly over the shards, or over ten of them if there are more.
+def look(source: SourceSettings, samples: int | None) -> CheckReport:
+    """Read `samples` samples (0: all; None: `SAMPLES`, or all of `WHOLE` and fewer), spread evenly over the shards, or
+    over ten of them if there are more.
 
     Raises:
         SettingsError: the caption settings do not fit together, or the shards cannot be listed.
@@ -233,6 +243,12 @@ def look(source: SourceSettings, samples: int) -> CheckReport:
         folders = [path for part in source.parts if (path := named_folder(part, source.type)) is not None]
         held = [f"{path} holds {contents(path, source.image_key).what}" for path in folders]
         view = CheckReport("; ".join([*held, shards.summary()]), shards.missing)
+        view.total = shards.samples
+        if view.total is None and len(shards.names) <= SHARDS_READ:
+            with contextlib.suppress(ClipstreamError):
+                view.total = sum(count_samples(shards))
+        if samples is None:
+            samples = 0 if view.total is not None and view.total <= WHOLE else SAMPLES
         missing = set(view.missing)
         there = [name for name in shards.names if name not in missing]
         chosen = _spread([name for name in there if not shards.types[name].cheap], SHARDS_READ if samples else 0)
@@ -282,7 +298,6 @@ def _look_at(
         view.used += 1
         view.first_captions.add(where, text, pixels)
         view.long += least_tokens(text) > CONTEXT
-        view.multilingual += [where] if is_multilingual(text) else []
         view.lost.append(lost)
         if len(view.captions) < 3:
             view.captions[where] = text
@@ -320,13 +335,13 @@ def show(view: CheckReport, console: Console) -> None:
     fields = [(path, value) for path, value in fields if path not in columns]
     rows = [(path, f"{value.samples:,}", value.kind, value.example) for path, value in fields]
     _table(console, f"JSON fields of {len(profile.tried):,} samples", ("path", "samples", "type", "example"), rows)
-    example = next((f"{where}: {text}" for where, text in view.captions.items()), "")
+    example = next((f"{where}: {shortened(text, 80)}" for where, text in view.captions.items()), "")
     found = [(f"{view.used:,}", f"{view.used / read:.1%}", "used", example)]
     for reason, count in view.drops.most_common():
         found.append((f"{count:,}", f"{count / read:.1%}", f"dropped: {reason}", view.examples[reason]))
     _table(console, "With these settings", ("samples", "share", "result", "example"), found)
     if view.lost and (share := fmean(view.lost)) >= SAID:
-        console.print(f"note: {lost_area_note(share)}", soft_wrap=True)
+        console.print(f"note: {lost_area_note(share)}", soft_wrap=not console.is_terminal)
 
 
 def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -350,26 +365,24 @@ def _warnings(view: CheckReport, caption: CaptionSettings) -> Iterator[str]:
     if view.long:
         share = f"{view.long:,} captions ({view.long / view.used:.0%})"
         yield f"{share} have more than {CONTEXT} tokens, which is what CLIP models read: the rest is cut off"
-    if found := view.multilingual:
-        share = f"{len(found):,} captions ({len(found) / view.used:.0%})"
-        yield (
-            f"{share} are in several languages, such as that of {printable(found[0], 200)}. To train on one of them, "
-            "name its field (--caption-json), or write a caption extractor"
-        )
+    if warning := view.first_captions.languages_warning(caption):
+        yield warning
 
 
-def print_checked(source: SourceSettings, command: str, samples: int) -> None:
+def print_checked(source: SourceSettings, command: Sequence[str], samples: int | None) -> None:
     """Print the contents of the shards and the flags to train on them.
 
     Args:
-        command: trains with these settings.
-        samples: number of samples to read; 0 for all.
+        command: trains with these settings, in words.
+        samples: see `look`.
 
     Raises:
         SettingsError: the caption settings do not fit together, or the shards cannot be listed.
         DataError: no sample is usable; the message names flags that change that, if there are any.
     """
+    loading.show("reading samples")
     view = look(source, samples)
+    loading.end()
     profile = view.profile
     console = ResultConsole(OFF_TERMINAL, markup=False)
     show(view, console)
@@ -379,8 +392,12 @@ def print_checked(source: SourceSettings, command: str, samples: int) -> None:
         raise DataError(f"no sample of {view.shards} could be read: see the faults in the table above")
     if view.used:
         for warning in _warnings(view, source.caption):
-            console.print(f"warning: {warning}", soft_wrap=True)
-        console.print(f"train on them with: {printable(command, MESSAGE)}", soft_wrap=True)
+            console.print(f"warning: {warning}", soft_wrap=not console.is_terminal)
+        same = view.first_captions.warning()  # as of classes, which are no captions to hold out
+        command = [*command, *([] if same else ["--val-split", "0.1"])]
+        if view.total is not None and view.total < FEW:
+            command += ["--model", "ViT-B-32", "--pretrained", "openai"]
+        console.print(f"train on them with: {printable(shlex.join(command), MESSAGE)}", soft_wrap=True)
         return
     reason, count = view.drops.most_common(1)[0]
     hint = profile.hint(source.image_key, source.caption)

@@ -145,7 +145,7 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
         SettingsError: a user's class cannot be constructed.
     """
     if isinstance(settings, TextCaption):
-        return TextField(split_keys(settings.key))
+        return TextField(split_keys(settings.key), settings.lines)
     if isinstance(settings, JsonCaption):
         return JsonField(settings)
     try:
@@ -182,12 +182,13 @@ class _Field:
 class TextField(_Field):
     """The caption is the text of a member: the first present of `members`, UTF-8, stripped.
 
-    Where the text is a list of texts (`json_path.structure`), one is drawn, in evaluation the first. Reasons of dropped
-    samples: `no_caption`, `caption_not_utf8` or `empty_caption`.
+    Where the text is a list of texts (`json_path.structure`), one is drawn, in evaluation the first; so is one of its
+    lines for `lines` 'random', and 'first' takes the first. Reasons of dropped samples: `no_caption`,
+    `caption_not_utf8` or `empty_caption`.
     """
 
-    def __init__(self, members: tuple[str, ...]) -> None:
-        self.members = members
+    def __init__(self, members: tuple[str, ...], lines: str = "all") -> None:
+        self.members, self._lines = members, lines
 
     def every(self, sample: RawSample) -> list[str]:
         """The texts of a list, else the lines. Raises Dropped as __call__."""
@@ -201,7 +202,8 @@ class TextField(_Field):
     def _texts(self, sample: RawSample) -> list[str]:
         text = text_of(sample, self.members, "no_caption")
         if (found := structure(text)) is None:
-            return [text]
+            lines = [line for line in text.splitlines() if line.strip()] if self._lines != "all" else []
+            return (lines[:1] if self._lines == "first" else lines) or [text]
         if isinstance(found, list) and (texts := [one for one in found if isinstance(one, str) and one.strip()]):
             return texts
         raise Dropped("no_caption", f"{_kind(found)}, not a text: select a text in it with --caption-json")

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipstream.data.decode.key_lists import NOT_KEPT
-from clipstream.data.decode.sample_profile import Profile
-from clipstream.data.settings import CaptionSettings
+from clipstream.data.decode.sample_profile import Profile, is_multilingual
+from clipstream.data.settings import CaptionSettings, TextCaption
 from clipstream.errors import DataError
 from clipstream.text import listed_lines, printable
 
@@ -57,11 +57,13 @@ class Captions:
     Attributes:
         seen: hash of a sample's name -> hash and beginning of its caption.
         flat: name of a sample whose image has (nearly) one colour, by the hash of it.
+        multilingual: the same of a sample whose caption has several languages.
     """
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, str]] = {}
         self.flat: dict[int, str] = {}
+        self.multilingual: dict[int, str] = {}
 
     def add(self, name: str, caption: str, pixels: np.ndarray[Any, Any]) -> None:
         """Add a sample with its pixels uint8 [..., H, W, 3], unless there are enough or it was added before."""
@@ -71,14 +73,16 @@ class Captions:
             looks = (pixels[..., ::step, ::step, :].reshape(-1, 3) for step in (8, 1))  # few need the second one
             if pixels.size and all((np.ptp(some, axis=0) <= FLAT_RANGE).all() for some in looks):
                 self.flat[key] = name
+            if is_multilingual(caption):
+                self.multilingual[key] = name
 
     def merge(self, other: Captions) -> None:
         """Add the samples of another."""
         for key, caption in other.seen.items():
             if len(self.seen) < FIRST_SAMPLES:
                 self.seen.setdefault(key, caption)
-                if key in other.flat:
-                    self.flat[key] = other.flat[key]
+                for own, theirs in ((self.flat, other.flat), (self.multilingual, other.multilingual)):
+                    own.update({key: theirs[key]} if key in theirs else {})
 
     def flat_warning(self) -> str:
         """The warning on images of one colour; '' if there are few."""
@@ -89,6 +93,18 @@ class Captions:
             f"{len(self.flat):,} of the first {len(self.seen):,} images have (nearly) a single color, such as "
             f"{example}: check their range of values"
         )
+
+    def languages_warning(self, settings: CaptionSettings | None, least: float = 0.0) -> str:
+        """The warning on captions in several languages; '' if they are not more than the share `least`."""
+        count = len(self.multilingual)
+        if count <= least * len(self.seen):
+            return ""
+        flag = "name its field with --caption-json"
+        if isinstance(settings, TextCaption):
+            flag = "set --caption-lines first, if the text has it in its first line"
+        example = printable(next(iter(self.multilingual.values())), 200)
+        share = f"{count:,} captions ({count / len(self.seen):.0%})"
+        return f"{share} are in several languages, such as that of {example}: to train on one, {flag}"
 
     def warning(self) -> str:
         """The warning on captions that are nearly constant, or no texts; '' if few are or were seen."""

@@ -325,8 +325,9 @@ class Loader:
         for name, health in self.health.sources.items():
             if name not in self._data_checked and health.read >= enough:
                 self._data_checked.add(name)
-                captions = health.captions
-                for text in (captions.warning(), captions.flat_warning(), self.budget.list_warning(name, health)):
+                captions, caption = health.captions, self.budget.hints[name][1]
+                texts = [captions.warning(), captions.flat_warning(), self.budget.list_warning(name, health)]
+                for text in (*texts, captions.languages_warning(caption, least=0.5)):
                     if text and 0 in self.stream.slots.lanes:
                         logger.warning(f"source {name!r}: {text}")
 

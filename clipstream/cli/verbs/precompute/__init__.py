@@ -55,6 +55,7 @@ class StoreOptions:
     random_weights: bool  # whether a teacher may have no pretrained weights
     batch_size: int  # images, or texts, of a forward pass
     with_model: bool = True  # whether the store has the model too
+    label: str = ""  # of progress; then only dropped samples are told in the end
 
 
 @entry_point

@@ -154,7 +154,7 @@ def _compute(job: Job) -> None:
         world.arrive("precomputed")  # the shares of ranks may take hours more or less
         merged = _merged(world.gather_objects(found))
         if world.is_main:
-            _conclude(folder, writer.finish(), merged, time.monotonic() - began)
+            _conclude(job.options, writer.finish(), merged, time.monotonic() - began)
         world.barrier()
 
 
@@ -288,7 +288,8 @@ def _pass(job: Job, model: Model, name: str, source: Source, writer: StoreWriter
         key=(lambda shard: mix(shard, state=seed)) if options.views else None,
     )
     inputs = ModelInputs(model.tokenizer, towers.image)
-    label, began, samples = f"{model.name or 'model'} on {name}", time.monotonic(), 0
+    label = options.label or f"features of {name}" + f" by {model.name}" * bool(model.name)
+    began, samples = time.monotonic(), 0
     bar = ProgressBar(label, shown=world.is_main, lines_every=LINES_EVERY, say=announce)
     places, total = {shard: place for place, shard in enumerate(share.todo)}, len(share.todo)
     sizes = [source.num_samples(source.names[shard]) for shard in share.todo] if world.size == 1 else [None]
@@ -300,7 +301,12 @@ def _pass(job: Job, model: Model, name: str, source: Source, writer: StoreWriter
             for batch in loader:
                 place = places[computer.add(batch, loader.parts)]
                 samples, took = samples + len(batch), time.monotonic() - began
-                text = f"shard {place + 1:,} of {total:,}  {samples:,} samples  {samples / took:,.0f} samples/s"
+                text = (
+                    f"shard {place + 1:,} of {total:,}  {samples:,}"
+                    if expected is None
+                    else f"{samples:,} of {expected:,}"
+                )
+                text += f" samples  {samples / took:,.0f} samples/s"
                 done, of = (place, total) if expected is None else (min(samples, expected), expected)
                 bar.update(done, of, text + (f"  {duration(took * (of - done) / done)} left" if done else ""))
         except torch.OutOfMemoryError as error:
@@ -364,22 +370,24 @@ def _merged(ranks: Sequence[Mapping[str, SourceHealth]]) -> dict[str, SourceHeal
     return found
 
 
-def _conclude(folder: Path, manifest: Manifest, found: Mapping[str, SourceHealth], seconds: float) -> None:
+def _conclude(options: StoreOptions, manifest: Manifest, found: Mapping[str, SourceHealth], seconds: float) -> None:
     """Print what was dropped, and what the store holds."""
     for source, health in found.items():
-        lines = [f"source {source}: {health.read:,} samples read now, {health.used:,} used"]
+        lines = [] if options.label else [f"source {source}: {health.read:,} samples read now, {health.used:,} used"]
         for reason, count in health.dropped.most_common():
             lines.append(f"  {count:,} ({count / health.read:.1%}) dropped: {reason}, e.g. {health.examples[reason]}")
         faults = [f"  {printable(shard)}: {printable(fault, 500)}" for shard, fault in health.faults.items()]
         lines += listed_lines(faults, SHOWN, " shards")
         for line in lines:
             announce(printable_lines(line))
+    if options.label:
+        return
     shards = [shard for source in manifest.sources.values() for shard in source.shards]
     lost = sum(bool(shard.reason) for shard in shards)
     missing = f", without {lost:,} that could not be opened" if lost else ""
     samples = sum(shard.samples for shard in shards)
     announce(
-        f"{folder} is complete: {', '.join(manifest.parts)} of {samples:,} samples in "
+        f"{options.folder} is complete: {', '.join(manifest.parts)} of {samples:,} samples in "
         f"{counted(len(shards), 'shard', ',')}{missing}; {duration(seconds)}"
     )
 

@@ -12,11 +12,13 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,16 +39,18 @@ from clipstream.features.image_index import (
 from clipstream.models.numpy_text import Floats, NumpyText
 from clipstream.text import framed, printable, shortened
 from clipstream.utils import atomic_write
-from clipstream.utils.logs import on_terminal
+from clipstream.utils.logs import loading, on_terminal
 
 if TYPE_CHECKING:
     from clipstream.api.run import Run
+    from clipstream.report.gallery import Card
 
 USAGE = 'clipstream search runs/first images "a red bird" [-k N] [--html FILE]'
 
 
 def computed() -> Any:
     """The module that imports torch."""
+    loading.show("loading torch")
     from clipstream.cli.verbs.search import run
 
     return run
@@ -65,6 +69,7 @@ def index_of(call: ImageSearch) -> Path:
         folder, watched = json.loads(memo.read_bytes())  # the index of this call, and the files that it depends on
         if (root() / folder / ENDS).is_file() and all(stamp(path) == seen for path, seen in watched):
             return root() / str(folder)
+    loading.show("looking for the model and the images")
     from clipstream.cli.verbs.search import indexing
 
     made, files = indexing.index_folder(call)
@@ -142,19 +147,21 @@ class SearchResults:
         self._hits = self._nearest(encoded(call, queries, self._folder), k)
         self.queries: list[str] = list(queries)
         self.matches: list[list[Match]] = [
-            [Match(score, (image := self._image(row)).shown, image.caption) for row, score in hits]
+            [Match(score, (image := self._image(row)).shown(call.data), image.caption) for row, score in hits]
             for hits in self._hits
         ]
 
     def __repr__(self) -> str:
         return f"SearchResults({len(self.queries)} queries, {sum(map(len, self.matches))} matches)"
 
-    def lines(self) -> Iterator[str]:
-        """A line for each match: score, path and the beginning of the caption."""
+    def lines(self, columns: int = 0) -> Iterator[str]:
+        """A line for each match: score, path and the beginning of the caption; `columns` wide at most, 0 for any."""
         width = max((len(match.path) for matches in self.matches for match in matches), default=0)
         for query, matches in zip(self.queries, self.matches, strict=True):
             yield from [query] if len(self.queries) > 1 else []
-            yield from (f"{m.score:.4f}  {m.path:{width}}  {shortened(m.caption, 100)}".rstrip() for m in matches)
+            for m in matches:
+                room = max(columns - width - 10, 20) if columns else 100
+                yield f"{m.score:.4f}  {m.path:{width}}  {shortened(m.caption, room)}".rstrip()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the gallery, one HTML file that needs no network. Raises OSError: it cannot be written."""
@@ -171,7 +178,11 @@ class SearchResults:
         heads = [(query, _content(query) if is_image(query) else None) for query in self.queries]
         found = list(zip(heads, self._hits, strict=True))
         source = partial(indexing.source_in, self._call)
-        return indexing.render_gallery(found, near, lambda row: indexing.card(self._image(row), source))
+
+        def card(row: int) -> Card:
+            return indexing.card(image := self._image(row), image.shown(self._call.data), source)
+
+        return indexing.render_gallery(found, near, card, f"{self._call.model} on {self._call.data}")
 
     def _nearest(self, queries: Floats, k: int) -> list[list[tuple[int, float]]]:
         """(row, cosine) of the k best rows for each query, best first."""
@@ -205,7 +216,9 @@ def main(argv: Sequence[str]) -> None:
     except OSError as error:
         raise SettingsError(f"--html: {own['--html']} cannot be written ({error.strerror})") from error
     found = SearchResults(ImageSearch(names[0], names[1], tuple(flags)), names[2:], max(1, int(own["-k"])))
-    print(*map(printable, found.lines()), sep="\n")
+    loading.end()
+    columns = get_terminal_size().columns if sys.stdout.isatty() else 0
+    print(*map(printable, found.lines(columns)), sep="\n")
     if own["--html"]:
         found.save(own["--html"])
         print(own["--html"])

@@ -191,15 +191,15 @@ def image_row(
     return ImageRow(name, captions[0] if captions and captions[0] != NONE else "", place, (shard, ref.key))
 
 
-def card(image: ImageRow, source: Callable[[], Source]) -> Card:
-    """An image on a page; read by the source where only its sample is known."""
+def card(image: ImageRow, shown: str, source: Callable[[], Source]) -> Card:
+    """An image on a page, named `shown`; read by the source where only its sample is known."""
     if image.place is None:
-        return Card(image.shown, image.caption, "", read_image(source(), image))
+        return Card(shown, image.caption, "", read_image(source(), image))
     data, (path, offset, size) = None, image.place
     with suppress(OSError), open(path, "rb") as file:
         file.seek(offset)
         data = file.read(size or -1)
-    return Card(image.shown, image.caption, "" if size else Path(path).as_uri(), data)
+    return Card(shown, image.caption, "" if size else Path(path).as_uri(), data)
 
 
 def read_image(source: Source, image: ImageRow) -> bytes | None:

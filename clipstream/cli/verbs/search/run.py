@@ -49,7 +49,7 @@ from clipstream.models.towers import Towers
 from clipstream.text import printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole, result_table
-from clipstream.utils.logs import announce
+from clipstream.utils.logs import loading, logger
 from clipstream.utils.torch_state import restored_matmul_precision
 
 SHOWN = 25  # rows of a table
@@ -325,12 +325,15 @@ def make_index(call: ImageSearch, folder: Path) -> None:
     Raises ClipstreamError: no image is usable, the disk is full, or a signal came.
     """
     settings, source = opened(call)
-    announce(f"features of the images in {call.data} are computed once, and kept in {folder}")
+    images = "the images" if source.samples is None else f"{source.samples:,} images"
+    logger.info(f"computing features of {images}, which later searches find in {folder.parent}")
     options = StoreOptions(
         folder=folder / "store", towers=("image",), views=0, dtype="float32", zstd=False, chunk_rows=CHUNK_ROWS,
-        random_weights=False, batch_size=BATCH, with_model=False,
+        random_weights=False, batch_size=BATCH, with_model=False, label="computing features",
     )  # fmt: skip
+    loading.show("loading the model")
     run_embedded(settings.run, partial(precompute, settings, options, {}))
+    loading.show("writing the index")
     rows = StoredRows(FeatureStore(options.folder))
     features = np.lib.format.open_memmap(folder / FEATURES, "w+", np.float32, (len(rows), rows.width))
     for first, block in rows.blocks():
