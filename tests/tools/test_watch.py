@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.cli.verbs.compare import main as compare
 from clipstream.cli.verbs.evaluate import main
-from clipstream.cli.verbs.evaluate_watch import WatchedRun, fault
+from clipstream.cli.verbs.evaluate_watch import WatchedRun
 from clipstream.config.dump import dump
 from clipstream.config.settings import Settings
 from clipstream.distributed.world import World
@@ -29,7 +29,7 @@ from clipstream.training.state import TrainState
 from tests.support.evaluating import tiny_towers
 from tests.support.forks import ROOT, wait_until
 from tests.support.pictures import make_shards
-from tests.support.ranks import TIMEOUT, end_ranks
+from tests.support.ranks import TIMEOUT, end_ranks, launched
 from tests.support.runs import MODEL, flags, lines, start
 from tests.support.savers import damage, fill, names, small_disk
 
@@ -63,11 +63,11 @@ def save(folder: Path, step: int, weights: int, keep_last: int = 9) -> Path:
     return folder / "checkpoints" / f"step_{step:08d}"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder as a training leaves it that has ended, with checkpoints of steps 2, 4 and 6."""
-    folder = tmp_path / "runs" / "tiny"
-    data = {"shards": make_shards(tmp_path / "pairs", [9])}
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    data = {"shards": make_shards(folder.parent / "pairs", [9])}
     settings = {
         "run": {"device": "cpu", "threads": 1},
         "data": {"workers": 0},
@@ -83,6 +83,12 @@ def run(tmp_path: Path) -> Path:
     (folder / "config.yaml").write_text(dump(Settings.model_validate(settings)))
     (folder / "metrics.jsonl").write_text(json.dumps(END) + "\n")
     return folder
+
+
+@pytest.fixture
+def run(ended: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(ended, tmp_path / "runs" / "tiny", symlinks=True))
 
 
 @pytest.mark.slow
@@ -180,8 +186,8 @@ def test_a_run_that_lies_still(run: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--evals.kinds.classes", "[a]"], "evals.kinds.classes: expected at least 2, not 1"),
     ],
 )
-def test_wrong_settings(run: Path, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--watch", str(run), *argv]) == 2
+def test_wrong_settings(ended: Path, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--watch", str(ended), *argv]) == 2
     assert told in capsys.readouterr().err
 
 
@@ -199,22 +205,6 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(
         ballast.unlink()
         assert main(["--watch", str(there), "--log.tensorboard", "false"]) == 0
         assert made(there) == [(step, name) for step in (2, 4, 6) for name in ("val", "kinds")]
-
-
-def test_what_is_held_outlives_its_checkpoint(run: Path) -> None:
-    watched = WatchedRun(run)
-    first, second, third = watched.found()
-    held = watched.hold(first)
-    assert held is not None and "optimizer.safetensors" not in names(held)
-    shutil.rmtree(first.path)
-    assert fault(held) is None
-    save(run, 4, weights=9)
-    assert watched.hold(second) is None, "its weights are others by now"
-    damage(third.path / "open_clip_model.safetensors")
-    held = watched.hold(third)
-    assert held is not None and fault(held) == "open_clip_model.safetensors does not match its checksum"
-    watched.release()
-    assert watched.hold(first) is None and [one.step for one in watched.found()] == [6, 4]
 
 
 def test_a_checkpoint_that_goes_away_is_told(
@@ -240,17 +230,9 @@ def test_a_checkpoint_that_goes_away_is_told(
     assert "warning: step_00000006 skipped: it is damaged" in said
 
 
-def watch_on(world: World, argv: list[str]) -> int:
-    """A rank's follower, as a launcher starts it."""
-    os.environ.update(
-        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size)
-    )
-    return main(argv)
-
-
 @pytest.mark.slow
 def test_two_ranks(run: Path) -> None:
-    ends = end_ranks(2, watch_on, ["--watch", str(run), "--evals.kinds", "null"])
+    ends = end_ranks(2, launched, main, ["--watch", str(run), "--evals.kinds", "null"])
     assert [end.code for end in ends] == [0, 0], ends
     assert made(run) == [(step, "val") for step in (2, 4, 6)]
     assert all(one["ranks"] == 2 and one["n"] == 9 for one in figures(run))
