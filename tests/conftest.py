@@ -34,7 +34,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wds-secure", action="store_true", help="run the tests with WDS_SECURE=1")
     parser.addoption("--gpu-device", choices=("cuda", "cpu"), default="cuda", help="device of tests/gpu")
     parser.addoption("--pairs-seed", help="seed of the slow test in tests/test_pairs.py, in place of a drawn one")
-    parser.addoption("--pairs-table", help="file to which tests/test_pairs.py appends the table of its runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:

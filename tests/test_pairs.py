@@ -30,31 +30,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def table(request: pytest.FixtureRequest) -> str | None:
-    """The file of the table of runs."""
-    path: str | None = request.config.getoption("--pairs-table")
-    return path
-
-
-def take(place: Path, row: pairs.Row, name: str, table: str | None) -> str:
-    """Take a run, write it to the table, and return what failed."""
+def take(place: Path, row: pairs.Row, name: str) -> str:
+    """Take a run, and return what failed."""
     try:
         said = pairs.check(place, row, name)
     except AssertionError as error:
         said = f"FAILED: {error}"
-    told = note(table, name, row, said)
-    return told if said.startswith("FAILED") else ""
-
-
-def note(table: str | None, name: str, row: pairs.Row, said: str) -> str:
-    """Write a run to the table, and return what is written."""
     told = f"{name}  {pairs.shown(row)}\n     -> {said}"
     print(told, flush=True)
-    if table is not None:
-        with open(table, "a", encoding="utf-8") as file:
-            file.write(told + "\n")
-    return told
+    return told if said.startswith("FAILED") else ""
 
 
 def marks(number: int, row: pairs.Row) -> list[pytest.MarkDecorator]:
@@ -73,22 +57,18 @@ def test_each_pair_of_values_occurs() -> None:
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=str(n), marks=marks(n, row)) for n, row in enumerate(pairs.rows(SEED))]
 )
-def test_a_run_equals_its_plain_run(
-    row: pairs.Row, place: Path, table: str | None, request: pytest.FixtureRequest
-) -> None:
-    failed = take(place, row, request.node.callspec.id, table)
+def test_a_run_equals_its_plain_run(row: pairs.Row, place: Path, request: pytest.FixtureRequest) -> None:
+    failed = take(place, row, request.node.callspec.id)
     assert not failed, failed
 
 
 @pytest.mark.parametrize("number", range(len(pairs.REFUSALS)))
-def test_what_does_not_go_together_is_refused_in_one_sentence(number: int, place: Path, table: str | None) -> None:
+def test_what_does_not_go_together_is_refused_in_one_sentence(number: int, place: Path) -> None:
     rule, words = pairs.REFUSALS[number]
     base = pairs.simplest() | (pairs.LOCKED if "cache" in rule else {})  # only locked towers have a cache
     row = base | {factor: values.split("|")[0] for factor, values in rule.items()}
     run = pairs.go(place, row, f"refused-{number}")
-    note(table, f"refused-{number}", row, f"refused: {run.error()}")
-    assert run.code == 2, run.error()
-    assert words in run.error()
+    assert run.code == 2 and words in run.error(), run.said
     assert "Traceback" not in run.said
     assert not run.lines
 
@@ -101,12 +81,12 @@ def test_nadam_resumes_with_the_bits_of_the_undisturbed_run(precision: str, plac
 
 @pytest.mark.slow
 def test_each_run_of_another_seed_equals_its_plain_run(
-    place: Path, table: str | None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    place: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = request.config.getoption("--pairs-seed")
     seed = random.randrange(1 << 30) if given is None else int(given)
     print(f"--pairs-seed {seed}")
     monkeypatch.setattr(pairs, "BACKEND", "aot_eager")
-    taken = [take(place, row, f"{seed}-{number}", table) for number, row in enumerate(pairs.rows(seed))]
+    taken = [take(place, row, f"{seed}-{number}") for number, row in enumerate(pairs.rows(seed))]
     failed = "\n".join(filter(None, taken))
     assert not failed, f"--pairs-seed {seed}\n{failed}"

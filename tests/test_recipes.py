@@ -9,28 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
-from safetensors.torch import save_file
 
 from clipstream.cli.verbs.train import main
 from clipstream.data.sources import toy_data
-from tests.support import hubtree
-from tests.support.pictures import picture
-from tests.support.tars import write_tar
 
 ROOT = Path(__file__).parents[1]
 EMOJI = ROOT.parent / "shared/data"
-RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+# That of lit.yaml is on the page on LiT: tests/test_docs.py.
+RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "lit")
 
 
-def command(name: str, made: Path = ROOT) -> list[str]:
-    """The flags of the command in a recipe's head, for data that are here; what it calls MADE is in a folder."""
+def command(name: str) -> list[str]:
+    """The flags of the command in a recipe's head, for data that are here."""
     head = (ROOT / f"configs/{name}.yaml").read_text()
     found = re.search(r"^#\s+(?:python -m clipstream\.|clipstream )train (.*)$", head, re.M)
     assert found is not None
     if "DIR/" in found[1] and not EMOJI.is_dir():
         pytest.skip("the recipe's data are not here")
-    return shlex.split(found[1].replace("DIR/", f"{EMOJI}/").replace("MADE/", f"{made}/"))
+    return shlex.split(found[1].replace("DIR/", f"{EMOJI}/"))
 
 
 def metrics(folder: Path) -> dict[str, dict[str, Any]]:
@@ -50,34 +46,17 @@ def small_scenes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     toy_data.gallery_scenes.cache_clear()
 
 
-@pytest.fixture(scope="module")
-def towers_and_stamps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the LiT recipe calls MADE, with random towers, of which the text tower is small."""
-    from transformers import BertConfig, BertModel
-
-    made = tmp_path_factory.mktemp("made")
-    (made / "stamps").mkdir()
-    for number in range(8):
-        samples = [{"__key__": "0", "png": picture(number, kind="PNG"), "json": json.dumps({"texts": {"en": "a dog"}})}]
-        write_tar(made / f"stamps/{number:05d}.tar", samples)
-    save_file(timm.create_model("tf_efficientnet_lite0").state_dict(), made / "lite0.safetensors")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    BertModel(BertConfig(**sizes, vocab_size=64, pad_token_id=1)).save_pretrained(made / "minilm")
-    hubtree.write_tokenizer(made / "minilm")
-    return made
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("emoji", "lit") else []) for name in RECIPES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "emoji" else []) for name in RECIPES]
 )
 def test_the_command_in_its_head_runs(
-    name: str, small_scenes: None, towers_and_stamps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, small_scenes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     less = ["--steps", "2", "--warmup", "0", "--data.global-batch-size", "48", "--log.every", "1"]
     less += ["--run.threads", "1"]
-    less += ["--evals.val.max-samples", "64"] if name in ("emoji", "lit") else []
-    assert main([*command(name, towers_and_stamps), *less, "--logs", str(tmp_path), "--name", name]) == 0
+    less += ["--evals.val.max-samples", "64"] if name == "emoji" else []
+    assert main([*command(name), *less, "--logs", str(tmp_path), "--name", name]) == 0
     evaluations = metrics(tmp_path / name)
     assert evaluations and all(record["n"] > 0 for record in evaluations.values())
 

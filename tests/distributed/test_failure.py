@@ -26,7 +26,7 @@ from clipstream.distributed import launch
 from clipstream.distributed.launch import POLL, FailureWatch, run_ranks
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
-from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
+from clipstream.errors import DataError
 from tests.support.fake_cuda import FakeCuda
 from tests.support.ranks import TIMEOUT, end_ranks
 from tests.support.runs import flags, lines, train_on
@@ -65,25 +65,6 @@ def fail(world: World, kind: str, failing: int) -> int:
     return 0
 
 
-def end_well(world: World, kind: str) -> int:
-    """A run without a failure, whose ranks are not equally fast at the end."""
-    world.start()
-    watch = FailureWatch(world)
-    watch.start()
-    try:
-        world.barrier()
-        time.sleep(0.5 * (world.size - 1 - world.rank) if kind == "late 0" else 0.5 * world.rank)
-        if kind == "stopped":
-            raise Stopped("saved step 3")
-        if kind == "diverged":
-            raise DivergedError("loss is nan at step 3")
-    except BaseException as error:
-        return watch.report(error)
-    watch.stop()
-    world.stop()
-    return 0
-
-
 @pytest.mark.parametrize(
     ("kind", "size", "failing", "code", "said"),
     [
@@ -102,17 +83,6 @@ def test_a_failure_ends_all_ranks_with_its_code_and_its_cause(
         told = said if rank in (0, failing) else said.partition("\n")[0]
         assert end.code == -9 or f"error: rank {failing}: {told}" in end.stderr, end.stderr
         assert ("Traceback" in end.stderr) == (kind == "bug" and rank == failing), "where it arose"
-
-
-@pytest.mark.parametrize(
-    ("kind", "code"),
-    [("late 0", 0), ("stopped", Stopped.exit_code), ("diverged", DivergedError.exit_code)],
-)
-def test_ends_that_all_ranks_agree_on(kind: str, code: int) -> None:
-    ends = end_ranks(2, end_well, kind)
-    assert [end.code for end in ends] == [code, code]
-    if kind == "stopped":
-        assert [end.stderr.splitlines()[-1:] for end in ends] == [["saved step 3"], []]
 
 
 def hang(world: World) -> int:
@@ -144,15 +114,6 @@ def test_a_hanging_gpu_does_not_keep_ranks_from_ending() -> None:
     assert [end.code for end in ends] == [3, 3]
     assert "the next cleanup" in ends[0].stderr
     assert all(f"error: rank 1: {MESSAGE}\n" in end.stderr for end in ends)
-
-
-def test_one_rank_prints_and_returns_the_code(capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert FailureWatch(World()).report(SettingsError("no such shard")) == 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert capsys.readouterr().err == "error: no such shard\n"
 
 
 def stuck(world: World) -> int:

@@ -5,48 +5,47 @@ from __future__ import annotations
 import os
 import signal
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from clipstream.data.build import training_loader
 from clipstream.data.loader.loader import Loader
-from clipstream.distributed.world import World
 from clipstream.errors import DataError
-from tests.support.loaders import INPUTS, OPEN, data, digest
-from tests.support.pictures import make_shards
+from tests.support.loaders import data, digest, loader
 
 SLEEP = 20_000_000  # clock cycles: about 10 ms, longer than a batch takes
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20])
-
-
 def loader_on(device: str, shards: list[str], workers: int = 2, **changes: Any) -> Loader:
-    """A loader of batches on the device; closed after the test."""
-    settings = data(shards, workers=workers, **changes)
-    made = training_loader(settings, INPUTS, world=World(device=device), seed=3)
-    OPEN.add(made)
-    return made
+    """A loader of batches on the device."""
+    return loader(data(shards, workers=workers, **changes), device=device)
 
 
 def digests(stream: Loader, count: int) -> list[str]:
     return [digest([batch.to("cpu")]) for batch in islice(stream, count)]
 
 
-def test_batches_of_forked_workers_are_those_of_the_cpu(device: str, shards: list[str]) -> None:
-    with loader_on("cpu", shards, 0) as plain, loader_on(device, shards) as stream:
-        assert digests(stream, 12) == digests(plain, 12)
-        if device != "cpu":
-            assert torch.from_numpy(stream._ring.bytes()).is_pinned()
+@pytest.fixture
+def expected(shards: list[str]) -> list[str]:
+    """The digests of 12 batches without workers on the CPU."""
+    with loader_on("cpu", shards, 0) as plain:
+        return digests(plain, 12)
 
 
-def test_no_buffer_is_filled_again_while_its_copy_is_delayed(cuda: str, shards: list[str]) -> None:
-    with loader_on("cpu", shards, 0) as plain, loader_on(cuda, shards, prefetch=1) as stream:
+def test_batches_of_forked_workers_are_those_of_the_cpu(device: str, shards: list[str], expected: list[str]) -> None:
+    for _ in range(3):  # one after the other
+        with loader_on(device, shards) as stream:
+            assert digests(stream, 12) == expected
+            if device != "cpu":
+                assert torch.from_numpy(stream._ring.bytes()).is_pinned()
+    with loader_on(device, shards) as one, loader_on(device, shards) as two:
+        for number in range(8):
+            assert digests(one, 1) == digests(two, 1) == [expected[number]]
+
+
+def test_no_buffer_is_filled_again_while_its_copy_is_delayed(cuda: str, shards: list[str], expected: list[str]) -> None:
+    with loader_on(cuda, shards, prefetch=1) as stream:
         copies: Any = stream._prefetch
         found = []
         for _ in range(12):
@@ -55,35 +54,21 @@ def test_no_buffer_is_filled_again_while_its_copy_is_delayed(cuda: str, shards: 
             batch = next(stream)
             torch.cuda._sleep(SLEEP)  # the step runs while later batches are copied
             found.append(digest([batch.to("cpu")]))
-        assert found == digests(plain, 12)
-
-
-def test_three_loaders_are_opened_and_closed(device: str, shards: list[str]) -> None:
-    found = []
-    for _ in range(3):
-        with loader_on(device, shards) as stream:
-            found.append(digests(stream, 3))
-    assert found[0] == found[1] == found[2]
-
-
-def test_two_loaders_at_once(device: str, shards: list[str]) -> None:
-    with loader_on("cpu", shards, 0) as plain, loader_on(device, shards) as one, loader_on(device, shards) as two:
-        for _ in range(8):
-            assert digests(one, 1) == digests(two, 1) == digests(plain, 1)
+        assert found == expected
 
 
 def test_memory_that_cannot_be_registered_is_copied_as_it_is(
-    cuda: str, shards: list[str], monkeypatch: pytest.MonkeyPatch
+    cuda: str, shards: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = torch.cuda.cudart()
     register = runtime.cudaHostRegister
     monkeypatch.setattr(runtime, "cudaHostRegister", lambda address, size, flags: register(0, size, flags))  # no memory
-    with loader_on("cpu", shards, 0) as plain, loader_on(cuda, shards) as stream:
-        assert digests(stream, 8) == digests(plain, 8)
+    with loader_on(cuda, shards) as stream:
+        assert digests(stream, 12) == expected
         assert not torch.from_numpy(stream._ring.bytes()).is_pinned()
 
 
-def test_a_killed_worker_leaves_cuda_as_it_was(device: str, shards: list[str], tmp_path: Path) -> None:
+def test_a_killed_worker_leaves_cuda_as_it_was(device: str, shards: list[str]) -> None:
     with loader_on(device, shards) as stream:
         next(stream)
         os.kill(stream.worker_pids()[0], signal.SIGKILL)

@@ -52,8 +52,10 @@ def data(shards: Any, **changes: Any) -> DataSettings:
     return DataSettings.model_validate(values)
 
 
-def loader(settings: DataSettings, rank: int = 0, size: int = 1, start: DataState | None = None) -> Loader:
-    world = World(rank=rank, size=size)
+def loader(
+    settings: DataSettings, rank: int = 0, size: int = 1, start: DataState | None = None, device: str = "cpu"
+) -> Loader:
+    world = World(rank=rank, size=size, device=device)
     made = training_loader(settings, INPUTS, world=world, seed=3, start=start)
     OPEN.add(made)
     return made

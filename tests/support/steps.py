@@ -56,37 +56,30 @@ class TinyTowers(nn.Module):
         self.clip.logit_bias = nn.Parameter(torch.tensor(-4.0)) if kind == "siglip" else None
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> Features:
-        """As Towers.forward."""
         image = self.clip.visual(pixels.to(self.clip.words.weight.dtype).flatten(1) / 255)
         text = self.clip.text(self.clip.words(ids).mean(1))
         unit = lambda x: F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)  # noqa: E731
         return Features(unit(image), unit(text), self.clip.logit_scale.exp(), self.clip.logit_bias)
 
     def changing_locks(self, step: int) -> list[Any]:
-        """As Towers.changing_locks; nothing is locked."""
         return []
 
     def text_lengths(self, ids: torch.Tensor) -> None:
         """As Towers.text_lengths; there are no buckets."""
 
     def unchanging(self) -> frozenset[str]:
-        """As Towers.unchanging; every tower runs in both passes."""
         return frozenset()
 
     def description(self) -> dict[str, bytes]:
-        """As Towers.description."""
         return {"open_clip_config.json": b"{}"}
 
     def zeros(self, n: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Towers.zeros."""
         return torch.zeros(n, 3, SIZE, SIZE, dtype=torch.uint8), torch.zeros(n, TOKENS, dtype=torch.int32)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
-        """As Towers.saved_tensors."""
         return self.clip.state_dict()
 
     def not_stored(self, saved: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """As Towers.not_stored."""
         return saved
 
 

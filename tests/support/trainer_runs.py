@@ -41,12 +41,10 @@ class Health:
         self.losses = [Lost("train", "a/00.tar", "k1", "no_caption", "no txt")]
 
     def take_dropped(self) -> list[Lost]:
-        """One, the first time."""
         taken, self.losses = self.losses, []
         return taken
 
     def summary(self) -> dict[str, Any]:
-        """By source."""
         return {"train": {"used": self.used, "dropped": self.dropped}}
 
     counts = summary
@@ -73,30 +71,18 @@ class Batches:
         return batch
 
     def mark_trained(self) -> None:
-        """Count the last batch."""
         self.trained.used += self.given
 
     def state(self) -> DataState:
-        """Position."""
         return DataState(self.step)
 
     def worker_pids(self) -> list[int]:
-        """None."""
         return []
 
     def take_times(self) -> StageTimes:
-        """One stage, which takes all of the waiting."""
         times = StageTimes()
         times.add([lap("decode", 0.01)])
         return times
-
-
-class Lines(list[dict[str, Any]]):
-    """A sink that keeps the records."""
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Keep it."""
-        self.append(record)
 
 
 class Save(NamedTuple):
@@ -111,7 +97,6 @@ class Signals(StopSignals):
     """Signals whose names nobody passes on to the other ranks."""
 
     def name(self, seconds: float = 0.0) -> str:
-        """As StopSignals.name, without its patience."""
         return super().name(seconds)
 
 
@@ -131,7 +116,7 @@ class Run:
     ) -> None:
         self.model = TinyTowers()
         optimizer = AdamW.Settings(lr=0.01).build(self.model, "ViT")
-        self.lines, self.evaluations = Lines(), []
+        self.lines, self.evaluations = list[dict[str, Any]](), []
         self.saves: list[Save] = []
         self.save_every, self.checks = save_every, 0
         state = None
@@ -154,7 +139,6 @@ class Run:
         )
 
     def due(self, step: int) -> bool:
-        """At multiples."""
         return bool(self.save_every) and step % self.save_every == 0
 
     def save(self, state: TrainState) -> None:
@@ -162,11 +146,9 @@ class Run:
         self.saves.append(Save(state, deepcopy(self.model.state_dict()), deepcopy(self.optimizer.state_dict())))
 
     def check(self) -> None:
-        """Count how often it is asked."""
         self.checks += 1
 
     def finish(self) -> bool:
-        """Whether the disk has room."""
         return self.has_room
 
     def restore(self, good: Sequence[int]) -> int | None:
@@ -179,7 +161,6 @@ class Run:
         return found.state.step
 
     def go(self) -> Run:
-        """Train."""
         with self.signals:
             self.trainer.run()
         return self

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from clipstream.utils.logs import TerminalHandler, announce, logger, on_terminal, set_level
+from tests.support.forks import Fork
 
 
 def say_all() -> None:
@@ -58,12 +58,16 @@ def test_the_rank_stands_before_the_line(rank: int | None, lines: list[str]) -> 
     assert [handler.format(record) for record in records] == lines
 
 
-def test_an_import_installs_no_handler() -> None:
-    code = (
-        "import logging, clipstream.report.outputs, clipstream.train, clipstream.data.build\n"
-        "from clipstream.utils.logs import logger, announce\n"
-        "assert logging.getLogger('clipstream').handlers == [] == logging.getLogger().handlers\n"
-        "logger.info('reading'); announce('model')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+SAYS = """
+import logging, clipstream.report.outputs, clipstream.train, clipstream.data.build
+from clipstream.utils.logs import logger, announce
+assert logging.getLogger("clipstream").handlers == [] == logging.getLogger().handlers
+logger.info("reading")
+announce("model")
+"""
+
+
+def test_an_import_installs_no_handler(tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text(SAYS)
+    process = Fork([str(tmp_path / "says.py")], merged=True)
+    assert (process.communicate()[0], process.wait()) == (b"", 0)
