@@ -12,38 +12,17 @@ from typing import Any
 import pytest
 import torch
 from timm.layers import to_2tuple
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution.checkpointing import Held, chosen, fit_budgets
 from clipstream.models.settings import TOWERS, ModelSettings, Tower
 from clipstream.training.precision import autocast
-from tests.support import hubtree
-from tests.support.model_files import VIT, build, write
+from tests.support.model_files import VIT, build, write, write_text_tower
+from tests.support.peak_memory import PeakMemory
+from tests.support.steps import assert_close
 
 TIMM = {"timm_model_name": "test_vit", "image_size": 160, "timm_pool": "token", "timm_proj": "linear"}
-
-
-class Made(TorchDispatchMode):
-    """Counts the storages made in its context that are still alive, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return made
-
-    def alive(self) -> int:
-        return sum(size for reference, size in self.storages.values() if not reference.expired())
 
 
 def _step(towers: Any, context: Callable[[], Any] = nullcontext) -> tuple[dict[str, torch.Tensor], int]:
@@ -54,9 +33,9 @@ def _step(towers: Any, context: Callable[[], Any] = nullcontext) -> tuple[dict[s
     size = to_2tuple(towers.clip.visual.image_size)
     pixels, ids = torch.rand(4, 3, *size), torch.randint(4, 60, (4, 12))
     torch.manual_seed(5)
-    with Made() as made, context():
+    with PeakMemory() as made, context():
         features = towers(pixels, ids)
-    held = made.alive()
+    held = made.held()
     (features.image @ features.text.T).square().sum().backward()
     return {name: p.grad for name, p in towers.clip.named_parameters() if p.grad is not None}, held
 
@@ -73,8 +52,7 @@ def test_gradients_are_equal_and_memory_falls_with_the_policy(tmp_path: Path, vi
         gradients[policy], memory[policy] = _step(towers)
         assert all(parameter.grad is None for parameter in copied.parameters())
         assert _step(copied)[0].keys() == gradients[policy].keys()  # a copy runs its own weights
-        assert gradients[policy].keys() == gradients["off"].keys()
-        assert all(torch.equal(gradients[policy][key], wanted) for key, wanted in gradients["off"].items()), policy
+        assert_close(gradients[policy], gradients["off"], 0)
     assert memory["off"] > memory["matmuls"] > memory["all"]
     assert memory["off"] > memory[2] > memory["all"]
 
@@ -92,7 +70,7 @@ def test_the_recomputation_runs_as_its_pass(tmp_path: Path, context: str, vision
         fit_budgets(towers, settings, 4, entered)
         found, less = _step(towers, entered)
         assert less < held
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted), policy
+        assert_close(found, wanted, 0)
 
 
 @pytest.mark.parametrize("policy", ["all", "matmuls"])
@@ -111,45 +89,32 @@ def test_passes_that_share_the_casts_of_weights_recompute(tmp_path: Path, policy
 
 
 def test_a_hugging_face_tower_recomputes_with_its_dropout(tmp_path: Path) -> None:
-    from transformers import BertConfig, BertModel
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    BertModel(BertConfig(**sizes, vocab_size=64, max_position_embeddings=40)).save_pretrained(tmp_path / "bert")
-    hubtree.write_tokenizer(tmp_path / "bert")
-    here = str(tmp_path / "bert")
-    text = {"hf_model_name": here, "hf_tokenizer_name": here, "hf_pooler_type": "mean_pooler", "context_length": 12}
-    name = write(tmp_path, text_cfg={**text, "hf_proj_type": "linear"})
+    name = write(tmp_path, text_cfg=write_text_tower(tmp_path / "bert"))
     off, matmuls, recomputed = (
         _step(build(name, text={"grad_checkpointing": policy}).train()) for policy in ("off", "matmuls", "all")
     )
     assert off[1] > matmuls[1] > recomputed[1]
     for found in (matmuls[0], recomputed[0]):
-        assert found.keys() == off[0].keys()
-        assert all(torch.equal(found[key], wanted) for key, wanted in off[0].items())
+        assert_close(found, off[0], 0)
 
 
 @pytest.mark.parametrize("vision", [{**VIT, "layers": 4, "patch_dropout": 0.5}, TIMM], ids=["vit", "timm"])
 def test_a_budget_is_kept_with_equal_gradients(tmp_path: Path, vision: dict[str, Any]) -> None:
     name = write(tmp_path, vision)
     whole, at_most = _step(build(name, text_buckets="off").train())
-    parts = {}
-    for tower in TOWERS:
-        parts[tower] = _blocks_memory(build(name, text_buckets="off").train(), tower)
+    parts = {tower: _blocks_memory(build(name, text_buckets="off").train(), tower) for tower in TOWERS}
     before = at_most + 1
     for share in (0.99, 0.8, 0.4, 0.2):
-        policy = share
+        settings: dict[str, Any] = {"grad_checkpointing": share}
         if share == 0.4:  # the same, in bytes of a tower
             settings = {tower: {"grad_checkpointing": f"{share * parts[tower] / 2**20:.9f}MiB"} for tower in TOWERS}
-        else:
-            settings = {"grad_checkpointing": policy}
         towers = build(name, text_buckets="off", **settings).train()
-        chosen = ModelSettings.model_validate({"name": name, **settings})
         kept = [(tensor, tensor.clone()) for tensor in (*towers.parameters(), *towers.buffers())]
-        lines = fit_budgets(towers, chosen, 4, nullcontext)
+        lines = fit_budgets(towers, ModelSettings.model_validate({"name": name, **settings}), 4, nullcontext)
         assert [line.split(":")[0] for line in lines] == [f"model.{tower}.grad_checkpointing" for tower in TOWERS]
         assert all(torch.equal(*pair) and pair[0].grad is None for pair in kept)
         gradients, held = _step(towers)
-        assert all(torch.equal(gradients[key], wanted) for key, wanted in whole.items()), share
+        assert_close(gradients, whole, 0)
         assert held < before
         assert at_most - held >= sum((1 - share) * part for part in parts.values()) - 1e-6 * at_most
         before = held

@@ -9,16 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from clipstream.models.build import build_towers
 from clipstream.models.execution.flops import Flops, ModelFlops, Throughput, count_flops, find_peak, peak_tflops
-from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Towers
 from tests.support.model_files import TEXT, build, write
 from tests.support.steps import make_batch
-
-
-def _towers(name: str = "ViT-B-32", **options: bool) -> Towers:
-    return build_towers(ModelSettings(name=name, **options), seed=0)
 
 
 def of_text(flops: ModelFlops, length: int) -> Flops:
@@ -31,7 +24,7 @@ def of_text(flops: ModelFlops, length: int) -> Flops:
 @pytest.fixture(scope="module")
 def flops() -> ModelFlops:
     """Of ViT-B-32."""
-    found = count_flops(_towers())
+    found = count_flops(build("ViT-B-32"))
     assert found is not None
     return found
 
@@ -98,28 +91,20 @@ def test_a_training_line_has_tokens_tflops_and_mfu(flops: ModelFlops) -> None:
     ("name", "multiprocessors", "precision", "tf32", "expected"),
     [
         ("NVIDIA A100-SXM4-80GB", 108, "bf16", False, 312),
-        ("NVIDIA A100-SXM4-80GB", 108, "fp32", False, 19.5),
         ("NVIDIA A100-SXM4-80GB", 108, "fp32", True, 156),
         ("NVIDIA A100-SXM4-80GB", 108, "fp64", False, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14, "bf16", False, 312 * 14 / 108),
         ("NVIDIA A10", 72, "bf16", False, 125),
-        ("NVIDIA A10G", 80, "bf16", False, 70),
         ("NVIDIA H100 80GB HBM3", 132, "bf16", False, 989),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, "fp32", True, 494 * 16 / 132),
         ("NVIDIA H100 PCIe", 114, "pure_bf16", False, 756),
-        ("NVIDIA H20", 78, "bf16", False, 148),
-        ("NVIDIA H200 NVL", 132, "bf16", False, 835),
         ("NVIDIA GH200 480GB", 132, "bf16", False, 989),
-        ("NVIDIA GB200", 152, "bf16", False, 2500),
-        ("NVIDIA L40S", 142, "bf16", False, 362),
         ("Tesla T4", 40, "fp16", True, 65),
         ("Tesla V100-SXM2-16GB", 80, "bf16", False, None),
         ("NVIDIA RTX 6000 Ada Generation", 142, "bf16", False, 364.2),
         ("Quadro RTX 6000", 72, "bf16", False, None),
-        ("NVIDIA T400 4GB", 6, "bf16", False, None),
         ("NVIDIA GeForce RTX 5090", 170, "bf16", False, 209.5),
         ("NVIDIA GeForce RTX 5090 D", 170, "bf16", False, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, "bf16", False, None),
     ],
 )
 def test_peaks_of_known_gpus(name: str, multiprocessors: int, precision: str, tf32: bool, expected: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
+from tests.support import hubtree
 
 TEXT = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
 VIT = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
@@ -18,6 +19,19 @@ def write(folder: Path, vision: dict[str, Any] | None = None, **more: Any) -> st
     path = folder / f"model{len(list(folder.iterdir()))}.json"
     path.write_text(json.dumps({"embed_dim": 24, "vision_cfg": vision or VIT, "text_cfg": TEXT, **more}))
     return str(path)
+
+
+def write_text_tower(folder: Path, kind: str = "Bert", *, half: bool = False, **changes: Any) -> dict[str, Any]:
+    """A folder with a small text tower of Hugging Face and its tokenizer; the text_cfg of a model that has it."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes |= {"vocab_size": 64, "max_position_embeddings": 40, **changes}
+    base = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
+    (base.half() if half else base).save_pretrained(folder)
+    hubtree.write_tokenizer(folder)
+    names = {"hf_model_name": str(folder), "hf_tokenizer_name": str(folder), "context_length": 12}
+    return {**names, "hf_pooler_type": "mean_pooler", "hf_proj_type": "linear"}
 
 
 def build(name: str, *, seed: int = 0, loss_type: str | None = None, tokenizer: Any = None, **settings: Any) -> Towers:

@@ -28,3 +28,7 @@ class PeakMemory(TorchDispatchMode):
         self.alive = {key: value for key, value in self.alive.items() if not value[0].expired()}
         self.most = max(self.most, sum(size for _, size in self.alive.values()))
         return found
+
+    def held(self) -> int:
+        """The size of what was made inside and is still alive."""
+        return sum(size for reference, size in self.alive.values() if not reference.expired())
