@@ -151,7 +151,6 @@ class NeighboursSettings(FrozenSettings):
 
     type: Literal["knn"] = "knn"
     k: int = Field(20, ge=1, description="number of neighbours")
-    temperature: float = Field(0.07, gt=0, description="temperature of the vote weights exp(cosine / temperature)")
 
 
 class MeanSettings(EvalSettings):

@@ -74,10 +74,10 @@ class ContrastiveLoss(Protocol):
 
 class _BuiltinLoss:
     kind: Kind
+    min_logit_scale: float | None = None
 
     def __init__(self, settings: ClipLossSettings | SiglipLossSettings) -> None:
         self.max_logit_scale: float | None = settings.max_logit_scale
-        self.min_logit_scale: float | None = settings.min_logit_scale
         self.gather_gib: float | None = settings.gather_gib
         self._settings = settings
 
@@ -132,6 +132,7 @@ class SoftmaxLoss(_BuiltinLoss):
     """
 
     kind = "softmax"
+    min_logit_scale = 1.0
 
 
 class SigmoidLoss(_BuiltinLoss):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -37,13 +36,6 @@ class _BuiltinLoss(LossSettings):
                  "loss.duplicates_by requires loss.duplicates mask or positives"),
     )  # fmt: skip
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Limits of the logit scale in the wrong order."""
-        if isinstance(self, ClipLossSettings | SiglipLossSettings):
-            low, high = self.min_logit_scale, self.max_logit_scale
-            if low is not None and high is not None and low > high:
-                yield "min_logit_scale", f"{low:g} is greater than max_logit_scale {high:g}"
-
 
 class AutoLoss(_BuiltinLoss):
     """The loss that the model was made for: siglip if it has a logit bias, else clip."""
@@ -55,8 +47,7 @@ class ClipLossSettings(_BuiltinLoss):
     """Softmax over the rows and columns of the global batch (CLIP, arXiv:2103.00020)."""
 
     type: Literal["clip"] = "clip"
-    max_logit_scale: float | None = Field(100.0, gt=0, description="upper limit of exp(logit_scale); null: no limit")
-    min_logit_scale: float | None = Field(1.0, gt=0, description="lower limit of exp(logit_scale); null: no limit")
+    max_logit_scale: float | None = Field(100.0, ge=1, description="upper limit of exp(logit_scale); null: no limit")
 
 
 class SiglipLossSettings(_BuiltinLoss):
@@ -64,7 +55,6 @@ class SiglipLossSettings(_BuiltinLoss):
 
     type: Literal["siglip"] = "siglip"
     max_logit_scale: float | None = Field(None, gt=0, description="upper limit of exp(logit_scale); default: no limit")
-    min_logit_scale: float | None = Field(None, gt=0, description="lower limit of exp(logit_scale); default: no limit")
 
 
 def chosen_loss_type(settings: LossSettings) -> str | None:

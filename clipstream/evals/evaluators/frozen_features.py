@@ -23,6 +23,7 @@ BLOCK = 4096  # training images compared at once, over all ranks
 ROWS = 1024  # images classified at once
 AT_ONCE = 8192  # samples per pass
 ITERATIONS = 1000  # of L-BFGS, at most
+TEMPERATURE = 0.07  # of the votes of neighbours
 TOLERANCE = 1e-9  # of the largest element of the gradient
 
 
@@ -101,16 +102,16 @@ class Frozen(ABC):
 class Neighbours(Frozen):
     """k-nearest-neighbour classification by cosine, as scikit-learn's KNeighborsClassifier.
 
-    A neighbour's vote weighs exp(cosine / temperature), as in DINO (arXiv:2104.14294, appendix).
+    A neighbour's vote weighs exp(cosine / 0.07), as in DINO (arXiv:2104.14294, appendix).
     """
 
     def __init__(self, settings: NeighboursSettings) -> None:
         super().__init__(settings)
-        self.k, self.temperature = settings.k, settings.temperature
+        self.k = settings.k
 
     def tally(self, train: Labelled, test: Labelled, classes: int, world: World) -> torch.Tensor:
         near, labels = nearest(train, test.features, self.k, world)
-        weights = ((near - 1) / self.temperature).exp()
+        weights = ((near - 1) / TEMPERATURE).exp()
         tally = torch.zeros((classes, 3), dtype=torch.float64, device=near.device)
         for start in range(0, len(near), ROWS):
             some = slice(start, start + ROWS)
