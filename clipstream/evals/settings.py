@@ -69,7 +69,6 @@ class RetrievalSettings(PromptedSettings):
         description="all: each line of the text member, and each string of a JSON list, is a caption of the image; "
         "default: one, or all in CLIP_benchmark's layout",
     )
-    max_captions: int = Field(32, ge=1, description="maximum number of captions per image, with captions: all")
     max_samples: int | None = Field(None, ge=1, description="number of images to evaluate; default: all")
 
 

@@ -230,9 +230,7 @@ class CaptionsEncoder:
         for row, text in zip(ids, texts, strict=True):
             captions = text.split("\n")
             if len(captions) > self._most:
-                raise DataError(
-                    f"an image has {len(captions)} captions, more than the evaluator's max_captions ({self._most})"
-                )
+                raise DataError(f"an image has {len(captions)} captions, more than {self._most}")
             row[: len(captions)] = self._tokenizer.encode(captions)
         return ids.reshape(len(texts), self.context_length)
 

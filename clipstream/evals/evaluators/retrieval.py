@@ -21,6 +21,7 @@ from clipstream.evals.settings import RetrievalSettings, source_of
 from clipstream.utils.logs import logger
 
 KS = (1, 5, 10)
+MOST_CAPTIONS = 64  # of an image
 
 
 class Retrieval:
@@ -43,7 +44,7 @@ class Retrieval:
         """Evaluate. Collective. Raises DataError: no usable pair, or an image with too many captions."""
         settings, length = self.settings, context.tokenizer.context_length
         target = CaptionsField(self.source.caption) if self.all else None
-        encoder = CaptionsEncoder(context.tokenizer, settings.max_captions) if self.all else None
+        encoder = CaptionsEncoder(context.tokenizer, MOST_CAPTIONS) if self.all else None
         images, texts, counts, ids, checksums = [], [], [], [], []
         kept, matches, wording = Kept(context), Matches(context, settings.prompts), Wording(context)
         for batch in context.batches(

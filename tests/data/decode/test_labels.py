@@ -170,5 +170,5 @@ def test_the_ids_of_all_captions() -> None:
     assert np.array_equal(places[1, :1], ByteTokenizer().encode(["d"]))
     assert (places[0, 2] == NO_CAPTION).all() and (places[1, 1:] == NO_CAPTION).all()
     assert encoder.decode(ids[1].tolist()) == "d" and encoder.encode([]).shape == (0, 48)
-    with pytest.raises(DataError, match="an image has 4 captions, more than the evaluator's max_captions"):
+    with pytest.raises(DataError, match="an image has 4 captions, more than 3"):
         encoder.encode(["a\nb\nc\nd"])
