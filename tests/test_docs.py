@@ -179,20 +179,6 @@ def test_flags_that_pages_name_exist() -> None:
             assert known, f"{path.name}: there is no flag {flag}"
 
 
-def test_figures_carry_their_machine() -> None:
-    """Whatever says how long or how fast something was on so many cores says of what machine."""
-    files = [*PAGES, *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "configs").glob("*.yaml")]
-    paragraphs = [text for path in files for text in re.split(r"\n\s*#?\s*\n", path.read_text(encoding="utf-8"))]
-    told = [
-        text
-        for text in paragraphs
-        if re.search(r"\b(took|takes|found|samples per second)\b.*\bcores?\b", text, re.S | re.I)
-    ]
-    assert len(told) > 3
-    for text in told:
-        assert re.search(r"\bserver|\bAVX|\bXeon|\bEPYC|\bGPU", text), text
-
-
 class Links(HTMLParser):
     """What a page of the site links to or loads, and its anchors."""
 

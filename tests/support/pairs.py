@@ -15,7 +15,6 @@ import os
 import pickle
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partialmethod
 from itertools import combinations, product
@@ -27,7 +26,9 @@ import pytest
 import torch
 from filelock import FileLock
 from pydantic import Field
+from safetensors.torch import load_file
 
+from clipstream.cli.verbs.precompute import main
 from clipstream.distributed.world import World
 from clipstream.report.settings import SinkSettings
 from clipstream.report.sinks import Record, RunInfo, Sink
@@ -371,8 +372,6 @@ def write_model(place: Path, kind: str, vision: dict[str, Any]) -> None:
 
 def furnish_store(place: Path, row: Row) -> None:
     """Write the store that a run names."""
-    from clipstream.cli.verbs.precompute import main
-
     folder = place / store_name(row)
     with FileLock(f"{folder}.lock"):
         if (folder / "done").exists():
@@ -380,18 +379,9 @@ def furnish_store(place: Path, row: Row) -> None:
         made = simplest() | {factor: row[factor] for factor in OF_STORES}
         argv = [str(folder), "--towers", "both", "--dtype", "float32", "--teacher", f"wise=local-dir:{place}/teacher"]
         argv += [] if row["augmentation"] == "off" else ["--views", "2"]
-        with capture() as text:
-            code = main([*argv, *flags(place, made, "none")])
-        assert code == 0, text.getvalue()
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main([*argv, *flags(place, made, "none")]) == 0
         (folder / "done").touch()
-
-
-@contextlib.contextmanager
-def capture() -> Iterator[io.StringIO]:
-    """What is printed."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(text):
-        yield text
 
 
 def train(world: World, argv: list[str]) -> int:
@@ -399,12 +389,6 @@ def train(world: World, argv: list[str]) -> int:
     scaler = torch.amp.GradScaler
     with patch.object(scaler, "__init__", partialmethod(scaler.__init__, init_scale=2.0**10)):
         return train_on(world, argv)
-
-
-def launch(argv: list[str], ranks: int) -> tuple[int, str]:
-    """Exit code and messages of a run, each rank in a process of its own."""
-    ends = end_ranks(ranks, train, argv)
-    return ends[0].code, "".join(end.stderr for end in ends)  # of an error that all have, any one rank tells
 
 
 # Relative to the plain run, of the loss and of the gradient's norm. A precision of a frozen tower's own counts alike.
@@ -434,9 +418,10 @@ def go(place: Path, row: Row, name: str, *more: str, live: bool = False) -> Outc
     """Take a run to its end."""
     if row["stored"] != "off" or (row["distillation"].startswith("stored") and not live):
         furnish_store(place, row)
-    code, said = launch(flags(place, row, name, *more, live=live), int(row["world"][0]))
+    ends = end_ranks(int(row["world"][0]), train, flags(place, row, name, *more, live=live))
     path = place / "runs" / name / "metrics.jsonl"
-    return Outcome(name, code, said, lines(place, name) if path.exists() else [])
+    said = "".join(end.stderr for end in ends)  # of an error that all have, any one rank tells
+    return Outcome(name, ends[0].code, said, lines(place, name) if path.exists() else [])
 
 
 def plain_outcome(place: Path, row: Row) -> Outcome:
@@ -494,8 +479,6 @@ def compare(row: Row, run: Outcome, wanted: Outcome) -> str:
 
 def compare_weights(place: Path, row: Row, name: str, wanted: str) -> str:
     """Compare how far the weights have moved, the averaged ones too."""
-    from safetensors.torch import load_file
-
     first = load_file(place / row["model"] / "open_clip_model.safetensors")
     worst = 0.0
     for file in ("open_clip_model", *(["averaged"] if row["ema"] != "off" else [])):

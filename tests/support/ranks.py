@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,24 +33,21 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """
     if size == 1:
         return [function(World(), *args)]
-    pipes, processes = [], []
-    with reserved_port() as port:
-        try:
-            for rank in range(size):
-                ours, theirs = fork_server().Pipe(duplex=False)
-                given = (theirs, rank, size, port, function, args)
-                processes.append(fork_server().Process(target=_rank, args=given, daemon=True))
-                processes[-1].start()
-                theirs.close()
-                pipes.append(ours)
-            told = [pipe.recv() if pipe.poll(TIMEOUT) else (f"no result in {TIMEOUT} s", None) for pipe in pipes]
-            faults = [f"rank {rank}:\n{fault}" for rank, (fault, _) in enumerate(told) if fault is not None]
-            assert not faults, "\n".join(faults)
-            return [pickle.loads(value) for _, value in told]
-        finally:
-            for process in processes:
-                process.join(5)
-                process.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        ends = end_ranks(size, _keep_result, folder, function, args)
+        faults = [f"rank {rank}:\n{end.stderr}" for rank, end in enumerate(ends) if end.code]
+        assert not faults, "\n".join(faults)
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(size)]
+
+
+def _keep_result(world: World, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    world.start()
+    try:
+        # Plain pickle: torch's own way of sending a tensor needs the sender to live until it is read.
+        Path(folder, str(world.rank)).write_bytes(pickle.dumps(function(world, *args)))
+    finally:
+        world.stop()
+    return 0
 
 
 def end_ranks(size: int, function: Callable[..., int], *args: Any, timeout: float = TIMEOUT) -> list[End]:
@@ -131,29 +127,13 @@ def reserved_port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def _world(rank: int, size: int, port: int) -> World:
-    import torch
-
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return World(rank=rank, size=size, local_rank=rank, local_size=size)
-
-
-def _rank(pipe: Any, rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    world = _world(rank, size, port)
-    try:
-        world.start()
-        # Plain pickle: torch's own way of sending a tensor needs the sender to live until it is read.
-        pipe.send((None, pickle.dumps(function(world, *args))))
-    except BaseException:
-        pipe.send((traceback.format_exc(), None))
-    finally:
-        world.stop()
-
-
 def _ending_rank(
     errors: str, rank: int, size: int, port: int, function: Callable[..., int], args: tuple[Any, ...]
 ) -> None:
+    import torch
+
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    sys.exit(function(_world(rank, size, port), *args))
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.exit(function(World(rank=rank, size=size, local_rank=rank, local_size=size), *args))

@@ -50,22 +50,18 @@ class Opens:
 @pytest.fixture(autouse=True)
 def _own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of a user's own in the current folder, and no traceback printed yet."""
-    files = {
+    made = {
         "own_made": OWN,
         "own_raises": "\nvalue = {}['a']\n",
         "own_typo": "def f(:\n",
         "own_needs": "import absent\n",
     }
-    for name, text in files.items():
+    for name, text in made.items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(plugins, "_printed", bytearray(1))
-
-
-def tokenizer(kind: str) -> object:
-    return build_tokenizer(TokenizerSettings(type=kind), open_clip.get_tokenizer("ViT-B-32"), 8)
 
 
 PARTS: dict[str, Callable[[str], object]] = {
@@ -75,7 +71,7 @@ PARTS: dict[str, Callable[[str], object]] = {
     "image_transform": lambda kind: OwnImageTransform(
         ImageTransformSettings(type=kind), ImageSpec((8, 8)), "white", upright=True
     ),
-    "tokenizer": tokenizer,
+    "tokenizer": lambda kind: build_tokenizer(TokenizerSettings(type=kind), open_clip.get_tokenizer("ViT-B-32"), 8),
 }
 
 
