@@ -17,7 +17,7 @@ from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.features.tables import TableWriter, export
 from tests.support.features import Content
 from tests.support.forks import Fork, wait_until
-from tests.support.stored_features import Made, make_store
+from tests.support.stored_features import make_store
 
 DTYPES = [("float32", "float32"), ("float16", "float16"), ("bfloat16", "float32"), ("int8", "float32")]
 
@@ -60,21 +60,16 @@ def test_parquet_of_captions_in_several_files(tmp_path: Path) -> None:
     assert "captions" not in table.column_names
 
 
-def exported(made: Made, out: Path, *flags: str) -> list[str]:
-    assert main(["features", str(made.path), str(out), *flags]) == 0
-    return sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
-
-
 def test_the_verb_exports_all_parts_of_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = make_store(tmp_path / "store")
-    files = ["image/a-00000.parquet", "image/b%2Fc-00000.parquet", "text/a-00000.parquet", "text/b%2Fc-00000.parquet"]
-    assert exported(made, tmp_path / "out") == files
-    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / file) for file in files]
-    assert exported(made, tmp_path / "np", "--format", "npy", "--part", "text") == ["text.keys.parquet", "text.npy"]
-
-
-def test_wrong_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = str(make_store(tmp_path / "store").path)
+    files = ["image/a-00000.parquet", "image/b%2Fc-00000.parquet", "text/a-00000.parquet", "text/b%2Fc-00000.parquet"]
+    for name, flags, wanted in (
+        ("out", [], files),
+        ("np", ["--format", "npy", "--part", "text"], ["text.npy", "text.keys.parquet"]),
+    ):
+        assert main(["features", store, str(tmp_path / name), *flags]) == 0
+        assert sorted(capsys.readouterr().out.split()) == sorted(str(tmp_path / name / file) for file in wanted)
+        assert all((tmp_path / name / file).is_file() for file in wanted)
     for argv, said in (
         ([store, "--part", "ids"], "no features 'ids'"),
         ([store, "--rows", "0"], "at least 1, not 0"),
@@ -82,7 +77,7 @@ def test_wrong_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([str(tmp_path)], "is no feature store"),
     ):
         try:
-            code = main(["features", argv[0], str(tmp_path / "out"), *argv[1:]])
+            code = main(["features", argv[0], str(tmp_path / "wrong"), *argv[1:]])
         except SystemExit as end:
             code = int(str(end.code))
         assert code == 2 and said in capsys.readouterr().err

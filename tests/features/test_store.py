@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, keys_digest
-from clipstream.features.store import FeatureStore, Region
+from clipstream.features.store import FeatureStore
 from tests.support.features import PARTS, Content
 from tests.support.sites import Site
 
@@ -111,19 +111,6 @@ def test_a_remote_store(tmp_path: Path, zstd: bool) -> None:
             FeatureStore(site.root).source("train").hold(1)
         with pytest.raises((DataError, SettingsError), match=r"store\.json"):
             FeatureStore(f"{site.root}/elsewhere")
-
-
-@pytest.mark.parametrize("page", [4096, 16384])
-def test_a_region_shows_the_files_in_its_slots(tmp_path: Path, page: int) -> None:
-    """With pages larger than the body's alignment, files are read instead."""
-    region, content = Region(3, 8192, page), np.random.default_rng(0).integers(0, 256, 12288, np.uint8)
-    (tmp_path / "file").write_bytes(content.tobytes())
-    with open(tmp_path / "file", "rb") as file:
-        region.map(2, file.fileno(), 4096, 8192)
-        region.map(0, file.fileno(), 8192, 100)
-    assert region.array[16384:].tobytes() == content[4096:].tobytes()
-    region.unmap(2)
-    assert region.array[:100].tobytes() == content[8192:8292].tobytes()
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "a/b", "../../x", "%2E%2E", "...", "a\x00"])

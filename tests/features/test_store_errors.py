@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -11,7 +10,6 @@ import re
 import resource
 import shutil
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.errors import ClipstreamError, DataError, SettingsError
-from clipstream.features import manifest as module
 from clipstream.features.manifest import PartInfo, _checksum
 from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore
@@ -115,18 +112,7 @@ def test_a_file_of_another_chunk_or_store_is_found(tmp_path: Path) -> None:
         assert files_of(tmp_path / "own") == whole
 
 
-def test_a_chunk_that_is_changed_between_two_uses_is_found(tmp_path: Path) -> None:
-    SMALL.make(tmp_path)
-    source = FeatureStore(tmp_path).source("train")
-    with source.holding(0):
-        pass
-    path = tmp_path / "image/train/00000-0000.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(DataError, match="its CRC-32 is wrong"):
-        source.hold(0)
-
-
-def test_a_chunk_that_is_overwritten_or_truncated_while_it_is_held_is_found(
+def test_a_chunk_that_changes_while_it_is_held_or_between_two_uses_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of the same content, and one that is replaced by another file, go on; what was mapped stays mapped."""
@@ -148,14 +134,15 @@ def test_a_chunk_that_is_overwritten_or_truncated_while_it_is_held_is_found(
                     read()
         path.write_bytes(whole)
         assert torch.equal(source.gather("image", rows), before)
-        path.with_suffix(".tmp").write_bytes(b"other")
+        path.with_suffix(".tmp").write_bytes(whole[:-1] + b"x")
         path.with_suffix(".tmp").replace(path)
         assert torch.equal(source.gather("image", rows), before)
+    with pytest.raises(DataError, match="its CRC-32 is wrong"):
+        source.hold(0)
 
 
 def test_a_compressed_chunk_of_too_many_bytes_is_refused_in_little_memory(tmp_path: Path) -> None:
-    parts = {"image": replace(PARTS["image"], zstd=True)}
-    content = replace(SMALL, parts=parts)
+    content = replace(SMALL, parts={"image": replace(PARTS["image"], zstd=True)})
     content.make(tmp_path)
     path = tmp_path / "image/train/00000-0000.safetensors.zst"
     whole = path.read_bytes()
@@ -178,38 +165,21 @@ def test_a_manifest_of_something_else(tmp_path: Path, content: bytes) -> None:
         FeatureStore(tmp_path)
 
 
-def sealed(values: Any, body: bytes) -> bytes:
-    """The file of a chunk with this header, whose CRC-32 is right."""
-    meta = {name: value for name, value in values["__metadata__"].items() if name != module.CRC}
-    items = [(name, item) for name, item in values.items() if name != "__metadata__"]
-    layout = {name: (module._DTYPES[item["dtype"]], tuple(item["shape"])) for name, item in items}
-    size = int(sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values()))
-    crc = zlib.crc32(body[:size], zlib.crc32(module._header(meta, layout)))
-    return module._header({**meta, module.CRC: f"{crc:08x}"}, layout) + body
+def write_manifest(folder: Path, values: dict[str, Any]) -> None:
+    """With a right checksum, as another program may write it."""
+    values = {name: value for name, value in values.items() if name != "crc32"}
+    (folder / "store.json").write_text(json.dumps({**values, "crc32": _checksum(values)}))
 
 
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_a_manifest_or_header_of_any_content_is_read_or_an_error_of_one_sentence(
+def test_a_manifest_of_any_content_is_read_or_an_error_of_one_sentence(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """With a right checksum, as another program may write it."""
     made = tmp_path_factory.mktemp("changed")
     SMALL.make(made)
-    files = ["store.json", *(f"{part}/train/00000-0000.safetensors" for part in ("samples", "texts", "text", "image"))]
-    path = made / data.draw(st.sampled_from(files))
-    raw = path.read_bytes()
-    size = 0 if path.suffix == ".json" else 8 + int.from_bytes(raw[:8], "little")
-    before = json.loads(raw[8:size] if size else raw)
-    values = changed(before, data.draw(st.sampled_from(places(before)[1:])), data.draw(JSON))
-    if size:
-        try:
-            path.write_bytes(sealed(values, raw[size:]))
-        except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-            reject()
-    else:
-        values.pop("crc32", None)
-        path.write_text(json.dumps({**values, "crc32": _checksum(values)}))
+    before = json.loads((made / "store.json").read_bytes())
+    write_manifest(made, changed(before, data.draw(st.sampled_from(places(before)[1:])), data.draw(JSON)))
     for use in (read_all, lambda path: StoredRows(FeatureStore(path)).names([0]), SMALL.make):
         try:
             use(made)
@@ -221,7 +191,6 @@ def test_a_manifest_or_header_of_any_content_is_read_or_an_error_of_one_sentence
     ("place", "value"),
     [
         (("sources", "train", "shards", 0, "samples"), -5),
-        (("sources", "train", "shards", 0, "samples"), 10**15),
         (("sources", "train", "shards", 0, "samples"), 5000),
         (("sources", "train", "shards", 0, "captions"), []),
         (("sources", "train", "weights"), [float("nan"), 1.0]),
@@ -235,9 +204,7 @@ def test_a_manifest_or_header_of_any_content_is_read_or_an_error_of_one_sentence
 )
 def test_counts_types_and_ranges_of_the_manifest(tmp_path: Path, place: tuple[Any, ...], value: Any) -> None:
     SMALL.make(tmp_path)
-    values = changed(json.loads((tmp_path / "store.json").read_bytes()), place, value)
-    del values["crc32"]
-    (tmp_path / "store.json").write_text(json.dumps({**values, "crc32": _checksum(values)}))
+    write_manifest(tmp_path, changed(json.loads((tmp_path / "store.json").read_bytes()), place, value))
     with pytest.raises(SettingsError, match=r"^the feature store is damaged: .*store\.json: [^\n]*$"):
         FeatureStore(tmp_path)
 
@@ -247,7 +214,7 @@ def write_in_child(path: Path) -> None:
         StoreWriter(path, SMALL.draft())
 
 
-def test_other_folders_and_versions(tmp_path: Path) -> None:
+def test_other_folders_versions_and_names(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match=r"file/draft\.json cannot be written \(File exists"):
         StoreWriter(tmp_path / "file", SMALL.draft())
@@ -264,23 +231,18 @@ def test_other_folders_and_versions(tmp_path: Path) -> None:
             writer.finish()
         assert end_at_random(write_in_child, folder, seconds=60)
     manifest = SMALL.make(folder)
-    for change, message in (
-        ({"version": 2}, "format 2, and this clipstream reads format 1"),
-        ({"complete": False}, "is incomplete"),
-    ):
-        changed = replace(manifest, **change)  # type: ignore[arg-type]
-        (folder / "store.json").write_bytes(changed.to_bytes())
-        with pytest.raises(SettingsError, match=message):
-            FeatureStore(folder)
-
-
-def test_names_that_the_store_lacks(tmp_path: Path) -> None:
-    SMALL.make(tmp_path)
-    store = FeatureStore(tmp_path)
+    store = FeatureStore(folder)
     with pytest.raises(SettingsError, match=r"no source 'trian'.*did you mean 'train'"):
         store.source("trian")
     with pytest.raises(SettingsError, match=r"no part 't2\.image', only image, text, ids, t\.image"):
         store.source("train", ["t2.image"])
+    for change, message in (
+        ({"version": 2}, "format 2, and this clipstream reads format 1"),
+        ({"complete": False}, "is inc"),
+    ):
+        (folder / "store.json").write_bytes(replace(manifest, **change).to_bytes())
+        with pytest.raises(SettingsError, match=message):
+            FeatureStore(folder)
 
 
 def test_another_towers_features_are_refused_and_parts_may_be_added(content: Content, tmp_path: Path) -> None:
@@ -292,7 +254,7 @@ def test_another_towers_features_are_refused_and_parts_may_be_added(content: Con
         StoreWriter(tmp_path, replace(content, parts=other).draft())
     with pytest.raises(SettingsError, match="views: 2 -> 3"):
         StoreWriter(tmp_path, replace(first, views=3).draft())
-    added = replace(content, parts={name: content.parts[name] for name in ("text",)})
+    added = replace(content, parts={"text": content.parts["text"]})
     with StoreWriter(tmp_path, added.draft()) as writer:
         assert set(writer.manifest.parts) == {"image", "ids", "text"}
         assert read_all(tmp_path) == before, "the store is in use meanwhile"
@@ -307,36 +269,24 @@ def test_another_towers_features_are_refused_and_parts_may_be_added(content: Con
 
 def test_parts_with_views_of_another_seed_are_refused(tmp_path: Path) -> None:
     """The keys of views are stored once, for all parts."""
-    image, teacher = (
-        replace(PARTS[name], fingerprint={"transform": {"views": 2, "seed": seed}})
-        for name, seed in (("image", 0), ("t.image", 7))
-    )
-    replace(SMALL, parts={"image": image}).make(tmp_path)
+    for name, seed in (("image", 0), ("t.image", 7)):
+        part = replace(PARTS[name], fingerprint={"transform": {"views": 2, "seed": seed}})
+        content = replace(SMALL, parts={name: part})
+        if not seed:
+            content.make(tmp_path)
     with pytest.raises(SettingsError, match=r"transform\.seed: 0 -> 7"):
-        StoreWriter(tmp_path, replace(SMALL, parts={"t.image": teacher}).draft())
+        StoreWriter(tmp_path, content.draft())
 
 
-def test_a_shard_that_could_not_be_opened_is_added_later(tmp_path: Path) -> None:
-    content = replace(SMALL, sizes={"train": [9, 0]})
-    content.make(tmp_path)
-    with StoreWriter(tmp_path, content.draft()) as writer:
-        made = SMALL.rows("train", 1, 0)
-        writer.write(Chunk("train", 1, 0, 9), made, Texts(*made.pop("texts")))
-        assert [shard.samples for shard in writer.finish().sources["train"].shards] == [9, 9]
-
-
-def test_the_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
+def test_the_writer_refuses_what_does_not_fit_and_adds_what_was_missing(tmp_path: Path) -> None:
     def write(name: str, **changed: Any) -> None:
         made = {**SMALL.rows("train", 0, 0), **changed}
         with StoreWriter(tmp_path / name, SMALL.draft()) as writer:
             writer.write(Chunk("train", 0, 0, 40), made, Texts(*made.pop("texts")))
 
     made = SMALL.rows("train", 0, 0)
-    for part, rows in (
-        ("image", made["image"].float()),
-        ("image", made["image"][1:]),
-        ("samples", made["samples"][1:]),
-    ):
+    wrong = (("image", made["image"].float()), ("image", made["image"][1:]), ("samples", made["samples"][1:]))
+    for part, rows in wrong:
         with pytest.raises(ValueError, match=f"rows of part {part} are"):
             write(f"{part}{rows.dtype}", **{part: rows})
     made["image"][3, 0] = float("nan")
@@ -345,6 +295,12 @@ def test_the_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"part {part} are not finite"):
             write(part, **{part: made[part]})
     write("whole")
+    content = replace(SMALL, sizes={"train": [9, 0]})  # the second could not be opened, and is added later
+    content.make(tmp_path / "added")
+    with StoreWriter(tmp_path / "added", content.draft()) as writer:
+        later = SMALL.rows("train", 1, 0)
+        writer.write(Chunk("train", 1, 0, 9), later, Texts(*later.pop("texts")))
+        assert [shard.samples for shard in writer.finish().sources["train"].shards] == [9, 9]
     keys, captions, reasons = made["texts"]
     with pytest.raises(DataError, match=r"00000\.tar has changed since features of it were computed"):
         write("whole", texts=([*keys[1:], "other"], captions, reasons))

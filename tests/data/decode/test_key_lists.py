@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,10 +17,7 @@ from tests.support.pictures import picture
 from tests.support.tars import write_tar
 
 COLUMNS = {"source": ["train", "train", "other"], "shard": ["0.tar", "1.tar", "0.tar"], "key": ["007", "a/b", "c"]}
-WRITERS: dict[str, Callable[[pa.Table, Path], None]] = {
-    ".csv": lambda table, path: csv.write_csv(table, path),
-    ".parquet": lambda table, path: parquet.write_table(table, path),
-}
+WRITERS = {".csv": csv.write_csv, ".parquet": parquet.write_table}
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
@@ -45,8 +41,8 @@ def test_text(tmp_path: Path) -> None:
     assert not keys.holds("1.tar/", "")
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("form", ["{}", "  {}\t", "/data/set/{}", "s3://bucket/set/{}", "./{}", "{}\r"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("form", ["  {}\t", "/data/set/{}", "s3://bucket/set/{}", "./{}", "{}\r"])
 def test_how_people_write_lists(tmp_path: Path, encoding: str, form: str) -> None:
     path = tmp_path / "keys.txt"
     path.write_bytes("\n".join(form.format(name) for name in ("0.tar/a/b", "1.tar.gz/c", "2.tar/é x")).encode(encoding))
@@ -98,8 +94,7 @@ def write_shards(folder: Path) -> str:
     return str(folder / "{0..1}.tar")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("mode", ["resampled", "epoch"])
+@pytest.mark.parametrize(("mode", "workers"), [("resampled", 0), ("epoch", 2)])
 def test_training_uses_the_samples_that_are_kept(tmp_path: Path, mode: str, workers: int) -> None:
     shards = write_shards(tmp_path)
     kept = {f"0.tar/k{i}" for i in range(20)} | {f"1.tar/k{i}" for i in range(5)}
@@ -146,8 +141,6 @@ def test_a_list_of_other_shards_ends_the_run(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(health, "FIRST_LEFT_OUT", 3000)
     (tmp_path / "keep.txt").write_text("other.tar/k1\n")
     source = {"shards": shards, "keep": str(tmp_path / "keep.txt")}
-    with (
-        loader(data(shards, sources={"train": source})) as batches,
-        pytest.raises(DataError, match=r"--data.sources.train.keep and --data.sources.train.drop exclude them"),
-    ):
+    said = r"--data.sources.train.keep and --data.sources.train.drop exclude them"
+    with loader(data(None, sources={"train": source})) as batches, pytest.raises(DataError, match=said):
         next(batches)

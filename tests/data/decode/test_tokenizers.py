@@ -69,28 +69,33 @@ def write_tokenizer(folder: Path, *, pad: bool = True) -> Path:
 
 
 LOAD = """
-import os, sys
+import os, socket, sys
 from clipstream.data.settings import TokenizerSettings
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.errors import SettingsError
 from clipstream.models.settings import ModelSettings
 from clipstream.models.build import build_towers
-trust = ""
-for place in sys.argv[1:]:
-    if place in ("false", "true"):
-        trust = place
-        continue
-    kind, model, folder = place.rpartition("/")[2], f"{place}/model.json", f"{place}/tokenizer"
-    named = {"type": "path", "name": folder} if kind == "path" else {"type": "model"}
-    chosen = TokenizerSettings.model_validate({**named, "trust_remote_code": trust == "true"})
+def refuse(*args): raise AssertionError("the network was used")
+socket.socket.connect = socket.getaddrinfo = refuse
+def build(place, trust=False, **named):
+    chosen = TokenizerSettings.model_validate({**named, "trust_remote_code": trust})
     try:
-        if kind == "path":
-            print(kind, build_tokenizer(chosen, None, 8).encode(["a photo"]).shape)
-        towers = build_towers(ModelSettings(name=model), seed=0, tokenizer=chosen)
-        print(kind, build_tokenizer(chosen, towers.open_clip_tokenizer(), 8).encode(["a photo"]).shape)
+        towers = None
+        if place:
+            if named["type"] == "path":
+                print(build_tokenizer(chosen, None, 8).encode(["a photo"]).shape)
+            towers = build_towers(ModelSettings(name=f"{place}/model.json"), seed=0, tokenizer=chosen).open_clip_tokenizer()
+        print(build_tokenizer(chosen, towers, 16 if not place else 8).encode(["a cat"])[0].tolist())
     except SettingsError as error:
-        print(kind, error)
-    print(kind, "has run" if os.path.exists(f"{place}/ran") else "has not run")
+        print(str(error).replace(chr(10), " "))
+    if place:
+        print("has run" if os.path.exists(f"{place}/ran") else "has not run")
+path, model, tower = sys.argv[1:]
+for trust, place in ((False, path), (False, model), (False, tower), (True, path), (True, model)):
+    named = {"type": "path", "name": f"{place}/tokenizer"} if place == path else {"type": "model"}
+    build(place, trust, **named)
+for name in ("org/name", "org/other"):
+    build(None, type="hub", name=name)
 """
 
 
@@ -109,24 +114,30 @@ def place_with_code(place: Path) -> Path:
     return place
 
 
-def test_a_tokenizers_own_code_is_run_only_where_the_settings_allow_it(tmp_path: Path) -> None:
+def test_own_code_is_run_only_where_it_is_allowed_and_the_hubs_cache_is_enough_without_a_network(
+    tmp_path: Path, folder: Path
+) -> None:
     path, model, tower = (place_with_code(tmp_path / kind) for kind in ("path", "model", "tower"))
-    places = ["false", path, model, tower, "true", path, model]
+    repo = tmp_path / "hub" / "models--org--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("a" * 40)
+    write_tokenizer(repo / "snapshots" / ("a" * 40))
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, *map(str, places)],
-        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+        [sys.executable, "-c", LOAD, *map(str, (path, model, tower))],
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
         input="y\n" * 9, capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told = [line.partition(" ")[::2] for line in done.stdout.splitlines()]
-    assert [kind for kind, said in told[:6] if said != "has not run"] == ["path", "model", "tower"]
-    assert [kind for kind, said in told[:6] if said == "has not run"] == ["path", "model", "tower"]
-    for kind, said in (told[0], told[2]):
-        assert "Python code of its own" in said and "--tokenizer.trust-remote-code true" in said, kind
+    told = done.stdout.splitlines()
+    assert told[1:6:2] == ["has not run"] * 3
+    for said in (told[0], told[2]):
+        assert "Python code of its own" in said and "--tokenizer.trust-remote-code true" in said
     words = f"the text tower in {tower}/tokenizer: it has custom Python code (auto_map), which is never run"
-    assert words in told[4][1]
-    trusted = [("path", "(1, 8)")] * 2 + [("path", "has run"), ("model", "(1, 8)"), ("model", "has run")]
-    assert told[6:] == trusted
+    assert words in told[4] and (told[6], told[8], told[10]) == ("(1, 8)", "has run", "has run")
+    found, missing = told[11:]
+    assert json.loads(found) == HFTokenizer(str(folder))(["a cat"], context_length=16)[0].tolist()
+    for word in ("'org/other'", str(tmp_path / "hub/models--org--other"), "HF_HUB_OFFLINE", "hf download org/other"):
+        assert word in missing
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +149,7 @@ def choose(**values: Any) -> TokenizerSettings:
     return TokenizerSettings.model_validate(values)
 
 
-@pytest.mark.parametrize("length", [1, 2, 8, 77])
-@pytest.mark.parametrize("clean", ["lower", "whitespace", "canonicalize"])
+@pytest.mark.parametrize(("length", "clean"), [(1, "lower"), (2, "canonicalize"), (8, "whitespace"), (77, "lower")])
 def test_bpe_is_open_clips(length: int, clean: str) -> None:
     theirs = SimpleTokenizer(clean=clean)
     ours = pickle.loads(pickle.dumps(wrap(SimpleTokenizer(clean=clean), length)))
@@ -193,71 +203,37 @@ def test_the_models_tokenizer_is_wrapped(bpe: SimpleTokenizer) -> None:
 
 
 def test_a_tokenizer_in_a_folder(folder: Path, bpe: SimpleTokenizer) -> None:
-    expected = HFTokenizer(str(folder))(TEXTS, context_length=16).numpy()
-    for name in (folder, folder / "tokenizer.json"):
-        tokenizer = build_tokenizer(choose(type="path", name=str(name)), bpe, 16)
+    canonical = HFTokenizer(str(folder), clean="canonicalize")  # the model's own reading of the same files is kept
+    for name, models_own, theirs in (
+        (folder, bpe, HFTokenizer(str(folder))),
+        (folder / "tokenizer.json", bpe, HFTokenizer(str(folder))),
+        (folder, canonical, canonical),
+    ):
+        tokenizer = build_tokenizer(choose(type="path", name=str(name)), models_own, 16)
         check_tokenizer(tokenizer)
-        np.testing.assert_array_equal(tokenizer.encode(TEXTS), expected)
+        np.testing.assert_array_equal(tokenizer.encode(TEXTS), theirs(TEXTS, context_length=16).numpy())
 
 
-def test_the_models_own_reading_of_the_same_files_is_kept(folder: Path) -> None:
-    canonical = HFTokenizer(str(folder), clean="canonicalize")
-    tokenizer = build_tokenizer(choose(type="path", name=str(folder)), canonical, 16)
-    np.testing.assert_array_equal(tokenizer.encode(TEXTS), canonical(TEXTS, context_length=16).numpy())
-
-
-def test_missing_files_are_named(tmp_path: Path, bpe: SimpleTokenizer) -> None:
-    with pytest.raises(SettingsError, match=r"none at all.* does not exist"):
-        build_tokenizer(choose(type="path", name=str(tmp_path / "none at all")), bpe, 16)
-    with pytest.raises(SettingsError, match=r"no tokenizer in .*: none of tokenizer\.json"):
-        build_tokenizer(choose(type="path", name=str(tmp_path)), bpe, 16)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(SettingsError, match="cannot load the tokenizer in"):
-        build_tokenizer(choose(type="path", name=str(tmp_path)), bpe, 16)
-
-
-def test_a_tokenizer_that_cannot_pad_is_refused_at_once(tmp_path: Path, bpe: SimpleTokenizer) -> None:
-    write_tokenizer(tmp_path, pad=False)
-    with pytest.raises(SettingsError, match="padding token"):
-        build_tokenizer(choose(type="path", name=str(tmp_path)), bpe, 16)
-
-
-OFFLINE = """
-import socket, sys
-def refuse(*args): raise AssertionError("the network was used")
-socket.socket.connect = socket.getaddrinfo = refuse
-from clipstream.data.settings import TokenizerSettings
-from clipstream.data.decode.tokenizers import build_tokenizer
-from clipstream.errors import SettingsError
-for name in sys.argv[1:]:
-    try:
-        tokenizer = build_tokenizer(TokenizerSettings.model_validate({"type": "hub", "name": name}), None, 16)
-        print(tokenizer.encode(["a cat"])[0].tolist())
-    except SettingsError as error:
-        print(str(error).replace(chr(10), " "))
-"""
-
-
-@pytest.mark.slow
-def test_the_hubs_cache_is_enough_without_a_network(tmp_path: Path, folder: Path) -> None:
-    repo = tmp_path / "models--org--name"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("a" * 40)
-    write_tokenizer(repo / "snapshots" / ("a" * 40))
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
-    command = [sys.executable, "-c", OFFLINE, "org/name", "org/other"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=TIMEOUT)
-    found, missing = done.stdout.strip().splitlines()
-    assert json.loads(found) == HFTokenizer(str(folder))(["a cat"], context_length=16)[0].tolist()
-    for word in ("'org/other'", str(tmp_path / "models--org--other"), "HF_HUB_OFFLINE", "hf download org/other"):
-        assert word in missing
+def test_files_that_are_no_tokenizer_are_named(tmp_path: Path, bpe: SimpleTokenizer) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    write_tokenizer(tmp_path / "no padding", pad=False)
+    for name, said in (
+        ("none at all", r"none at all.* does not exist"),
+        ("empty", r"no tokenizer in .*: none of tokenizer\.json"),
+        ("broken", "cannot load the tokenizer in"),
+        ("no padding", "padding token"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            build_tokenizer(choose(type="path", name=str(tmp_path / name)), bpe, 16)
 
 
 class Letters:
     """A user's tokenizer."""
 
     class Settings(TokenizerSettings):
-        type: str = "tests.data.decode.test_tokenizers:Letters"
+        type: str = f"{__name__}:Letters"
         fault: str = ""
 
     vocab_size = 128
@@ -280,11 +256,11 @@ class Letters:
 
 
 def test_a_users_tokenizer(bpe: SimpleTokenizer) -> None:
-    own = build_tokenizer(choose(type="tests.data.decode.test_tokenizers:Letters"), bpe, 16)
+    own = build_tokenizer(choose(type=f"{__name__}:Letters"), bpe, 16)
     check_tokenizer(own)
     assert own.decode(own.encode(["a cat"])[0]) == "a cat"
     assert (readable(own, [97, 0]), readable(own, [97, 195, 0])) == ("a", "97 195 0")  # the second is cut in a letter
     faults = {"raise": "no vocabulary", "tensor": "not an array int32", "wide": "int64", "high": "vocab_size 128"}
     for fault, message in faults.items():
         with pytest.raises(SettingsError, match=message):
-            build_tokenizer(choose(type="tests.data.decode.test_tokenizers:Letters", fault=fault), bpe, 16)
+            build_tokenizer(choose(type=f"{__name__}:Letters", fault=fault), bpe, 16)
