@@ -41,10 +41,12 @@ def test_a_users_shards_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--train-data", "a.tar", "--counts", "1,x"], "--counts: expected numbers from 0 to"),
         (["--train-data", "a.tar", "--counts", "1,999"], "not '1,999'"),
         (["--train-data", "a.tar", "--seconds", "-1"], "--seconds: expected a number above 0"),
-        (
-            ["--train-data", "a.tar", "--output", "absent/a.jsonl"],
-            "--output: cannot write absent/a.jsonl: No such",
-        ),
+        (["--train-data", "a.tar", "--output", "absent/a.jsonl"], "--output: cannot write absent/a.jsonl: No such"),
+        (["train", "--rungs", "fused,bucket"], "--rungs: unknown setting 'bucket'; did you mean 'buckets'?"),
+        (["train", "--rounds", "0"], "--rounds: expected a whole number, at least 1, not '0'"),
+        (["train", "--against", "timm"], "--against: expected open_clip, not 'timm'"),
+        (["train", "--csv", "absent/a.csv"], "--csv: cannot write absent/a.csv: No such"),
+        (["trian", "--rounds", "1"], "unknown topic bench trian; did you mean 'train'?"),
     ],
 )
 def test_wrong_flags_are_told(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 
 from clipstream.cli.verbs.bench import RUNGS, Options, main
-from clipstream.cli.verbs.bench.ladder import (
-    BASELINE,
-    CHOSEN,
-    Ladder,
-    Row,
-    settings_to_use,
-    tables,
-    with_changes,
-)
+from clipstream.cli.verbs.bench.ladder import BASELINE, CHOSEN, Ladder, Row, settings_to_use, tables, with_changes
 from clipstream.config.settings import Settings, load
 from clipstream.distributed.world import World
 from tests.support.pictures import make_shards
@@ -62,12 +54,11 @@ def test_the_ladder_of_a_small_model(
     assert rows["1", "tf32"]["note"].startswith("not run: train.tf32: the CPU does not support TF32")
     assert rows["2", "fsdp"]["note"] == "not run: one rank: torchrun starts several"
     assert "tf32" in said and "the CPU does not support TF32" in said and "loss at 3" in said
-    ran = {key: row for key, row in rows.items() if row["samples_per_s"]}
-    names = {name for _, name in ran}
-    assert {"baseline", "fused", "buckets", "open_clip", "checkpointing all", "micro-batch 4", "shards"} <= names
-    assert {"micro-batch 1", "patch-dropout"} <= names
+    ran = {name: row for (_, name), row in rows.items() if row["samples_per_s"]}
+    assert {"baseline", "fused", "buckets", "open_clip", "checkpointing all", "shards", "patch-dropout"} <= set(ran)
+    assert {"micro-batch 1", "micro-batch 4"} <= set(ran)
     base = float(rows["1", "baseline"]["loss"])
-    for (_, name), row in ran.items():
+    for name, row in ran.items():
         assert float(row["lowest"]) <= float(row["samples_per_s"]) <= float(row["highest"])
         assert float(row["memory_bytes"]) >= 0 and float(row["tflops"]) > 0
         if name != "patch-dropout":  # the same weights, batches and updates, by another way
@@ -81,12 +72,11 @@ def test_the_ladder_of_a_small_model(
 
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLIPSTREAM_CAPABILITIES", "no-bf16")
-    argv = flags(tmp_path, "--rungs", "fused,fsdp,shards", "--rounds", "1", "--against", "open_clip")
+    argv = flags(tmp_path, "--rungs", "fsdp", "--rounds", "1", "--against", "open_clip")
     assert [end.code for end in end_ranks(2, launched, main, argv)] == [0, 0]
     rows = read(tmp_path)
     assert rows["2", "open_clip"]["note"] == "not run: measured on one rank only"
-    losses = [float(rows[key]["loss"]) for key in (("1", "baseline"), ("1", "fused"), ("2", "fsdp"), ("2", "shards"))]
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    assert float(rows["2", "fsdp"]["loss"]) == pytest.approx(float(rows["2", "baseline"]["loss"]), rel=1e-4)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -95,8 +85,8 @@ def test_rungs_that_cannot_run_and_a_file_that_cannot_be_written_say_why(
 ) -> None:
     (tmp_path / "full.csv").symlink_to("/dev/full")
     yaml = tmp_path / "use.yaml"
-    own = ("--rungs", "buckets", "--rounds", "1", "--against", "open_clip", "--yaml", str(yaml))
-    argv = flags(tmp_path, *own, "--lock-image", "--model.image.precision", "bf16")
+    own = "--rungs buckets --rounds 1 --against open_clip --lock-image --model.image.precision bf16 --yaml"
+    argv = flags(tmp_path, *own.split(), str(yaml))
     text = {**MODEL["text_cfg"], "no_causal_mask": True, "pool_type": "last"}  # type: ignore[dict-item]
     siglip = {**MODEL, "custom_text": True, "init_logit_bias": -10, "text_cfg": text}
     (tmp_path / "model.json").write_text(json.dumps(siglip))
@@ -105,8 +95,7 @@ def test_rungs_that_cannot_run_and_a_file_that_cannot_be_written_say_why(
     assert f"cannot write {tmp_path / 'full.csv'}: No space left on device" in told
     assert yaml.read_text() in said
     words = " ".join(said.split())
-    assert "precision for locked towers" in words
-    assert "no causal mask (SigLIP)" in words
+    assert "precision for locked towers" in words and "no causal mask (SigLIP)" in words
 
 
 def climbed(
@@ -158,12 +147,10 @@ def test_what_cannot_run_is_left_out_of_the_chain(monkeypatch: pytest.MonkeyPatc
     assert rows[1, "compile"].record()["note"] == "not run: no compiler" and not rows[1, "compile"].rates
     assert rows[1, "buckets"].before is rows[1, "fused"]
     assert "compile: blocks" not in yaml and "text_buckets: 'off'" in yaml  # slower here, although it is a default
-
-
-def test_packed_texts_are_chosen_where_they_are_faster_than_compiled_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: Found = {BASELINE: 10, "compile": 20, "buckets": 30}
+    # Packed texts are chosen where they are faster than compiled buckets.
     for rate, kept, compiled in ((40, "packed", "'off'"), (29, "auto", "blocks")):
-        _, yaml = climbed(found | {"packed": rate}, monkeypatch, rungs=("compile", "buckets"))
+        found = {BASELINE: 10, "compile": 20, "buckets": 30, "packed": rate}
+        _, yaml = climbed(found, monkeypatch, rungs=("compile", "buckets"))
         assert f"text_buckets: {kept}" in yaml and f"compile: {compiled}" in yaml
 
 
@@ -186,24 +173,3 @@ def test_every_rung_has_settings_that_go_together(more: list[str], monkeypatch: 
         if changed.train.micro_batch_size is not None:
             assert changed.train.kept_micro_batches == settings.train.kept_micro_batches
     assert len({name for _, name in rows}) >= 12
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["train", "--rungs", "fused,bucket"], "--rungs: unknown setting 'bucket'; did you mean 'buckets'?"),
-        (["train", "--rounds", "0"], "--rounds: expected a whole number, at least 1, not '0'"),
-        (["train", "--against", "timm"], "--against: expected open_clip, not 'timm'"),
-        (["train", "--csv", "absent/a.csv"], "--csv: cannot write absent/a.csv: No such"),
-        (["trian", "--rounds", "1"], "unknown topic bench trian; did you mean 'train'?"),
-    ],
-)
-def test_wrong_flags_are_told(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_help_names_the_rungs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert "clipstream bench train" in said and "--against" in said and "micro-batch" in said

@@ -41,23 +41,17 @@ def own(shards: Any, **keys: Any) -> dict[str, Any]:
     return {"shards": shards, "image_transform": {"type": f"{__name__}:Flat", **keys}}
 
 
-def test_training_draws_from_the_samples_random_numbers(tmp_path: Path) -> None:
+def test_training_draws_from_the_samples_random_numbers_and_evaluation_draws_nothing(tmp_path: Path) -> None:
     shards = make_shards(tmp_path, [13, 7, 20])
-    settings = data(shards, sources={"train": own(shards)})
-    with loader(settings) as stream:
-        batch = next(stream)
+    settings = data(None, sources={"train": own(shards)})
+    batch = next(loader(settings))
     assert batch.pixels is not None
     levels = batch.pixels[:, 0, 0, 0]
     assert (batch.pixels == levels[:, None, None, None]).all() and len(set(levels.tolist())) > 6
-    expected = digests(settings, 1, 4)
-    assert digests(data(shards, sources={"train": own(shards)}, workers=1), 2, 4) == expected
-
-
-def test_evaluation_draws_nothing(tmp_path: Path) -> None:
-    source = SourceSettings.model_validate(own(make_shards(tmp_path, [5]), level=7))
-    with evaluation_of(source, 9) as stream:
+    assert digests(data(None, sources={"train": own(shards)}, workers=1), 2, 4) == digests(settings, 1, 4)
+    with evaluation_of(SourceSettings.model_validate(own(shards, level=7)), 9) as stream:
         batch = next(stream)
-    assert batch.pixels is not None and batch.pixels.shape == (5, 3, *IMAGE.size) and (batch.pixels == 7).all()
+    assert batch.pixels is not None and batch.pixels.shape == (9, 3, *IMAGE.size) and (batch.pixels == 7).all()
 
 
 def test_what_it_refuses_raises_or_returns_wrongly_is_counted(tmp_path: Path) -> None:
@@ -68,21 +62,13 @@ def test_what_it_refuses_raises_or_returns_wrongly_is_counted(tmp_path: Path) ->
         for n in range(3)
     ]
     shard = str(write_tar(tmp_path / "0.tar", samples))
-    with loader(data(shard, sources={"train": own(shard)}, sampling={"mode": "epoch"}, lanes=1)) as stream:
+    with loader(data(None, sources={"train": own(shard)}, sampling={"mode": "epoch"}, lanes=1)) as stream:
         for _ in range(2):
             assert all("good" in key for key in next(stream).keys)
-        health = stream.health.sources["train"]
+        health, details = stream.health.sources["train"], [one.detail for one in stream.health.take_dropped()]
     assert set(health.dropped) == {"too_narrow", "image_transform_error"}
     assert "KeyError('width') at test_image_transforms.py:" in health.examples["image_transform_error"]
-    assert any(
-        "expected an array uint8 (16, 16, 3), not ndarray uint8 (16, 16, 4)" in one.detail
-        for one in stream.health.take_dropped()
-    )
-
-
-def test_a_class_that_is_absent_is_named() -> None:
-    with pytest.raises(ValueError, match="no_such_module"):
-        data("a.tar", sources={"train": {"shards": "a.tar", "image_transform": {"type": "no_such_module:X"}}})
-    absent = {"shards": "a.tar", "image_transform": {"type": f"{__name__}:Absent"}}
-    with pytest.raises((SettingsError, ValueError), match="has no 'Absent'"):
-        loader(data("a.tar", sources={"train": absent}))
+    assert any("expected an array uint8 (16, 16, 3), not ndarray uint8 (16, 16, 4)" in detail for detail in details)
+    for name, said in (("no_such_module:X", "no_such_module"), (f"{__name__}:Absent", "has no 'Absent'")):
+        with pytest.raises((SettingsError, ValueError), match=said):
+            loader(data(None, sources={"train": {"shards": shard, "image_transform": {"type": name}}}))

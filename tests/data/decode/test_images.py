@@ -294,10 +294,10 @@ def tagged(orientation: int, kind: str) -> bytes:
     return save(picture, kind, exif=exif, **({"quality": 95} if kind == "JPEG" else {}))
 
 
-@pytest.mark.parametrize(
-    ("orientation", "kind"),
-    [*((orientation, "JPEG") for orientation in range(1, 9)), (6, "PNG"), (7, "WEBP"), (8, "TIFF")],
-)
+TURNED = [*((orientation, "JPEG") for orientation in range(1, 9)), (6, "PNG"), (7, "WEBP"), (8, "TIFF")]
+
+
+@pytest.mark.parametrize(("orientation", "kind"), TURNED)
 def test_exif_turns_a_picture_upright(kind: str, orientation: int) -> None:
     data = tagged(orientation, kind)
     assert np.array_equal(

@@ -84,14 +84,15 @@ def build(place, trust=False, **named):
         if place:
             if named["type"] == "path":
                 print(build_tokenizer(chosen, None, 8).encode(["a photo"]).shape)
-            towers = build_towers(ModelSettings(name=f"{place}/model.json"), seed=0, tokenizer=chosen).open_clip_tokenizer()
+            model = ModelSettings(name=f"{place}/model.json")
+            towers = build_towers(model, seed=0, tokenizer=chosen).open_clip_tokenizer()
         print(build_tokenizer(chosen, towers, 16 if not place else 8).encode(["a cat"])[0].tolist())
     except SettingsError as error:
         print(str(error).replace(chr(10), " "))
     if place:
         print("has run" if os.path.exists(f"{place}/ran") else "has not run")
-path, model, tower = sys.argv[1:]
-for trust, place in ((False, path), (False, model), (False, tower), (True, path), (True, model)):
+path, own, tower = sys.argv[1:]
+for trust, place in ((False, path), (False, own), (False, tower), (True, path), (True, own)):
     named = {"type": "path", "name": f"{place}/tokenizer"} if place == path else {"type": "model"}
     build(place, trust, **named)
 for name in ("org/name", "org/other"):
