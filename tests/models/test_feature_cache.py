@@ -18,20 +18,16 @@ from clipstream.models.settings import TOWERS, Tower
 from clipstream.utils.logs import logger
 from tests.support.model_files import build, write
 from tests.support.ranks import run_ranks
+from tests.support.text_batches import TEXT_CFG, make_texts
 
 WIDTH = 24  # of the features
 
 
 def batch_of(rows: list[int]) -> Batch:
     """Pictures and texts by number; texts have 3 to 7 tokens."""
-    draw = torch.Generator().manual_seed(3)
-    pixels = torch.randint(0, 256, (20, 3, 32, 32), dtype=torch.uint8, generator=draw)
+    pixels, ids = make_texts([3 + row % 5 for row in range(9)])
     pixels[1] = pixels[0]
     pixels[1, 2, 31, 31] ^= 1  # one bit of the last pixel
-    ids = torch.zeros(20, 12, dtype=torch.int32)
-    for row, tokens in enumerate(ids):
-        tokens[: 2 + row % 5] = torch.randint(1, 100, (2 + row % 5,), generator=draw)
-        tokens[2 + row % 5] = 49407
     n = len(rows)
     return Batch(pixels[rows], ids[rows], torch.ones(n), ("",) * n, torch.zeros(n), 0, n)
 
@@ -56,7 +52,7 @@ def cache_of(name: str, tower: Tower, features: int, world: World) -> tuple[Feat
 
 @pytest.mark.parametrize("tower", TOWERS)
 def test_a_sample_passes_through_the_tower_once(tower: Tower, tmp_path: Path) -> None:
-    cache, passes = cache_of(write(tmp_path), tower, 100, World())
+    cache, passes = cache_of(write(tmp_path, text_cfg=TEXT_CFG), tower, 100, World())
     encode = cache.towers.encode_image if tower == "image" else cache.towers.encode_text
     first = cache(batch_of([0, 1, 2, 3]))
     again = cache(replace(batch_of([5, 3, 1, 0, 6, 5]), lengths=(3, 6, 4, 3, 4, 3)), size=2)
@@ -73,14 +69,10 @@ def test_a_sample_passes_through_the_tower_once(tower: Tower, tmp_path: Path) ->
 
 
 def test_a_full_cache_keeps_what_it_has_and_tells_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache, passes = cache_of(write(tmp_path), "image", 3, World())
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level("INFO", logger.name):
-            for _ in range(2):
-                cache(batch_of([4, 5, 6, 7, 8]))
-    finally:
-        logger.removeHandler(caplog.handler)
+    cache, passes = cache_of(write(tmp_path, text_cfg=TEXT_CFG), "image", 3, World())
+    with caplog.at_level("INFO", logger.name):
+        for _ in range(2):
+            cache(batch_of([4, 5, 6, 7, 8]))
     assert passes == [5, 2] and len(cache) == cache.capacity == 3
     assert [record.message for record in caplog.records if "cache_gib: full with 3 features" in record.message]
 
@@ -94,12 +86,12 @@ def passes_of(world: World, name: str) -> tuple[list[int], list[torch.Tensor]]:
 
 
 def test_ranks_share_what_they_compute(tmp_path: Path) -> None:
-    (one, first), (two, second) = run_ranks(2, passes_of, write(tmp_path))
+    (one, first), (two, second) = run_ranks(2, passes_of, write(tmp_path, text_cfg=TEXT_CFG))
     assert (one, two) == ([3], [2])
     assert torch.equal(first[0], second[1]) and torch.equal(first[1], second[0])
 
 
 def test_a_tower_that_is_trained_has_no_cache(tmp_path: Path) -> None:
-    towers = build(write(tmp_path)).train()
+    towers = build(write(tmp_path, text_cfg=TEXT_CFG)).train()
     with pytest.raises(SettingsError, match=r"model\.image\.cache_gib: the image tower is trained"):
         FeatureCache(towers, "image", 1.0, World(), nullcontext)
