@@ -53,13 +53,14 @@ def choose(facts: Facts) -> Iterator[Choice]:
             yield key, value, reason
 
     batch = max(min(1 << max(n // PASS, 1).bit_length() - 1, BATCHES[1]), BATCHES[0], facts.ranks)
-    yield from chosen(BATCH, batch, f"batch {batch}: a pass over {n:,} samples has {n / batch:.0f} steps; --batch-size")
-    batch = values[BATCH]
-    if values[MODE] == "indexed" and n % batch > LEFT_OUT * n:
+    batch = batch if BATCH in facts.free else values[BATCH]
+    pads = values[MODE] == "indexed" and n % batch > LEFT_OUT * n and REMAINDER in facts.free
+    drops = values[MODE] == "indexed" and values[REMAINDER] == "drop" and not pads
+    a_pass = n // batch if drops else -(-n // batch)
+    yield from chosen(BATCH, batch, f"batch {batch}: a pass over {n:,} samples has {a_pass} steps; --batch-size")
+    if pads:
         text = f"remainder pad: the last {n % batch} samples of a pass are used as well; --{REMAINDER}"
         yield from chosen(REMAINDER, "pad", text)
-    drops = values[MODE] == "indexed" and values[REMAINDER] == "drop"
-    a_pass = n // batch if drops else -(-n // batch)
     samples, (fewest, most) = FRESH if facts.fresh else TUNED
     passes = min(max(round(samples / n), fewest), most)
     enough = 0 if WARMUP in facts.free else 2 * values[WARMUP]
@@ -77,8 +78,12 @@ def choose(facts: Facts) -> Iterator[Choice]:
     yield from chosen(EVERY, every, f"val evaluated every {every} steps: {EVALS} times; --{EVERY}")
 
 
-def by_size(settings: Settings, ranks: int) -> tuple[Settings, list[str]]:
-    """The settings with what is chosen by the size of the data, and the lines that say so."""
+def by_size(settings: Settings, ranks: int, samples: int | None = None) -> tuple[Settings, list[str]]:
+    """The settings with what is chosen by the size of the data, and the lines that say so.
+
+    Args:
+        samples: that training uses, if they are known.
+    """
     keys = [BATCH, MODE, REMAINDER, WARMUP, LR, *LENGTHS, *([EVERY] if "val" in settings.evals else [])]
     values = {key: getattr(_section(settings, key), key.rpartition(".")[2]) for key in keys}
     free = {key for key in keys if key.rpartition(".")[2] not in _section(settings, key).model_fields_set}
@@ -89,7 +94,7 @@ def by_size(settings: Settings, ranks: int) -> tuple[Settings, list[str]]:
     if EVERY in values and settings.evals["val"].every_epochs is not None:
         free -= {EVERY}
     planned = settings.data.batch_schedule or settings.train.epoch_samples is not None
-    samples = None if planned or not free else _samples(settings)
+    samples = None if planned or not free else samples or _samples(settings)
     if samples is None or samples > LARGE:
         return settings, []
     choices = [*choose(Facts(samples, ranks, settings.model.is_fresh, values, frozenset(free)))]
@@ -101,9 +106,15 @@ def by_size(settings: Settings, ranks: int) -> tuple[Settings, list[str]]:
 
 def with_one_choice(settings: Settings, world: World) -> Settings:
     """The settings with what `by_size` chose on rank 0: ranks may see other data, or none. Collective."""
+    return with_choice(settings, world.broadcast_object(settings._chosen))
+
+
+def with_choice(settings: Settings, chosen: dict[str, tuple[Any, Any]]) -> Settings:
+    """The settings with another choice of `by_size` than their own."""
     usual = {key: (value, value) for key, (_, value) in settings._chosen.items()}
-    for key, (value, _) in {**usual, **world.broadcast_object(settings._chosen)}.items():
+    for key, (value, _) in {**usual, **chosen}.items():
         settings = _with(settings, *key.split("."), value)
+    settings._chosen = chosen
     return settings
 
 

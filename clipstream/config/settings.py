@@ -33,7 +33,7 @@ from clipstream.config.config_sources import (
 )
 from clipstream.config.flags import flag_tree, split
 from clipstream.data.order import default_lanes
-from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, TokenizerSettings
+from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, TokenizerSettings, split_counts
 from clipstream.data.sources import Source, SourceContext
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
@@ -218,11 +218,18 @@ def with_val_split(settings: Settings) -> Settings:
     evaluator `val` keeps them. A run that is resumed has its own list; else it is made, unless the cache has it.
 
     Raises:
-        SettingsError: too few samples can be held out, or the run that is resumed has trained on all of them.
+        SettingsError: too few samples can be held out, or the run that is resumed has trained on all of them, or it
+            holds out some and these settings do not.
         DataError: a table cannot be read.
     """
     data = settings.data
     if data.val_split is None:
+        path = _list_of_resumed(settings)
+        if path is not None and not any(source.drop for source in data.sources.values()):
+            raise SettingsError(
+                f"checkpoint.resume: {path.parent} holds samples out of its training data ({SPLIT_FILE}): add "
+                f"--val-split, or --config {path.parent / 'config.yaml'}"
+            )
         return settings
     from clipstream.data.val_split import evaluated, held_out  # imports Pillow and the decoders
 
@@ -231,20 +238,17 @@ def with_val_split(settings: Settings) -> Settings:
     if path is None:
         path = held_out(source, data.val_split, data, f"data.sources.{name}")
     elif World.from_env().is_main:
-        text = counted(_lines(path), "sample", ",")
+        text = counted(split_counts(path)[0], "sample", ",")
         announce(f"val_split {text} held out for the evaluator val, as in {path.parent}, whatever --val-split is now")
     split = _split_by(settings, path, evaluated(source))
     split._split = path
     samples = settings.train.epoch_samples
     if samples is not None and settings._epoch_from_data and data.sampling.mode != "indexed":
-        known = split.train.model_copy(update={"epoch_samples": samples - _lines(path)})
+        held, usable = split_counts(path)
+        known = split.train.model_copy(update={"epoch_samples": (usable or samples) - held})
         split = split.model_copy(update={"train": known})
         split._epoch_from_data = False
     return split
-
-
-def _lines(path: FilePath) -> int:
-    return path.read_bytes().count(b"\n")
 
 
 def _list_of_resumed(settings: Settings) -> FilePath | None:
@@ -267,7 +271,7 @@ def _list_of_resumed(settings: Settings) -> FilePath | None:
         run = next((one for one in around if (one / "checkpoints").is_dir()), path if path.is_dir() else path.parent)
     if (run / SPLIT_FILE).is_file():
         return run / SPLIT_FILE
-    if began:
+    if began and settings.data.val_split is not None:
         raise SettingsError(
             f"data.val_split: not supported with --resume of {run}, which has no {SPLIT_FILE} and so has trained on "
             "all samples: begin a new run, or evaluate other data (--val-data)"

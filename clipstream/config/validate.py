@@ -14,11 +14,11 @@ from typing import Any
 
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.store import holds_a_run
-from clipstream.config.by_size import by_size
+from clipstream.config.by_size import by_size, with_choice
 from clipstream.config.config_sources import enumerate_words, format_problem
 from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch, with_val_split
 from clipstream.data.order import default_lanes
-from clipstream.data.settings import SourceSettings
+from clipstream.data.settings import SourceSettings, split_counts
 from clipstream.data.sources import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -174,13 +174,18 @@ def prepare_run(settings: Settings) -> Settings:
     Raises SettingsError: they are wrong, or files of a model are missing.
     """
     world = World.from_env()
-    settings, lines = by_size(settings, world.size)
+    given = settings
+    settings, lines = by_size(given, world.size)
     settings = with_known_epoch(settings)
     validate_run(settings, world)
+    preflight_models(settings)
+    settings = with_val_split(settings)
+    if settings._split is not None and (usable := split_counts(settings._split)[1]) is not None:
+        again, lines = by_size(given, world.size, usable - split_counts(settings._split)[0])
+        settings = with_choice(settings, again._chosen)
     for line in lines if world.is_main else ():
         announce(f"chosen   {line}")
-    preflight_models(settings)
-    return with_val_split(settings)
+    return settings
 
 
 def preflight_models(settings: Settings) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
@@ -20,6 +22,13 @@ SPLIT_FILE = "val_split.txt"  # of a run's folder: the samples that data.val_spl
 AUTO = "auto"  # the type of a source follows from the names of its shards
 MAX_AUTO_WORKERS = 16  # of a rank
 MAX_PIXELS = 178_956_970  # from which Pillow refuses an image as a decompression bomb (a quarter of 2 GiB of RGBX)
+
+
+def split_counts(path: Path) -> tuple[int, int | None]:
+    """The samples that a list of `data.val_split` holds out, and all usable ones, if the list has them in its head."""
+    text = path.read_bytes()
+    head = re.match(rb"# (\d+) of (\d+) usable samples\n", text)
+    return (int(head[1]), int(head[2])) if head else (text.count(b"\n"), None)
 
 
 class TokenizerSettings(PluginSection):

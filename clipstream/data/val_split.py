@@ -29,7 +29,7 @@ from clipstream.data.decode.captions import build_caption, build_transform, cand
 from clipstream.data.decode.images import loaded, opaque, opened, orientation_of, turned
 from clipstream.data.decode.key_lists import build_filter
 from clipstream.data.order_plan import reading_of
-from clipstream.data.settings import MAX_PIXELS, DataSettings, SourceSettings, rgb
+from clipstream.data.settings import MAX_PIXELS, DataSettings, SourceSettings, rgb, split_counts
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.folders import FolderShard, FolderSource, PairShard, with_split
 from clipstream.distributed.world import World, cores
@@ -44,7 +44,7 @@ from clipstream.utils.logs import announce, logger
 from clipstream.utils.plugins import is_plugin
 from clipstream.utils.processes import Crashed, run
 
-FORM = 2  # of the file and its rule: another one is another identity
+FORM = 3  # of the file and its rule: another one is another identity
 FEWEST = 2  # samples on each side
 SIDE, WAVES = 32, 9  # pixels of a side that an image is reduced to, and lowest frequencies of each side
 NEAR = 6  # differing bits of 64 up to which two images are nearly the same
@@ -62,7 +62,7 @@ class Seen(NamedTuple):
 
 
 def held_out(section: SourceSettings, share: float, data: DataSettings, key: str) -> Path:
-    """The file with the names of the samples to hold out, one a line; made unless it is there.
+    """The file with the names of the samples to hold out, one a line below their number; made unless it is there.
 
     Args:
         section: the source, whose own `keep` and `drop` count.
@@ -86,19 +86,20 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
         if remote:
             again = "" if data.cache else ", and again at each evaluation unless --data.cache names a folder for them"
             logger.info(f"val_split: {counted(remote, 'remote shard', ',')} are downloaded to compare samples{again}")
-        names, said = choose(_seen(source, data), share)
+        names, said = choose(seen := _seen(source, data), share)
         if names is None:
             raise ShardError("val_split", said)
         announce(f"val_split {said}")
         made.append(said)
-        part.write_text("".join(f"{name}\n" for name in names), encoding="utf-8", errors="surrogateescape")
+        lines = [f"# {len(names)} of {len(seen)} usable samples", *names, ""]
+        part.write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
 
     try:
         path = store.get_or_make("val_split", _identity(source, share, data.max_image_pixels), fill)
     except (ShardError, OSError) as error:
         raise SettingsError(f"data.val_split: {getattr(error, 'detail', error)}") from error
     if not made and World.from_env().is_main:
-        held = counted(path.read_bytes().count(b"\n"), "sample", ",")
+        held = counted(split_counts(path)[0], "sample", ",")
         announce(f"val_split {held} held out for the evaluator val, chosen before")
     return path
 

@@ -122,7 +122,8 @@ def test_runs_hold_out_the_same_samples(
     monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "another"))
     go(flags(tmp_path, "two", *shards, steps=2), 2)
     one, two = (tmp_path / "runs" / name / "val_split.txt" for name in ("one", "two"))
-    text, held = one.read_text(), one.read_text().split()
+    text, (head, *held) = one.read_text(), one.read_text().splitlines()
+    assert head == "# 12 of 60 usable samples"
     assert two.read_text() == text and len(held) == len(set(held)) == 12
     for name in held:  # captions and images of these numbers are in both shards
         shard, _, key = name.partition(".tar/")
@@ -148,6 +149,9 @@ def test_runs_hold_out_the_same_samples(
     go(flags(tmp_path, "three", *shards, first, near, "--val-split=0.3", steps=4))
     assert f"val_split 12 samples held out for the evaluator val, as in {tmp_path}/runs/one" in capsys.readouterr().out
     assert (tmp_path / "runs/three/val_split.txt").read_text() == text
+    # It must not train on what it holds out.
+    argv = flags(tmp_path, "one", *(word for word in shards if "val" not in word), "--resume=latest", near, steps=5)
+    assert main(["train", *argv]) == 2 and "one holds samples out of its training data" in capsys.readouterr().err
     # One that has trained on all samples cannot hold out some.
     one.unlink()
     for name, resume in (("one", "--resume=latest"), ("four", first)):
