@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 
 from clipstream import __version__
 from clipstream.checkpoint.store import is_occupied
+from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
@@ -71,6 +72,7 @@ HEADINGS = {  # of groups of images
     "wrong": "Classified wrongly",
 }
 ROW = 3  # charts side by side
+ODD = 0.05  # share of dropped samples that is marked
 TILES = 8  # metrics shown as large figures
 COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
 _NO_CURVE = ("step", "samples", "epoch")
@@ -305,6 +307,8 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         image_size=image_size,
         lost_area_note=lost_area_note,
         LARGE_CROP=LARGE_CROP,
+        NOT_KEPT=NOT_KEPT,
+        ODD=ODD,
         CUT=CUT,
         HEADINGS=HEADINGS,
         TILES=TILES,

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
+from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted, duration, listed, percent, printable_lines
@@ -39,6 +40,7 @@ IN_NOTEBOOK = 100  # columns of a notebook's cell on a common screen
 REDRAWN = 0.1  # s between two states of the bar of steps, and of one in a notebook, a message to the browser each
 BAR_WIDTHS = 4, 30  # columns of the bar, at least and at most
 LOG_FILE = "out.log"
+ABOUT = ("step", "eval", "seconds", "n", "dropped")  # keys of an evaluation that are no metrics
 _URL = re.compile(r"\S+://\S+")
 _SHARE = re.compile(r"chance|(?:chance_)?(?:top\d+|(?:\w+_)?R@\d+|mAP|mean|mean_per_class_recall|(?:\w+_)?accuracy)")
 _DIRECTIONS = ("image_to_text", "text_to_image")
@@ -75,7 +77,8 @@ class ProgressDisplay(Sink):
         self._speeds: deque[float] = deque(maxlen=RECENT)
         self._parts: list[str] = []  # parts of the last training line
         self._status = ""
-        self._problems: dict[str, int] = {}
+        self._problems: Record = {}  # as they were said last
+        self._evaluations: dict[str, Record] = {}  # the newest ones
         self._bar: RichProgress | None = None
         self._above = ExitStack()
         self._notebook: Any = None  # an output of a notebook's cell
@@ -109,18 +112,15 @@ class ProgressDisplay(Sink):
 
     def write(self, record: Record) -> None:
         if "eval" in record:
-            width = OFF_TERMINAL if self._bar is None else self._bar.console.width
-            self.say(evaluation_line(record, width))
+            self._evaluations[record["eval"]] = record
+            self.say(short_evaluation_line(record))
         elif "health" in record:
-            problems = {
-                path: count
-                for path, count in flat(record["health"]).items()
-                if count and path.rpartition("/")[2] not in ("read", "used", "shards") and isinstance(count, int)
-            }
-            if problems != self._problems:
-                self._problems = problems
-                text = ", ".join(f"{path.replace('/', ' ')} {count}" for path, count in problems.items())
-                self.say(f"data at step {record['step']}: {text or 'nothing dropped'}")
+            found = {name: problems(counts) for name, counts in record["health"].items()}
+            worse = [value > 2 * self._problems.get(what, 0) for what, value in flat(found).items()]
+            if any(worse):
+                self._problems = flat(found)
+                text = "; ".join(f"{name}: {', '.join(shown_problems(one))}" for name, one in found.items() if one)
+                self.say(f"data at step {record['step']}: {text}")
         elif "nonfinite" in record:
             self.say(nonfinite_line(record))
         elif "rollback" in record:
@@ -130,6 +130,10 @@ class ProgressDisplay(Sink):
             first, last = record["profile"]["steps"]
             self.say(f"profile of steps {first} to {last}: {record['profile'].get('trace', 'not written')}")
         elif "end" in record:
+            width = OFF_TERMINAL if self._bar is None else self._bar.console.width
+            for last in self._evaluations.values():
+                if len(_metrics(last)) > len(_main_metrics(last)):
+                    self.say(evaluation_line(last, width))
             if "early_stop" in record["end"]:
                 self.say(f"ended at step {record['step']}: {early_stop_line(record['end']['early_stop'])}")
         elif "loss" in record:
@@ -147,7 +151,7 @@ class ProgressDisplay(Sink):
         if self._bar is None or self._notebook is not None:
             print(text, file=self.stream, flush=True)
             return
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=not self.stream.isatty())
         for line in text.splitlines():
             log_displayed(line)
 
@@ -219,6 +223,46 @@ class ProgressDisplay(Sink):
             self._notebook.update(self._bar)
 
 
+def problems(counts: Record) -> dict[str, float]:
+    """What is wrong with a source: shares of the samples read, without those that lists leave out, by the reason for
+    which they were dropped; numbers of other things, such as broken shards.
+    """
+    drops = {reason: count for reason, count in counts["dropped"].items() if reason != NOT_KEPT}
+    read = max(counts["read"] - counts["dropped"].get(NOT_KEPT, 0), 1)
+    others = {name: n for name, n in counts.items() if name not in ("read", "used", "shards") and isinstance(n, int)}
+    return {reason: n / read for reason, n in drops.items() if n} | {name: n for name, n in others.items() if n}
+
+
+def shown_problems(found: Record) -> list[str]:
+    """What `problems` found, in words."""
+    drops = [f"{reason} {percent(share)}" for reason, share in found.items() if isinstance(share, float)]
+    dropped = percent(sum(share for share in found.values() if isinstance(share, float)))
+    others = [f"{name} {n}" for name, n in found.items() if isinstance(n, int)]
+    return [*([f"{dropped} of the samples read are dropped ({', '.join(drops)})"] if drops else []), *others]
+
+
+def _metrics(record: Record) -> list[str]:
+    return [name for name in record if name not in (*ABOUT, "error") and not name.startswith("chance")]
+
+
+def _main_metrics(record: Record) -> list[str]:
+    return [name for name in _metrics(record) if not is_minor(name)] or _metrics(record)[:1]
+
+
+def short_evaluation_line(record: Record) -> str:
+    """The main metrics of an evaluation, or else its first one, on one line."""
+    names = _main_metrics(record)
+    if "error" in record or not names:
+        return evaluation_line(record)
+    chances = [shown_chance(record, name) for name in names]
+    parts = []
+    for name, chance, after in zip(names, chances, [*chances[1:], ""], strict=True):
+        number = percent(record[name]) if is_share(name, record[name]) else _number(record[name], ".4g")
+        told = f" (chance {chance})" if chance and chance != after else ""
+        parts.append(f"{name.replace('_to_', '->').replace('_', ' ')} {number}{told}")
+    return f"{record['eval']} at step {record['step']}: {', '.join(parts)}"
+
+
 def evaluation_line(record: Record, width: int = OFF_TERMINAL) -> str:
     """An evaluation as text: shares in percent, with the chance level of metrics that have one; main metrics first.
 
@@ -231,8 +275,7 @@ def evaluation_line(record: Record, width: int = OFF_TERMINAL) -> str:
     about = [f"n {record['n']}"] if "n" in record else []
     about += [f"dropped {record['dropped']}"] if record.get("dropped") else []
     about += [duration(record["seconds"])] if "seconds" in record else []
-    skipped = ("step", "eval", "seconds", "n", "dropped")
-    values = {name: value for name, value in record.items() if name not in skipped}
+    values = {name: value for name, value in record.items() if name not in ABOUT}
     names = sorted((name for name in values if not name.startswith("chance")), key=is_minor)
     said = {
         name: f"{name} {percent(value) if is_share(name, value) else _number(value, '.4g')}"

@@ -122,7 +122,7 @@ def test_the_log_has_lines_and_no_redraws(tmp_path: Path, monkeypatch: pytest.Mo
     assert "\x1b" not in log and "hunter2" not in log
     said = [line.split(" | ", 1)[1] for line in log.splitlines()]
     assert [line for line in said if "step 20/100" in line] == ["INFO | step 20/100  loss 1.5  100 samples/s  eta 51s"]
-    for line in ("WARNING | warning: red", "INFO | 100%", "INFO | eval val at step 21:  top1 50.0%",
+    for line in ("WARNING | warning: red", "INFO | 100%", "INFO | val at step 21: top1 50.0%",
                  "INFO | no end of line"):  # fmt: skip
         assert line in said
     assert not [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]

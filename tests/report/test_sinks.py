@@ -16,7 +16,7 @@ from PIL import Image
 from clipstream.evals.context import Example, Table
 from clipstream.report import sinks
 from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, scalars
-from clipstream.report.terminal import ProgressDisplay, evaluation_line
+from clipstream.report.terminal import ProgressDisplay, evaluation_line, short_evaluation_line
 from clipstream.text import duration, percent
 
 
@@ -100,11 +100,11 @@ def test_tensorboard_is_purged_on_resume_and_shows_images_and_their_words(tmp_pa
 
 def test_lines_off_a_terminal() -> None:
     counts: dict[str, Any] = {"read": 100, "used": 100, "dropped": {}, "shards": 3, "shard_faults": 0}
-    worse = {**counts, "read": 200, "dropped": {"no_caption": 7}, "shard_faults": 1}
+    worse = {**counts, "read": 200, "dropped": {"no_caption": 7, "not_kept": 25}, "shard_faults": 1}
     records = [
         train_line(120, loss=2.3149),
         train_line(130, mfu=0.413, gpu={"memory_peak_gib": 12.34}),
-        *({"step": 140, "health": {"train": one}} for one in (counts, worse, {**worse, "read": 300})),
+        *({"step": 140, "health": {"train": one}} for one in (counts, worse, {**worse, "read": 195})),
         {"step": 140, "eval": "val", "top1": 1.0},
     ]
     said = {}
@@ -117,9 +117,10 @@ def test_lines_off_a_terminal() -> None:
         said[mode] = stream.getvalue().splitlines()
     # (1000 - 120) x 64 samples at 800 a second
     line = "step 120/1000  loss 2.315  lr 4.9e-04  800 samples/s  data wait 3%  eta 1m10s"
-    health, evaluation = "data at step 140: train dropped no_caption 7, train shard_faults 1", "top1 100.0%"
+    health = "data at step 140: train: 4.0% of the samples read are dropped (no_caption 4.0%), shard_faults 1"
+    evaluation = "val at step 140: top1 100.0%"
     assert said["lines"][0] == line and "data wait 3%  MFU 41%  12.3 GiB  eta" in said["lines"][1]
-    assert said["lines"][2:] == [health, f"eval val at step 140:  {evaluation}"], "what is wrong is said once"
+    assert said["lines"][2:] == [health, evaluation], "what is wrong is said once"
     assert said["none"][-1] == said["lines"][-1] and not any("loss" in one for one in said["none"])
 
 
@@ -140,6 +141,9 @@ def test_a_long_evaluation_is_cut_between_its_metrics(width: int) -> None:
     record = {"step": 40, "eval": "val", **figures, "chance_R@1": 0.0005, "n": 2000, "seconds": 2.34}
     said = evaluation_line(record, width).splitlines()
     assert said[0] == "eval val at step 40:  n 2000  2.3s"
+    assert short_evaluation_line(record) == (
+        "val at step 40: image->text R@1 12.3%, text->image R@1 12.3% (chance 0.05%)"
+    )
     assert [line.split()[:2] for line in said[1:]] == [["image_to_text", "R@1"], ["text_to_image", "R@1"],
                                                        ["chance", "R@1"]]  # fmt: skip
     many = evaluation_line({"step": 1, "eval": "own", **{f"figure_{n}": float(n) for n in range(30)}}, width)
@@ -170,7 +174,7 @@ def test_the_bar_fits_the_terminal_and_shows_what_is_done_besides(width: int, mo
     assert max(map(len, drawn)) <= width
     assert any("[evaluating val]" in line for line in drawn) and "[evaluating val]" not in drawn[-1]
     assert any("490/1000" in line and "loss 1.02" in line for line in drawn)
-    assert "eval val at step 490:  top1 50.0% (chance 10.0%)" in map(str.rstrip, drawn)
+    assert "val at step 490: top1 50.0% (chance 10.0%)" in map(str.rstrip, drawn)
 
 
 def test_durations_and_shares() -> None:
