@@ -21,7 +21,6 @@ from tests.support.forks import ROOT, run_fork
 
 
 def output_of(benchmark: str, *flags: str) -> str:
-    """The output of a benchmark."""
     return run_fork(f"benchmarks/{benchmark}.py", *flags, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 

@@ -30,7 +30,6 @@ def command(name: str) -> list[str]:
 
 
 def metrics(folder: Path) -> dict[str, dict[str, Any]]:
-    """The last record of each evaluation of a run."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {record["eval"]: record for record in records if "eval" in record}
 

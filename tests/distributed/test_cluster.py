@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -45,7 +46,6 @@ class Stopping:
         self.clip = SoftmaxLoss(ClipLossSettings())
 
     def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
-        """As SoftmaxLoss."""
         time.sleep(self.settings.seconds * Path(self.settings.hold).exists())
         if batch.step + 1 == self.settings.at and world.rank == world.size - 1 and self.settings.signal:
             os.kill(os.getpid(), signal.Signals[self.settings.signal])
@@ -54,7 +54,6 @@ class Stopping:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port where a test's launchers meet."""
     with reserved_port() as port:
         yield port
 
@@ -120,23 +119,15 @@ def torchrun(argv: list[str], *launcher: str, ranks: int = 2, **env: str) -> sub
     )  # fmt: skip
 
 
-def children(process: int) -> dict[int, dict[str, str]]:
-    """Processes that a process has started, with their environments."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = re.search(r"^PPid:\s+(\d+)", (folder / "status").read_text(), re.M)
-            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if parent is not None and int(parent[1]) == process:
-            found[int(folder.name)] = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    return found
-
-
 def rank_of(launcher: subprocess.Popen[bytes], rank: int) -> int:
     """The process that is a rank of torchrun's."""
-    return next(pid for pid, env in children(launcher.pid).items() if env.get("RANK") == str(rank))
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = re.search(r"^PPid:\s+(\d+)", (folder / "status").read_text(), re.M)
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if parent is not None and int(parent[1]) == launcher.pid and b"RANK=%d" % rank in variables:
+                return int(folder.name)
+    raise AssertionError(f"rank {rank} does not run")
 
 
 @pytest.mark.slow
@@ -252,12 +243,10 @@ def test_the_pages_job_is_put_back_into_the_queue_and_goes_on(
         first.send_signal(signal.SIGUSR1)
     else:  # Slurm signals all processes of the job's steps
         for process in Path("/proc").glob("[0-9]*"):
-            try:
+            with contextlib.suppress(OSError):
                 told = (process / "environ").read_bytes()
-            except OSError:
-                continue
-            if str(tmp_path).encode() in told and b"SLURM_PROCID=" in told:
-                os.kill(int(process.name), signal.SIGUSR1)
+                if str(tmp_path).encode() in told and b"SLURM_PROCID=" in told:
+                    os.kill(int(process.name), signal.SIGUSR1)
     (tmp_path / "hold").unlink()
     _, error = first.communicate(timeout=TIMEOUT)
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n", error.decode()

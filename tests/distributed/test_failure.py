@@ -36,7 +36,6 @@ FAULTY = "{type: 'tests.distributed.test_failure:Faulty', every: 1, on_error: ra
 
 
 def nothing(world: World) -> int:
-    """A rank that ends at once."""
     return 0
 
 
@@ -222,7 +221,6 @@ class Faulty:
         """No settings of its own."""
 
     def __call__(self, context: Any) -> Iterator[tuple[str, float]]:
-        """As an evaluator."""
         if context.world.rank == context.world.size - 1:
             raise ZeroDivisionError("of my own making")
         context.world.barrier()

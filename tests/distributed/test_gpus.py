@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,27 +110,20 @@ def test_events_are_recorded_on_the_stream_of_the_device(monkeypatch: pytest.Mon
     assert recorded == ["cuda:1", "cuda:1"]
 
 
-def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Each call of the package, with its place."""
-    package = Path(clipstream.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                yield f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)}", node
-
-
 def test_no_code_means_the_current_gpu() -> None:
+    package = Path(clipstream.__file__).parent
     faults, judged = [], 0
-    for shown, call in calls():
-        name = ast.unparse(call.func)
-        owner, _, attribute = name.rpartition(".")
-        given = len(call.args) + len(call.keywords)
-        if owner in ("torch.cuda", "cuda") and attribute in PER_DEVICE:
-            judged += 1
-            faults += [shown] * (given <= PER_DEVICE[attribute])
-        # An event's; rows of a benchmark have a method of this name too.
-        faults += [shown] * (attribute == "record" and not given and owner != "row" and owner != "one")
-        values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
-        named = any(isinstance(value, ast.Constant) and value.value == "cuda" for value in values)
-        faults += [shown] * (attribute == "cuda" or (named and attribute not in ("startswith", "from_env")))
+    for path in sorted(package.rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for call in (node for node in nodes if isinstance(node, ast.Call)):
+            owner, _, attribute = ast.unparse(call.func).rpartition(".")
+            given = len(call.args) + len(call.keywords)
+            wrong = owner in ("torch.cuda", "cuda") and given <= PER_DEVICE.get(attribute, -1)
+            judged += owner in ("torch.cuda", "cuda") and attribute in PER_DEVICE
+            # An event's; rows of a benchmark have a method of this name too.
+            wrong |= attribute == "record" and not given and owner not in ("row", "one")
+            values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
+            named = any(isinstance(value, ast.Constant) and value.value == "cuda" for value in values)
+            wrong |= attribute == "cuda" or (named and attribute not in ("startswith", "from_env"))
+            faults += [f"{path.relative_to(package)}:{call.lineno}: {ast.unparse(call)}"] * wrong
     assert not faults and judged > 10, faults

@@ -222,7 +222,6 @@ def test_bytes_are_progress_at_a_minimum_rate(monkeypatch: pytest.MonkeyPatch) -
 
 
 def divide(sample: RawSample) -> RawSample:
-    """A user's transform with a fault."""
     return {**sample, "share": 1 / len(sample["__key__"].strip("0123456789abcdef/"))}
 
 

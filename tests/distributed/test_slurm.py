@@ -113,7 +113,6 @@ class Job:
         self.ids.append(self.call("sbatch", "--parsable", "--output=%j.out", *more, "job.sh").strip())
 
     def call(self, *command: str) -> str:
-        """What a command of Slurm's prints."""
         done = subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -134,12 +133,10 @@ class Job:
         return self.shown("JobState") not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
     def ends(self, state: str, code: str) -> None:
-        """The job ends, in this state and with this exit code."""
         wait_until(self.over)
         assert (self.shown("JobState"), self.shown("ExitCode")) == (state, code), self.said()
 
     def said(self) -> str:
-        """What the job has printed."""
         return (self.folder / f"{self.ids[-1]}.out").read_text()
 
     def reached(self) -> int:

@@ -48,7 +48,6 @@ def test_16_bits_are_near_float32_and_the_loss_falls(device: str, precision: Any
 
 
 def state(step: Any) -> list[torch.Tensor]:
-    """Copies of weights, moments and averages."""
     moments = [tensor for values in step.optimizer.state.values() for tensor in values.values()]
     return [
         tensor.detach().clone() for tensor in (*step.towers.parameters(), *moments, *step.averages.tensors.values())

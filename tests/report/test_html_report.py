@@ -104,43 +104,34 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_a_followers_evaluations_are_in_it(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "mine")
-    metrics = ["top1", "n", "dropped", "seconds"]
-    made = [(250, "animals", 0.3), (2000, "animals", 0.1), (250, "birds", 0.7), (250, "birds", 0.2)]
-    for step, name, top1 in made:
-        values = {"top1": top1, "n": 120, "dropped": 0, "seconds": 1.0}
-        add(folder / WATCH_FOLDER / FIGURES_FILE, {"step": step, "eval": name, **values, "metrics": metrics})
-    ImageFiles(folder / WATCH_FOLDER).show(2500, "animals", [Example(picture(1), "a newer picture")])
-    ImageFiles(folder / WATCH_FOLDER).show(250, "birds", [Example(picture(2), "a bird")])
-    run = read_run(folder)
-    assert run.evaluations["animals"]["top1"] == [(250, 0.3), (500, 0.4), (1000, 0.5), (1500, 0.4), (2000, 0.4)]
-    assert run.evaluations["birds"]["top1"] == [(250, 0.2)], "the last one of a step"
-    page = render([run])
-    assert "a newer picture" in page and "a bird" in page and "the worst classes" not in page
-
-
 def test_what_was_evaluated_afterwards_is_in_it_if_it_was_made_alike(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "mine")
+    watch = folder / WATCH_FOLDER
 
     def told(step: int, name: str, top1: float, pictures: str, into: Path = folder, **more: Any) -> None:
         data = [{"shards": f"{step}.tar", "samples": 9, "pictures": pictures, "pairs": "cd"}]
         section = {"type": "zero_shot", "every": step, "templates": "plain", "data": {"shards": f"{step}.tar"}, **more}
         record = {"step": step, "eval": name, "top1": top1, "metrics": ["top1"], "data": data, "settings": section}
-        add(into / FIGURES_FILE, record if step % 500 == 0 and name == "animals" else {**record, "checkpoint": "c"})
+        own = into == folder and step % 500 == 0 and name == "animals"
+        add(into / FIGURES_FILE, record if own else {**record, "checkpoint": "c"})
 
     told(500, "animals", 0.4, "ab")
     told(700, "animals", 0.6, "ab")
     told(800, "animals", 0.9, "other data")
     told(900, "animals", 0.9, "ab", templates="openai")
-    told(1200, "animals", 0.7, "ab", folder / WATCH_FOLDER)
-    told(1300, "animals", 0.9, "other data", folder / WATCH_FOLDER)
+    told(1200, "animals", 0.7, "ab", watch)
+    told(1300, "animals", 0.9, "other data", watch)
+    told(2000, "animals", 0.1, "ab", watch)
     for step, top1, pictures in ((1000, 0.1, "ab"), (1000, 0.2, "newer data"), (500, 0.3, "newer data")):
         told(step, "birds", top1, pictures)
+    ImageFiles(watch).show(2500, "animals", [Example(picture(1), "a newer picture")])
+    ImageFiles(watch).show(250, "birds", [Example(picture(2), "a bird")])
     run = read_run(folder)
     found = [(500, 0.4), (700, 0.6), (1000, 0.5), (1200, 0.7), (1500, 0.4), (2000, 0.4)]
-    assert run.evaluations["animals"]["top1"] == found
-    assert run.evaluations["birds"]["top1"] == [(500, 0.3), (1000, 0.2)]
+    assert run.evaluations["animals"]["top1"] == found, "the run's own where there are both"
+    assert run.evaluations["birds"]["top1"] == [(500, 0.3), (1000, 0.2)], "the last one of a step"
+    page = render([run])
+    assert "a newer picture" in page and "a bird" in page and "the worst classes" not in page
 
 
 def test_an_evaluation_that_failed_is_in_it_until_it_succeeds(tmp_path: Path) -> None:

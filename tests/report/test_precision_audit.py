@@ -39,14 +39,11 @@ RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8}
 
 
 class Around(nn.Module):
-    """A module with something around it."""
-
     def __init__(self, inner: nn.Module, around: Any) -> None:
         super().__init__()
         self.inner, self.around = inner, around
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Around the inner module."""
         return self.around(self.inner, x)
 
 
@@ -63,7 +60,6 @@ class NarrowLoss:
     def __init__(self, settings: object = None) -> None: ...
 
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
-        """See ContrastiveLoss."""
         logits = features.image.bfloat16() @ features.text.bfloat16().T
         return F.cross_entropy(logits.float() * features.logit_scale, torch.arange(len(logits)))
 

@@ -21,8 +21,6 @@ from tests.support.runs import flags, furnish
 
 
 class Recorder(Sink):
-    """Keeps what it is called with."""
-
     made: Recorder
 
     def __init__(self, settings: SinkSettings, run: RunInfo) -> None:
@@ -43,8 +41,6 @@ class Recorder(Sink):
 
 
 class Failing(Sink):
-    """Raises whenever it gets a record."""
-
     def __init__(self, settings: SinkSettings, run: RunInfo) -> None:
         pass
 
@@ -53,8 +49,6 @@ class Failing(Sink):
 
 
 class Unbuildable(Failing):
-    """Raises when it is constructed."""
-
     def __init__(self, settings: SinkSettings, run: RunInfo) -> None:
         raise RuntimeError("no login")
 
@@ -70,8 +64,6 @@ class Changing(Failing):
 
 
 class NoSink:
-    """Has no method of a sink."""
-
     def __init__(self, settings: SinkSettings, run: RunInfo) -> None:
         pass
 

@@ -72,7 +72,6 @@ def one_try(site: Unruly, folder: Path, seed: int) -> str:
 
 
 def samples_of(path: Path) -> tuple[str | None, list[dict[str, bytes]]]:
-    """What is wrong with a tar, and its samples."""
     shard = Shard(path)
     try:
         return shard.index.fault and shard.index.fault.reason, [shard.load(ref) for ref in shard.index.samples]

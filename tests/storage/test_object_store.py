@@ -25,11 +25,9 @@ class Bucket(LocalFileSystem):
     ends: ClassVar[dict[str, int]] = {}
 
     def ukey(self, path: str) -> str:
-        """A version, from the content."""
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
     def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
-        """A file that may break."""
         file = super().open(path, mode, **more)
         left, read = self.ends.get(path, 0), file.read
         self.ends[path] = left - 1

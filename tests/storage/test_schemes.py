@@ -80,8 +80,6 @@ def ended(store: ShardCache, url: str) -> tuple[ShardError, int]:
 
 
 class Endless:
-    """The stream of a handler in webdataset.gopen."""
-
     def read(self, size: int) -> bytes:
         return b"y" * size
 

@@ -89,7 +89,6 @@ def test_those_who_waited_share_the_failure_and_a_later_call_asks_again(
     monkeypatch.setattr(ShardCache, "_lock", lambda *given, **more: waiting.add(get_ident()) or lock(*given, **more))
 
     def later() -> bool:
-        """Whether the clock of files, which lags behind, shows that all four have asked."""
         (tmp_path / "now").touch()
         return (tmp_path / "now").stat().st_mtime > asked
 
@@ -363,7 +362,6 @@ def test_without_locks_a_part_that_another_writes_is_left_alone(
 
 
 def use_many(folder: Path, urls: list[str], seed: int) -> None:
-    """A process that reads shards in an order of its own."""
     store, draw = ShardCache(str(folder), limit=8 * SIZE), random.Random(seed)
     for _ in range(30):
         number = draw.randrange(len(urls))

@@ -59,8 +59,6 @@ ALIKE |= {"--data.global-batch-size": "batch", "--train.precision": "--precision
 
 @dataclass(frozen=True)
 class Block:
-    """A code block of a page."""
-
     page: str
     line: int
     language: str
@@ -78,7 +76,6 @@ class Block:
 
 
 def blocks(path: Path) -> list[Block]:
-    """The code blocks of a page, in its order."""
     text = path.read_text(encoding="utf-8")
     found = []
     for match in BLOCK.finditer(text):

@@ -63,11 +63,9 @@ class Fork:
         return code
 
     def poll(self) -> int | None:
-        """See `returncode`."""
         return self.returncode
 
     def wait(self, timeout: float = TIMEOUT) -> int:
-        """Wait for its end; the exit code."""
         self._process.join(timeout)
         assert self.returncode is not None, f"a process did not end in {timeout} s"
         return self.returncode
@@ -78,16 +76,13 @@ class Fork:
         return self.stdout.read(), self.stderr.read()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def wait_for_messages(self, *texts: bytes) -> bytes:

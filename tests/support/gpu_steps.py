@@ -29,7 +29,6 @@ def make_towers(folder: Path, device: str, vision: dict[str, Any] | None = None,
 
 
 def make_batch(count: int = 16, seed: int = 0) -> Batch:
-    """Noise with texts of 2 to 24 tokens, on the CPU."""
     draw = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=draw)
     ids = torch.zeros(count, TOKENS, dtype=torch.int32)
@@ -51,7 +50,6 @@ def make_step(
 
 
 def weights(towers: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the parameters on the CPU."""
     return {name: p.detach().cpu().clone() for name, p in towers.named_parameters()}
 
 

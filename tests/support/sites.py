@@ -70,7 +70,6 @@ class Site:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def put(self, name: str, body: bytes) -> str:
-        """Serve bytes under a name; its URL."""
         self.bodies[name] = body
         return f"{self.root}/{name}"
 
@@ -79,11 +78,9 @@ class Site:
         return self.put(name, body), self.hold(name)
 
     def hold(self, name: str) -> threading.Event:
-        """Send the second half of a file when the event is set."""
         return self.gates.setdefault(name, threading.Event())
 
     def close(self) -> None:
-        """Stop; whoever asks then is refused."""
         for gate in self.gates.values():
             gate.set()
         self.server.shutdown()

@@ -97,7 +97,6 @@ def make_batch(step: int = 0, rank: int = 0, size: int = 1, weights: torch.Tenso
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """At learning rate 1, weights move by the gradient."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
 
 
@@ -116,7 +115,6 @@ def make_step(
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the parameters, whole."""
     return {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
 
 
@@ -128,7 +126,6 @@ def taken(step: TrainStep, batch: Batch) -> tuple[StepResult, dict[str, torch.Te
 
 
 def assert_close(found: Any, wanted: Any, atol: float = 1e-10) -> None:
-    """Compare named tensors."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(torch.as_tensor(found[name]), tensor, rtol=0, atol=atol, msg=name)

@@ -29,7 +29,6 @@ from tests.support.steps import LOSSES, TinyTowers, make_batch
 
 
 def lap(stage: str, seconds: float) -> StageIntervals:
-    """A stage that took so long."""
     return StageIntervals(bytes([NUMBER[stage]]), array("d", [0.0, seconds]).tobytes())
 
 
@@ -86,8 +85,6 @@ class Batches:
 
 
 class Save(NamedTuple):
-    """A checkpoint in memory."""
-
     state: TrainState
     model: dict[str, Any]
     optimizer: dict[str, Any]
@@ -142,7 +139,6 @@ class Run:
         return bool(self.save_every) and step % self.save_every == 0
 
     def save(self, state: TrainState) -> None:
-        """Keep a copy of everything, as a checkpoint has it."""
         self.saves.append(Save(state, deepcopy(self.model.state_dict()), deepcopy(self.optimizer.state_dict())))
 
     def check(self) -> None:
@@ -152,7 +148,6 @@ class Run:
         return self.has_room
 
     def restore(self, good: Sequence[int]) -> int | None:
-        """Put back the newest of these saves."""
         found = next((save for save in reversed(self.saves) if save.state.step in good), None)
         if found is None:
             return None

@@ -74,12 +74,10 @@ class Unruly:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def put(self, name: str, file: FaultyFile) -> str:
-        """Serve a file under a name; its URL."""
         self.files[f"/{name}"] = file
         return f"http://127.0.0.1:{self.server.server_port}/{name}"
 
     def close(self) -> None:
-        """Stop."""
         self.ended.set()
         self.server.shutdown()
         self.server.socket.close()
@@ -162,7 +160,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return body
 
     def send_response(self, code: int, message: str | None = None) -> None:
-        """Keeps the code."""
         self._status = code
         super().send_response(code, message)
 
@@ -197,7 +194,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
 
     def finish(self) -> None:
-        """The client may have gone."""
         with contextlib.suppress(OSError, ValueError):
             super().finish()
 
