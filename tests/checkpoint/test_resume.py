@@ -2,118 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import random
 import re
 import shutil
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from clipstream.checkpoint.store import find
-from clipstream.cli.verbs.index import make_indexes
 from clipstream.cli.verbs.train import main
-from clipstream.data.batch import Batch
-from clipstream.distributed.world import World
-from clipstream.losses.contrastive import SoftmaxLoss
-from clipstream.losses.settings import ClipLossSettings, LossSettings
 from tests.support.evaluating import CONFIG
-from tests.support.pictures import make_shards
 from tests.support.ranks import TIMEOUT, end_ranks
-from tests.support.runs import (
-    MODEL,
-    flags,
-    lines,
-    same_weights,
-    start,
-    train_on,
-    wait_for_step,
-    weights,
-)
+from tests.support.runs import flags, furnish, lines, same_weights, start, train_on, wait_for_step, weights
 from tests.support.savers import fill, names, small_disk
-
-HASHING = "tests.checkpoint.test_resume:Hashing"
-
-
-class Hashing(SoftmaxLoss):
-    """CLIP's loss, which notes a hash of each batch: pixels, ids, keys."""
-
-    class Settings(LossSettings):
-        """Where to."""
-
-        path: str
-
-    def __init__(self, settings: Any) -> None:
-        super().__init__(ClipLossSettings())
-        self.path = Path(settings.path)
-
-    def __call__(self, features: Any, batch: Batch, world: World) -> torch.Tensor:
-        assert batch.pixels is not None
-        found = hashlib.sha256(batch.pixels.contiguous().numpy().tobytes())
-        found.update(batch.ids.numpy().tobytes() + repr(batch.keys).encode())
-        with self.path.open("a") as file:
-            file.write(f"{batch.step} {found.hexdigest()}\n")
-        share: torch.Tensor = super().__call__(features, batch, world)
-        return share
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards and a small model's configuration."""
-    folder: Path = tmp_path_factory.mktemp("resume")
-    make_indexes(make_shards(folder / "pairs", [21, 17, 19, 5]), workers=1)
-    make_shards(folder / "val", [11, 9], start=100)
-    (folder / "model.json").write_text(json.dumps(MODEL))
-    return folder
-
-
-def batches(place: Path, name: str) -> dict[int, str]:
-    """Step -> hash of its batch, which is the same whenever the step was taken."""
-    found: dict[int, str] = {}
-    for line in (place / f"{name}.batches").read_text().splitlines():
-        step, _, told = line.partition(" ")
-        assert found.setdefault(int(step), told) == told, f"step {step} was taken with another batch"
-    return found
-
-
-def hashed(place: Path, name: str, mode: str, *more: str, steps: int) -> list[str]:
-    """The flags of a run that notes its batches."""
-    loss = ["--loss", f"{{type: '{HASHING}', path: '{place}/{name}.batches'}}"]
-    mode_ = ["--data.sampling.mode", mode, "--schedule.type", "constant"]
-    return flags(place, name, *loss, *mode_, *more, steps=steps)
-
-
-def kill_at(place: Path, name: str, argv: list[str], step: int, delay: float) -> None:
-    """Run until a step's line is written, and then a little, and kill."""
-    (process,) = start(argv)
-    wait_for_step(place, name, step, process)
-    time.sleep(delay)
-    process.kill()
-    process.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["resampled", "epoch", "indexed"])
-def test_ten_kills_change_no_bit_of_the_next_200_batches(mode: str, place: Path) -> None:
-    whole, cut, total = f"whole-{mode}", f"cut-{mode}", 320
-    assert main(hashed(place, whole, mode, steps=total)) == 0
-    assert len(set(batches(place, whole).values())) == total
-    draw, step = random.Random(mode), 0
-    for _ in range(10):
-        step += draw.randint(3, 9)  # a pass over the data takes less than 3 steps
-        found = find(place / "runs" / cut / "checkpoints", "auto")
-        step = max(step, 0 if found is None else int(found.name[5:13]) + 1)
-        resume = ["--resume", "auto", "--checkpoint.every", "3"]
-        kill_at(place, cut, hashed(place, cut, mode, *resume, steps=total), step, draw.uniform(0, 0.1))
-    assert step + 200 <= total
-    assert main(hashed(place, cut, mode, "--resume", "latest", steps=total)) == 0
-    assert batches(place, cut) == batches(place, whole) and len(batches(place, cut)) == total
-    assert lines(place, cut) == lines(place, whole)
-    assert same_weights(weights(place, cut, total), weights(place, whole, total))
+    return furnish(tmp_path_factory.mktemp("resume"))
 
 
 def test_a_run_goes_on_from_its_remote_copy(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

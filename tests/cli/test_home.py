@@ -74,9 +74,6 @@ def test_flags_and_files_alike(home: Path) -> None:
 def test_flags_of_the_verbs_own(verb: ModuleType, home: Path) -> None:
     argv = [f"{flag}=~/x" for flag in verb.OWN_FLAGS]
     assert own_flags(argv, verb.OWN_FLAGS)[0] == dict.fromkeys(verb.OWN_FLAGS, f"{home}/x")
-
-
-def test_folders_of_arguments(home: Path) -> None:
     assert stage.arguments(["~/staged", "--train-data=a.tar"]).folder == home / "staged"
 
 

@@ -11,17 +11,16 @@ import pytest
 import torch
 from open_clip_train.train import get_clip_metrics
 
-from clipstream.data.batch import Batch
+from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.settings import SourceSettings, TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals import metrics
 from clipstream.evals.evaluators.retrieval import Retrieval, recalls
-from clipstream.evals.gallery import Kept, Wording, show_retrieval
 from clipstream.evals.metrics import TIE, Ranks, place_pairs
 from clipstream.evals.settings import RetrievalSettings
-from tests.support.evaluating import context_of
+from tests.support.evaluating import context_of, tiny_towers
 from tests.support.pictures import ByteTokenizer, make_shards, picture
 from tests.support.ranks import run_ranks
 from tests.support.tars import write_tar
@@ -187,47 +186,34 @@ def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
         evaluate(World(), str(tmp_path), 0)
 
 
-def shown(world: World, images: torch.Tensor, texts: torch.Tensor) -> list[tuple[str, str, str, list[str]]]:
-    """(group, key, note, guesses) of what is shown of pairs whose captions are their numbers."""
+def shown(world: World, folder: str) -> list[tuple[str, str, str, list[str], str]]:
+    """(group, key, note, guesses, text) of what is shown."""
     context = context_of(world)
     context.examples_wanted = 6
-    texts_of_all = [f"text {i} (€) and more" for i in range(len(images))]  # the context is 16 bytes
-    captions = tuple(texts_of_all[i] for i in part(world, torch.arange(len(images))).tolist())
-    ids = torch.from_numpy(ByteTokenizer().encode(captions))
-    pixels = torch.zeros((len(ids), 3, 16, 16), dtype=torch.uint8)
-    keys = tuple(f"0/{i}" for i in range(len(ids)))
-    kept = Kept(context)
-    weights, sources, wording = torch.ones(len(ids)), torch.zeros(len(ids)), Wording(context)
-    wording.add(ids, captions)
-    kept.add(Batch(pixels, ids, weights, keys, sources, step=0, global_size=len(images), captions=captions))
-    pairs = part(world, images), part(world, texts)
-    show_retrieval(context, kept, pairs, torch.arange(len(ids)), ids, wording)
-    for example in context.examples:
-        seen, _, rest = example.text.partition(f" {CUT} ")
-        assert seen.startswith(f"text {example.key[2:]} (€) ") and rest.endswith("more")
-        assert "".join((seen + rest).split()) == "".join(texts_of_all[int(example.key[2:])].split())
-    return [(e.group, e.key, e.note, [text for text, _ in e.guesses]) for e in context.examples]
+    settings = RetrievalSettings(data=SourceSettings(shards=f"{folder}/*.tar"), batch_size=7)
+    assert dict(Retrieval(settings)(context))["n"] == 24
+    return [(e.group, e.key, e.note, [text for text, _ in e.guesses], e.text) for e in context.examples]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_best_and_the_worst_are_shown(size: int) -> None:
-    images, texts = features(60, noise=0.4)
-    texts[5] = texts[4]  # two pictures with one caption
-    images[4] = images[5] = texts[4]
-    mine, *others = run_ranks(size, shown, images, texts)
+def test_the_best_and_the_worst_are_shown(tmp_path: Path, size: int) -> None:
+    """By their places, with captions as they were written: ids end after 16 bytes."""
+    texts = [f"no {i} (€) and more" for i in range(24)]
+    samples = [{"__key__": f"{i}", "jpg": picture(i), "txt": texts[i]} for i in range(24)]
+    for shard in range(3):
+        write_tar(tmp_path / f"{shard}.tar", samples[8 * shard : 8 * shard + 8])
+    mine, *others = run_ranks(size, shown, str(tmp_path))
     assert [group for group, *_ in mine] == ["best"] * 3 + ["worst"] * 3 and others == [[]] * (size - 1)
-    scores = (images.double() @ texts.double().T).numpy()
-    for group, key, note, guesses in mine:
-        i = int(key[2:])
+    towers = tiny_towers().eval()
+    transform = EvalTransform(towers.image, "white")
+    pixels = torch.from_numpy(np.stack([transform(sample["jpg"]) for sample in samples])).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        ids = torch.from_numpy(ByteTokenizer().encode(texts))
+        scores = (towers.encode_image(pixels).double() @ towers.encode_text(ids).double().T).numpy()
+    for _, key, note, guesses, text in mine:
+        i = int(key.rpartition("/")[2])
         order = np.argsort(-scores[i])
-        assert note == f"its caption is in place {int(np.flatnonzero(order == i)[0]) + 1} of 60"
-        found = [scores[i, int(guess.split()[1])] for guess in guesses]  # equal scores come in any order
-        assert np.allclose(found, scores[i, order[:3]], atol=1e-6)
-        assert (guesses[0].startswith(f"text {i} (€) ")) == (group == "best")
-
-
-def test_equal_scores_are_told() -> None:
-    same = torch.nn.functional.normalize(torch.ones(4, 8), dim=1)
-    assert {note for *_, note, _ in shown(World(), same, same)} == {
-        "its caption is in place 1 to 4 (equal scores) of 4"
-    }
+        assert note.startswith(f"its caption is in place {int(np.flatnonzero(order == i)[0]) + 1}"), note
+        assert [int(guess.split()[1]) for guess in guesses] == order[:3].tolist()
+        seen, _, rest = text.partition(f" {CUT} ")
+        assert seen.startswith(f"no {i} (€) ") and "".join((seen + rest).split()) == "".join(texts[i].split())
