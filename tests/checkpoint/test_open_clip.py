@@ -53,13 +53,9 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     [
         ({"epoch": np.int64(2), "args": argparse.Namespace(lr=np.float64(1))}, None),
         ({"epoch": 10**18}, "epoch: Input should be less than"),
-        ({"epoch": -1}, "epoch"),
-        ({"epoch": "two"}, "epoch"),
         ({"epoch": torch.zeros(3)}, "epoch"),
         ({"global_step": "x"}, "global_step"),
-        ({"scaler": [1]}, "scaler"),
         ({"scaler": {"scale": {}}}, "scaler.scale"),
-        ({"optimizer": {"state": {}}}, "optimizer.param_groups"),
         ({"optimizer": {"state": {0: 1}, "param_groups": []}}, "optimizer.state.0"),
         ({"optimizer": {"state": {99999: {}}, "param_groups": [{"params": [0]}]}}, "lock the same towers"),
         (

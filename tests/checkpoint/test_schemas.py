@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clipstream.checkpoint.state import RANDOM, STATE, CheckpointMeta, set_random_state_of
+from clipstream.checkpoint.state import STATE, CheckpointMeta
 from clipstream.checkpoint.store import Best, Marker
 from clipstream.config.settings import carried_over, load
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
@@ -21,7 +18,6 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.model_config import ModelConfig, check_config
 from clipstream.training.optim import groups_from_json
-from clipstream.training.precision import random_state, same_randomness
 from clipstream.training.state import TrainState
 from tests.support.model_files import TEXT, VIT
 
@@ -87,32 +83,6 @@ def test_any_value_anywhere_is_read_or_refused(kind: str, tmp_path: Path, data: 
         read(kind, text if data.draw(st.integers(0, 9)) else text[: data.draw(st.integers(0, len(text)))], tmp_path)
     except (SettingsError, ValueError) as error:
         assert isinstance(error, SettingsError) or kind == "groups"
-
-
-@given(data=st.data())
-@settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_any_random_state_is_set_or_refused(tmp_path: Path, data: st.DataObject) -> None:
-    tensors = st.sampled_from([torch.zeros(0), torch.zeros(624).long(), torch.zeros(5056).byte(), torch.eye(3).long()])
-
-    def changed(value: Any, depth: int) -> Any:
-        if not isinstance(value, dict | list | tuple) or not value or (depth > 1 and not data.draw(st.integers(0, 3))):
-            return data.draw(ODD | tensors)
-        key = data.draw(st.sampled_from(list(value) if isinstance(value, dict) else range(min(len(value), 5))))
-        new = dict(value) if isinstance(value, dict) else dict(enumerate(value))
-        new[key] = changed(value[key], depth + 1)
-        return new if isinstance(value, dict) else type(value)(new.values())
-
-    (tmp_path / RANDOM).unlink(missing_ok=True)  # tensors of the last one may map it
-    with same_randomness("cpu"):
-        torch.save(changed([random_state("cpu")], 0), tmp_path / RANDOM)
-        try:
-            set_random_state_of(tmp_path / RANDOM, World())
-        except SettingsError as error:
-            assert "is invalid: use another checkpoint" in str(error)
-        else:
-            torch.rand(1), np.random.rand(), random.random()
 
 
 @pytest.mark.parametrize("shards", [None, -5, "x", [], {}])

@@ -135,23 +135,6 @@ def test_later_calls_compute_nothing_and_changed_data_are_computed_again(
     assert len([line for line in search("local-dir:model", data, "a bird", capsys=capsys) if ".png" in line]) == 3
 
 
-def test_a_folder_is_walked_once_and_links_in_a_circle_end(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder := place / "linked").mkdir()
-    for number in range(3):
-        (folder / f"{number}.png").write_bytes(png(number))
-        (folder / f"{number}.txt").write_text("a caption")
-    (folder / "again").symlink_to(folder)
-    call, walk, walked = ImageSearch("local-dir:model", "linked"), os.walk, list[Any]()
-    _, source = indexing.opened(call)
-    shards = SimpleNamespace(names=source.names * 5, settings=source.settings)
-    monkeypatch.setattr(os, "walk", lambda top, **more: walked.append(top) or walk(top, **more))
-    files, watched = indexing._files(shards, ["png"])  # type: ignore[arg-type]
-    assert len(walked) == 1 and [Path(file).name for file in files] == [
-        f"{n}.{end}" for n in range(3) for end in ("png", "txt")
-    ]
-    assert {Path(path).name for path in watched} == {"linked", "again"}
-
-
 def test_what_a_call_depends_on_is_watched(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables, files of settings, the model's configuration, and folders in which a new file would match."""
     (place / "sets/one").mkdir(parents=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
 import json
 import os
-import pty
 import re
 import shlex
 import signal
@@ -328,21 +326,6 @@ def test_wrong_usage(argv: list[str], told: str, tmp_path: Path, capsys: pytest.
     with held(tmp_path / "busy", "the folder", str):
         assert main([word.replace("{tmp}", str(tmp_path)) for word in argv]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_a_bar_on_a_terminal_and_no_torch(shards: list[str], tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    argv = [str(tmp_path), "--train-data", "::".join(shards), "--size", "9"]
-    code = f"import sys; from clipstream.cli.verbs.stage import main; main({argv!r}); sys.exit('torch' in sys.modules)"
-    done = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    with contextlib.suppress(OSError):  # the other end is closed
-        while block := os.read(ours, 4096):
-            shown += block
-    assert done.wait(TIMEOUT) == 0
-    os.close(ours)
-    assert re.search(rb"staging.*6 of 6 shards", shown) and b"6 of 6 shards are in" in shown
 
 
 def test_copies_are_plain_have_an_index_and_follow_the_umask(site: Site, shards: list[str], tmp_path: Path) -> None:
