@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,15 +27,12 @@ RANKS = {8: 4096, 128: 256}  # and the samples of each
 NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::detach", "aten::promote_types")
 
 
-@dataclass
 class Launches(TorchDispatchMode):
     """Notes the operators that launch kernels, and those of torch.distributed."""
 
-    kernels: list[str] = field(default_factory=list)
-    exchanges: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.kernels, self.exchanges = list[str](), list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and note it, unless it is a view or only allocates."""

@@ -12,18 +12,18 @@ import open_clip
 import pytest
 import timm
 import torch
-from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from clipstream.errors import SettingsError
 from clipstream.models.pretrained import look_up, preflight
 from clipstream.models.settings import ModelSettings
 from tests.support import hubtree
-from tests.support.model_files import TEXT, VIT, build, write
+from tests.support.model_files import VIT, build, write, write_text_tower
 
 ARCHITECTURE = "test_efficientnet"
 TIMM = {"timm_model_name": ARCHITECTURE, "image_size": 64, "timm_pool": "avg", "timm_proj": "linear"}
 REPO = "someone/text"
+NAMES = {"hf_model_name": REPO, "hf_tokenizer_name": REPO, "hf_pooler_type": "mean_pooler", "context_length": 12}
 
 
 def trained(seed: int = 3) -> dict[str, torch.Tensor]:
@@ -47,13 +47,11 @@ def test_an_image_tower_starts_from_its_own_file(suffix: str, tmp_path: Path) ->
         assert torch.equal(tensor, state[key])
     assert torch.equal(towers.clip.visual.head.proj.weight, fresh.clip.visual.head.proj.weight)
     assert towers.loss_type == "clip" and build(name, loss_type="siglip").loss_type == "siglip"
-    assert towers.mean.flatten().tolist() == pytest.approx(entry.mean)
-    assert towers.std.flatten().tolist() == pytest.approx(entry.std)
-    config = {"embed_dim": 24, "vision_cfg": TIMM, "text_cfg": TEXT}
-    own = {"mean": [0.1, 0.2, 0.3], "std": [0.9, 0.8, 0.7]}
-    (tmp_path / "own.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": own}))
-    towers = build(str(tmp_path / "own.json"), image_pretrained=str(path))
-    assert towers.mean.flatten().tolist() == pytest.approx(own["mean"])
+    assert [towers.mean.flatten().tolist(), towers.std.flatten().tolist()] == [
+        pytest.approx(entry.mean), pytest.approx(entry.std),
+    ]  # fmt: skip
+    own = write(tmp_path, TIMM, preprocess={"mean": [0.1, 0.2, 0.3], "std": [0.9, 0.8, 0.7]})
+    assert build(own, image_pretrained=str(path)).mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
 
 
 def test_position_embeddings_are_resampled_as_timm_does(tmp_path: Path) -> None:
@@ -70,16 +68,11 @@ def test_position_embeddings_are_resampled_as_timm_does(tmp_path: Path) -> None:
 
 def test_files_and_tags_that_do_not_fit_are_named(tmp_path: Path) -> None:
     name, state = write(tmp_path, TIMM), trained()
-    missing = {key: tensor for key, tensor in state.items() if key != "conv_stem.weight"}
-    renamed = {f"_{key}": tensor for key, tensor in state.items()}
-    wrong = state | {"conv_stem.weight": torch.zeros(3, 3)}
-    broken = state | {"conv_stem.weight": state["conv_stem.weight"] * torch.nan}
-    path = tmp_path / "own.safetensors"
+    path, stem = tmp_path / "own.safetensors", state["conv_stem.weight"]
     for tensors, words in (
-        (missing, "conv_stem.weight is missing"),
-        (renamed, "conv_stem.weight is missing"),
-        (wrong, r"conv_stem.weight is \[3, 3\] in the file"),
-        (broken, r"NaN or infinite: conv_stem.weight"),
+        ({f"_{key}": tensor for key, tensor in state.items()}, "conv_stem.weight is missing"),
+        (state | {"conv_stem.weight": torch.zeros(3, 3)}, r"conv_stem.weight is \[3, 3\] in the file"),
+        (state | {"conv_stem.weight": stem * torch.nan}, r"NaN or infinite: conv_stem.weight"),
     ):
         save_file(tensors, path)
         with pytest.raises(SettingsError, match=words):
@@ -89,9 +82,6 @@ def test_files_and_tags_that_do_not_fit_are_named(tmp_path: Path) -> None:
             preflight(ModelSettings(name=name, image_pretrained=chosen))
     with pytest.raises(SettingsError, match="open_clip's own"):
         preflight(ModelSettings(name=write(tmp_path, VIT), image_pretrained=str(path)))
-    for whole in ({"name": name, "pretrained": "some.pt"}, {"name": "local-dir:some"}):
-        with pytest.raises(ValidationError, match="both towers"):
-            ModelSettings.model_validate({**whole, "image_pretrained": str(path)})
 
 
 @pytest.mark.parametrize("chosen", ["default", "r160_in1k"])
@@ -111,30 +101,17 @@ def test_a_tag_of_timm_is_read_from_the_hubs_cache(chosen: str, tmp_path: Path) 
     assert torch.equal(towers.clip.visual.trunk.conv_stem.weight, state["conv_stem.weight"])
 
 
-def text_tower(folder: Path) -> Path:
-    """A folder with a small BERT in half precision, and a tokenizer that pads with another id than 0."""
-    from transformers import BertConfig, BertModel
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    model = BertModel(BertConfig(**sizes, vocab_size=64, max_position_embeddings=40, pad_token_id=1))
-    model.half().save_pretrained(folder)
-    hubtree.write_tokenizer(folder)
-    return folder
-
-
-def config(folder: Path, **text: Any) -> str:
-    """A model whose text tower is on the Hub by its name."""
-    text_cfg = {"hf_model_name": REPO, "hf_tokenizer_name": REPO, "hf_pooler_type": "mean_pooler", **text}
-    path = folder / "hf.json"
-    path.write_text(json.dumps({"embed_dim": 24, "vision_cfg": VIT, "text_cfg": {**text_cfg, "context_length": 12}}))
-    return str(path)
+def text_tower(folder: Path, **text: Any) -> tuple[Path, str]:
+    """A folder with a small BERT in half precision that pads with another id than 0, and a model with it."""
+    write_text_tower(folder / "text", half=True, pad_token_id=1)
+    return folder / "text", write(folder, text_cfg={**NAMES, **text})
 
 
 def test_a_text_tower_is_taken_from_a_folder(tmp_path: Path) -> None:
     from transformers import AutoModel
 
-    folder = text_tower(tmp_path / "text")
-    towers = build(config(tmp_path), text_model=str(folder), lock_text=True).eval()
+    folder, name = text_tower(tmp_path)
+    towers = build(name, text_model=str(folder), lock_text=True).eval()
     assert towers.config.model_cfg["text_cfg"]["hf_model_name"] == REPO
     base = AutoModel.from_pretrained(folder).float().eval()
     ids = towers.open_clip_tokenizer()(["a photo of a dog", "two"])
@@ -147,8 +124,9 @@ def test_a_text_tower_is_taken_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_saved_model_is_whole_without_the_folder(tmp_path: Path) -> None:
-    folder = text_tower(tmp_path / "text")
-    towers = build(config(tmp_path, hf_model_name=str(folder), hf_tokenizer_name=str(folder))).eval()
+    here = str(tmp_path / "text")
+    folder, name = text_tower(tmp_path, hf_model_name=here, hf_tokenizer_name=here)
+    towers = build(name).eval()
     towers.save_pretrained(tmp_path / "saved")
     theirs = open_clip.create_model(f"local-dir:{tmp_path}/saved").float().eval()  # the folder has half precision
     folder.rename(tmp_path / "elsewhere")
@@ -165,37 +143,37 @@ def test_a_saved_model_is_whole_without_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": argparse.Namespace()}, 2)])
 def test_unreadable_weights_and_tokenizers_of_a_text_tower_are_errors(content: bytes, tmp_path: Path) -> None:
-    folder = text_tower(tmp_path / "text")
+    folder, name = text_tower(tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     del settings["pad_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(SettingsError, match=r"has no pad token.*set pad_token in its tokenizer_config.json"):
-        build(config(tmp_path), text_model=str(folder)).open_clip_tokenizer()
+        build(name, text_model=str(folder)).open_clip_tokenizer()
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(SettingsError, match=r"cannot build .* with the text tower in .*text"):
-        build(config(tmp_path), text_model=str(folder))
+        build(name, text_model=str(folder))
 
 
 def test_folders_that_lack_a_file_are_told(tmp_path: Path) -> None:
-    folder, name = text_tower(tmp_path / "text"), config(tmp_path)
+    folder, name = text_tower(tmp_path)
     (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
-    with pytest.raises(SettingsError, match="holds no weights"):
-        preflight(ModelSettings(name=name, text_model=str(folder)))
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(SettingsError, match="no tokenizer in"):
-        preflight(ModelSettings(name=name, text_model=str(folder)))
-    (folder / "config.json").unlink()
-    hubtree.write_tokenizer(folder)
-    with pytest.raises(SettingsError, match=r"there is no config\.json"):
-        preflight(ModelSettings(name=name, text_model=str(folder)))
+    chosen = ModelSettings(name=name, text_model=str(folder))
+    for lost, said in ((None, "holds no weights"), ("tokenizer.json", "no tokenizer in"),
+                       ("config.json", r"there is no config\.json")):  # fmt: skip
+        hubtree.write_tokenizer(folder)
+        if lost is not None:
+            (folder / lost).unlink()
+        with pytest.raises(SettingsError, match=said):
+            preflight(chosen)
     with pytest.raises(SettingsError, match="is open_clip's own"):
         preflight(ModelSettings(name=write(tmp_path), text_model=str(folder)))
 
 
 def test_a_tower_from_a_store_cannot_be_unlocked(tmp_path: Path) -> None:
-    towers = build(config(tmp_path), text_model=str(text_tower(tmp_path / "text")), lock_image=True, lock_text=True)
+    folder, name = text_tower(tmp_path)
+    towers = build(name, text_model=str(folder), lock_image=True, lock_text=True)
     towers.save_pretrained(tmp_path / "model")
     weights, files = tmp_path / "model/open_clip_model.safetensors", towers.description()
     towers.remove("text", weights)
@@ -211,19 +189,10 @@ def test_a_text_tower_with_fewer_positions_than_tokens_is_refused(
     kind: str, offset: int, missing: int, tmp_path: Path
 ) -> None:
     """RoBERTa counts positions from the padding's number + 1."""
-    import transformers
-
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=100, max_position_embeddings=12 + offset - missing, **sizes
-    )
-    folder = tmp_path / "text"
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n", encoding="utf-8")
-    text = {"context_length": 12, "hf_model_name": REPO, "hf_tokenizer_name": REPO, "hf_pooler_type": "mean_pooler"}
-    name = write(tmp_path, VIT, text_cfg={**text, "hf_proj_type": "linear"})
+    write_text_tower(tmp_path / "text", kind, max_position_embeddings=12 + offset - missing)
+    name, folder = write(tmp_path, text_cfg={**NAMES, "hf_proj_type": "linear"}), str(tmp_path / "text")
     if not missing:
-        assert build(name, text_model=str(folder)).context_length == 12
+        assert build(name, text_model=folder).context_length == 12
         return
     with pytest.raises(SettingsError, match=r"text tower of .* 12 tokens: set a smaller --force-context-length"):
-        build(name, text_model=str(folder))
+        build(name, text_model=folder)

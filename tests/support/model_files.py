@@ -15,9 +15,11 @@ TEXT = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "lay
 VIT = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
 
 
-def write(folder: Path, vision: dict[str, Any] | None = None, **more: Any) -> str:
+def write(folder: Path, vision: Any = None, preprocess: dict[str, Any] | None = None, **more: Any) -> str:
+    """A model's configuration, with that of its images where `preprocess` is given."""
     path = folder / f"model{len(list(folder.iterdir()))}.json"
-    path.write_text(json.dumps({"embed_dim": 24, "vision_cfg": vision or VIT, "text_cfg": TEXT, **more}))
+    config = {"embed_dim": 24, "vision_cfg": vision or VIT, "text_cfg": TEXT, **more}
+    path.write_text(json.dumps({"model_cfg": config, "preprocess_cfg": preprocess} if preprocess else config))
     return str(path)
 
 
