@@ -1,16 +1,21 @@
 """report.html: the folder of a run, or of several, becomes one HTML file that needs no network.
 
 `read_run` reads a run's records, settings and images; `render` makes the page.
+
+`render_gallery` makes that of a search, with the images found and those near them: queries with their hits enter, and a
+function that gives the card of a row. Cards have thumbnails as long as the page stays below 5 MB. Its content security
+policy allows its own style and script by their hash, images of its own, and nothing else. Texts are escaped.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,20 +23,22 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from PIL import Image
 from typing_extensions import TypedDict
 
 from clipstream import __version__
 from clipstream.checkpoint.store import is_occupied
+from clipstream.data.decode.images import converted, loaded, opaque, opened, orientation_of, turned
 from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
-from clipstream.errors import SettingsError
+from clipstream.errors import Dropped, SettingsError
 from clipstream.report.charts import COLOURS, Chart, Points, Series, StepTimes, short
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, groups, way_of
 from clipstream.report.sinks import AUDIT_FILE, LARGEST, METRICS_FILE, ImageFiles, Page, Record, Sink, flat, lines
 from clipstream.report.terminal import chance_of, early_stop_line, interval, is_minor, is_share
 from clipstream.storage.shard_url import redact
-from clipstream.text import duration, milliseconds, percent
+from clipstream.text import duration, milliseconds, percent, shortened
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.section import checked
@@ -75,6 +82,11 @@ ROW = 3  # charts side by side
 ODD = 0.05  # share of dropped samples that is marked
 TILES = 8  # metrics shown as large figures
 COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
+MOST = 4_700_000  # bytes of thumbnails of a gallery
+SIDE, SMALL = 288, 160  # pixels of a thumbnail's longer side; SMALL where there are more than MANY cards
+MANY = 150  # cards of a gallery
+LONGEST = 500  # characters of a caption
+Hits = Sequence[tuple[int, float]]  # (row, score), best first
 _NO_CURVE = ("step", "samples", "epoch")
 
 
@@ -385,8 +397,6 @@ def loss_kind(run: RunContents) -> str:
 
 def image_size(src: str) -> tuple[int, int]:
     """(width, height) of the image in a data: URL, so that a browser leaves its place before it is decoded."""
-    from PIL import Image
-
     with suppress(Exception):  # of any kind, where the file was changed by hand
         return Image.open(io.BytesIO(base64.b64decode(src.partition(",")[2]))).size
     return LARGEST, LARGEST
@@ -499,3 +509,64 @@ def _distinct(names: Sequence[str]) -> list[str]:
         counts[name] = counts.get(name, 0) + 1
         found.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
     return found
+
+
+@dataclass(frozen=True)
+class Card:
+    """An image on the page."""
+
+    name: str
+    caption: str
+    link: str  # URL of its file; '' for none
+    image: bytes | None = None  # the image file; None if it cannot be read
+
+
+def render_gallery(
+    queries: Sequence[tuple[tuple[str, bytes | None], Hits]],
+    near: Mapping[int, Hits],
+    card: Callable[[int], Card],
+    about: str = "",
+) -> str:
+    """The page.
+
+    Args:
+        queries: ((text, image file of a query that is one), what it found).
+        near: of rows that were found, the rows near them, themselves included.
+        card: gives the card of a row; called once for each.
+        about: the model and the data, in words.
+    """
+    shown = dict.fromkeys(row for _, hits in queries for row, _ in hits)
+    order = dict.fromkeys([*shown, *(row for row in shown for row, _ in near.get(row, ()))])
+    side, left, cards = SIDE if len(order) <= MANY else SMALL, MOST, {}
+    for row in order:
+        own = card(row)
+        src, width, height = _thumbnail(own.image if left else None, side)
+        # Once a thumbnail does not fit, no more are computed.
+        src, left = (src, left - len(src)) if len(src) <= left else ("", 0)
+        others = [(other, round(score, 4)) for other, score in near.get(row, ()) if other != row]
+        told = {"name": own.name, "caption": shortened(own.caption, LONGEST), "link": own.link, "near": others}
+        cards[row] = {**told, "src": src, "width": width, "height": height}
+    page: str = template("gallery.html").render(
+        queries=[(shortened(text, LONGEST), *_thumbnail(image, SMALL), hits) for (text, image), hits in queries],
+        cards=cards,
+        about=about,
+        data={row: {**cards[row], **({"src": ""} if row in shown else {})} for row in cards},  # the page has its image
+        version=__version__,
+        allow=lambda text: f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'",
+    )
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", page)
+
+
+def _thumbnail(data: bytes | None, side: int) -> tuple[str, int, int]:
+    """A data URL with a JPEG, its width and its height; '' and a square if there is no image."""
+    try:
+        image = opened(data or b"")
+        orientation = orientation_of(image)
+        image.draft("RGB", (2 * side, 2 * side))  # a JPEG is decoded at a fraction of its size
+        image = converted(turned(opaque(loaded(image), (255, 255, 255)), orientation))
+    except Dropped:
+        return "", side, side
+    image.thumbnail((side, side))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=82)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}", *image.size

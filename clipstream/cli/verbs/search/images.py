@@ -43,7 +43,7 @@ from clipstream.utils.logs import loading, on_terminal
 
 if TYPE_CHECKING:
     from clipstream.api.run import Run
-    from clipstream.report.gallery import Card
+    from clipstream.report.html_report import Card
 
 USAGE = 'clipstream search runs/first images "a red bird" [-k N] [--html FILE]'
 

@@ -39,8 +39,8 @@ from clipstream.features.image_index import (
 from clipstream.models.model_config import CONFIG_FILE
 from clipstream.models.pretrained import fetch, preflight
 from clipstream.open_clip.aliases import SOURCE
-from clipstream.report.gallery import Card
-from clipstream.report.gallery import render_gallery as render_gallery
+from clipstream.report.html_report import Card
+from clipstream.report.html_report import render_gallery as render_gallery
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import PATH_SCHEMES, TABLE_FORMATS, ShardURL, parts_of, with_variables
