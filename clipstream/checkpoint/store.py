@@ -32,7 +32,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, did_you_mean, nearest
 from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, HUB, LOCAL, WEIGHT_FILES
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.utils import atomic_write
@@ -395,7 +395,7 @@ def named(text: str) -> str:
     """A model's name as `models.pretrained` reads it: `local-dir:FOLDER` for what `model_at` finds, `hf-hub:ORG/NAME`
     for ORG/NAME where there is no such path, and every other name (open_clip's, a tag, a file) as it is.
 
-    Raises SettingsError: as `model_at`.
+    Raises SettingsError: as `model_at`, or ORG or ORG/NAME is the wrong name of a folder.
     """
     text = with_home(text)
     path = Path(text.removeprefix(LOCAL))
@@ -403,8 +403,17 @@ def named(text: str) -> str:
         return text
     if (folder := model_at(path)) is not None:
         return f"{LOCAL}{folder}"
-    on_hub = _REPOSITORY.fullmatch(text) and path.suffix not in _FILES and not path.parent.exists()
-    return HUB + text if on_hub else text
+    if not _REPOSITORY.fullmatch(text) or path.suffix in _FILES or path.exists():
+        return text
+    folders = [path.parent.name] if path.parent.exists() else nearest(path.parent.name, map(str, _folders(Path())))
+    near = did_you_mean(text, (str(one) for folder in folders for one in _folders(Path(folder))), most=3)
+    if near or path.parent.exists():
+        raise SettingsError(f"{text} does not exist{near}")
+    return HUB + text
+
+
+def _folders(path: Path) -> list[Path]:
+    return [one for one in path.glob("*") if one.is_dir()]
 
 
 def with_own_config(model: Mapping[str, Any], name: str = "name") -> dict[str, Any]:

@@ -497,6 +497,7 @@ def not_cached(missing: Missing, folder: str | None, label: str, reason: str) ->
             f"  looked in:  {cache_folder(folder) / f'models--{repo_id}'.replace('/', '--')}",
             f"  to download them: {' '.join(words)}",
         ]
+    lines.append("to train without a network: leave --pretrained out, and set --model configs/models/small.json")
     return SettingsError("\n".join(lines))
 
 

@@ -128,3 +128,14 @@ def test_a_tag_brings_its_activation_and_a_users_preprocessing_stays(cache: Path
     assert found(name=named(str(saved))) == found(name=f"local-dir:{saved}")
     missing = look_up(ModelSettings(name="ViT-B-32", pretrained="openai", cache_dir=str(tmp_path)))
     assert isinstance(missing, dict) and list(missing) == ["timm/vit_base_patch32_clip_224.openai"]
+
+
+@pytest.mark.parametrize("text", ["runs/frist", "run/first"])
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs/first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=f"{text} does not exist; did you mean 'runs/first'"):
+        named(text)
+    assert named("timm/ViT-B-16-SigLIP") == "hf-hub:timm/ViT-B-16-SigLIP"
