@@ -31,7 +31,7 @@ import clipstream
 from clipstream.api.model import load_model
 from clipstream.cli.verbs.search import images, indexing, main, run
 from clipstream.errors import Stopped
-from clipstream.features.image_index import ImageSearch
+from clipstream.features.image_index import ENDS, ImageSearch
 from clipstream.models.numpy_text import NumpyText, _BytePairs
 from tests.support.browser import look, needs_browser
 from tests.support.model_files import TEXT, build, write
@@ -151,6 +151,22 @@ def test_what_a_call_depends_on_is_watched(place: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("SETS", str(place / "sets/.."))
     monkeypatch.setattr(images, "computed", lambda: SimpleNamespace(make_index=lambda *_: None))
     assert images.index_of(call) != first
+
+
+def test_images_are_upright_and_old_indexes_are_removed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image, exif = Image.open("pictures/1.png"), Image.Exif()
+    exif[0x0112] = 6
+    (place / "turned").mkdir()
+    image.transpose(Image.Transpose.ROTATE_90).save("turned/1.png", exif=exif)
+    (place / "turned/1.txt").write_text("turned")
+    folders = [place / f"cache/search/{number:024}" for number in range(12)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / ENDS).touch()
+        os.utime(folder, (0, 0))
+    for query in ("pictures/1.png", "turned/1.png"):
+        assert search("local-dir:model", "turned", query, capsys=capsys) == ["1.0000  turned/1.png  turned"]
+    assert len([folder for folder in folders if folder.exists()]) <= 9
 
 
 def test_a_cache_that_is_read_only_or_damaged_is_no_traceback(

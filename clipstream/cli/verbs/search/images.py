@@ -12,7 +12,9 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from clipstream.api.run import Run
     from clipstream.report.html_report import Card
 
+KEPT, KEPT_DAYS = 10, 30  # indexes that stay in the cache
 USAGE = 'clipstream search runs/first images "a red bird" [-k N] [--html FILE]'
 
 
@@ -68,6 +71,7 @@ def index_of(call: ImageSearch) -> Path:
     with suppress(OSError, ValueError):
         folder, watched = json.loads(memo.read_bytes())  # the index of this call, and the files that it depends on
         if (root() / folder / ENDS).is_file() and all(stamp(path) == seen for path, seen in watched):
+            os.utime(root() / folder)
             return root() / str(folder)
     loading.show("looking for the model and the images")
     from clipstream.cli.verbs.search import indexing
@@ -81,10 +85,19 @@ def index_of(call: ImageSearch) -> Path:
             hint = "set $CLIPSTREAM_CACHE to a folder that you can write to"
             raise SettingsError(f"features cannot be kept in {made} ({error.strerror}): {hint}") from error
         computed().make_index(call, made)
+        _remove_old()
     with suppress(OSError):  # the cache may be read-only or full
         memo.parent.mkdir(exist_ok=True)
         atomic_write.replace(memo, json.dumps([made.name, stamps]).encode())
     return made
+
+
+def _remove_old() -> None:
+    """Remove the indexes that are not among the `KEPT` that were used last, and were not used for `KEPT_DAYS`."""
+    used = {folder: folder.stat().st_mtime for folder in root().iterdir() if (folder / ENDS).is_file()}
+    for folder in sorted(used, key=used.__getitem__)[:-KEPT]:
+        if time.time() - used[folder] > KEPT_DAYS * 86_400:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:

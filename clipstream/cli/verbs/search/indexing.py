@@ -100,7 +100,8 @@ def opened(call: ImageSearch) -> tuple[Settings, Source]:
             raise SettingsError(f"{call.model} names a model without weights: add --pretrained TAG, or name a run")
     section = settings.data.sources[NAME]
     caption = AnyCaptionSettings(type=f"{AnyCaption.__module__}:{AnyCaption.__name__}", of=section.caption)
-    sources = {NAME: section.model_copy(update={"caption": caption})}
+    upright = {"orientation": "exif"} if section.orientation == "auto" else {}  # as in training, and on the page
+    sources = {NAME: section.model_copy(update={"caption": caption, **upright})}
     settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": sources}), "evals": {}})
     validate_sources(settings)
     cache = settings.data.cache

@@ -380,11 +380,14 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
             about = [weights, files.model_cfg, stamp(weights)]
             with suppress(OSError):  # the cache may be read-only or full
                 atomic_write.replace(folder / TEXT_MODEL, json.dumps(about).encode())
-    found = []
+    transform, found = EvalTransform(model.preprocess.image, "white", upright=True), []
     for query in queries:
         try:
-            feature = model.encode_image(query) if is_image(query) else model.encode_text(query)
-        except ValueError as error:
-            raise SettingsError(str(error)) from error
+            pixels = transform(Path(query).expanduser().read_bytes()) if is_image(query) else None
+        except (OSError, Dropped) as error:
+            raise SettingsError(f"the image {query} cannot be used: {error}") from error
+        feature = (
+            model.encode_text(query) if pixels is None else model.encode_image(torch.tensor(pixels.transpose(2, 0, 1)))
+        )
         found.append(feature[0].cpu().numpy())
     return found
