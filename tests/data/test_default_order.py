@@ -1,4 +1,4 @@
-"""The default order: equal for all ranks and workers, and how well it mixes small and large shards."""
+"""The default order: equal for all ranks and workers, and how well it mixes shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.support.loaders import loader
 from tests.support.pictures import make_shards
 
 BATCH = 16
-SMALL, LARGE = 100, 1000
 
 
 def settings_of(shards: Sequence[str], *argv: str, ranks: int = 1) -> Settings:
@@ -76,36 +75,6 @@ def test_batches_mix_shards(batch: int, limit: float) -> None:
             found.update(group[place] for place in places[: (lane + 1) * batch // lanes - lane * batch // lanes, 0])
         pairs += sum(count * (count - 1) // 2 for count in found.values())
     assert pairs / 3 / (batch * (batch - 1) / 2 / shards) < limit
-
-
-def seen_of(sizes: Sequence[int], lanes: int, share: float, seed: int) -> Counter[int]:
-    """How many samples of each shard came in the first `share` of an epoch of the mode `epoch`."""
-    order = SourceOrder(seed, 0, len(sizes), lanes, "epoch", None, 2000)
-    found: Counter[int] = Counter()
-    for lane in range(lanes):
-        left, group = share * sum(sizes) / lanes, 0
-        while left > 0:
-            shards = order.group(lane, group)
-            parts = order.sizes(lane, group, [sizes[shard] for shard in shards])
-            taken = min(1.0, left / max(1, sum(parts)))
-            for shard, part in zip(shards, parts, strict=True):
-                found[shard] += taken * part  # type: ignore[assignment]
-            left -= sum(parts)
-            group = order.next_group(lane, group)
-    return found
-
-
-@pytest.mark.parametrize("count", [20, 100, 1000])
-def test_epochs_favour_small_shards_no_more_than_webdataset_does(count: int) -> None:
-    """Of a small shard's samples 1.48 times as many came after a fifth of an epoch as of all, of a large one's 0.86."""
-    sizes = [SMALL, LARGE] * (count // 2)
-    seen: Counter[int] = Counter()
-    seeds = max(3, 200 // count)
-    for seed in range(seeds):
-        for shard, samples in seen_of(sizes, 192, 0.2, seed).items():
-            seen[sizes[shard]] += samples
-    small, large = (seen[size] / (seeds * 0.2 * size * count / 2) for size in (SMALL, LARGE))
-    assert small < 1.45 and large > 0.94, (small, large)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -91,26 +90,6 @@ def test_a_chain_of_pairs_is_one_group() -> None:
     angles = torch.arange(2000) * 0.01
     features = torch.stack([angles.cos(), angles.sin()], dim=1)[torch.randperm(2000)]
     assert not duplicates(TensorRows(features, 100), float(np.cos(0.011)), held=4000).any()
-
-
-class Counted(TensorRows):
-    """Notes where each pass over the rows begins."""
-
-    def blocks(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        PASSES.append(start)
-        return super().blocks(start)
-
-
-PASSES: list[int] = []
-
-
-def test_blocks_are_read_once_by_a_search_and_seldom_for_duplicates() -> None:
-    rows = Counted(make_rows(1000, 8, "random", 0), 100)
-    PASSES.clear()
-    search(rows, rows.features[:3], 5)
-    assert PASSES == [0]
-    duplicates(rows, 0.99, held=500 * 8 * 4)
-    assert sorted(set(PASSES[1:])) == [0, 500] and len(PASSES) == 5
 
 
 @pytest.mark.skipif(not THERE, reason="FAISS is not installed")

@@ -8,9 +8,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
 
-from clipstream.data.decode.key_lists import KeyList, build_filter
+from clipstream.data.decode.key_lists import KeyList
 from clipstream.data.loader import health
-from clipstream.data.settings import SourceSettings
 from clipstream.errors import DataError, SettingsError
 from tests.support.loaders import data, loader
 from tests.support.pictures import picture
@@ -21,7 +20,7 @@ WRITERS = {".csv": csv.write_csv, ".parquet": parquet.write_table}
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
-def test_tables(tmp_path: Path, suffix: str) -> None:
+def test_tables_and_texts(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"keys{suffix}"
     WRITERS[suffix](pa.table({**COLUMNS, "score": [0.5, 0.25, 1.0]}), path)
     keys = KeyList(str(path), "train")
@@ -30,15 +29,11 @@ def test_tables(tmp_path: Path, suffix: str) -> None:
     WRITERS[suffix](pa.table({"key": COLUMNS["key"]}), path)
     keys = KeyList(str(path), "train")
     assert all(keys.holds(f"9.tar/{key}", key) for key in COLUMNS["key"]) and not keys.holds("9.tar/7", "7")
-
-
-def test_text(tmp_path: Path) -> None:
     path = tmp_path / "keys.txt"
     path.write_bytes(b"0.tar/007\r\n\nkey with spaces \nb\xff")
     keys = KeyList(str(path), "train")
-    assert keys.holds("0.tar/007", "007") and not keys.holds("1.tar/007", "007")
+    assert keys.holds("0.tar/007", "007") and not keys.holds("1.tar/007", "007") and not keys.holds("1.tar/", "")
     assert keys.holds("1.tar/key with spaces ", "key with spaces ") and keys.holds("1.tar/b\udcff", "b\udcff")
-    assert not keys.holds("1.tar/", "")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
@@ -53,17 +48,6 @@ def test_how_people_write_lists(tmp_path: Path, encoding: str, form: str) -> Non
     path.rename(tmp_path / "keys.csv")
     if form in ("{}", "{}\r"):
         assert KeyList(str(tmp_path / "keys.csv"), "train").holds("0.tar/k", "k")
-
-
-def test_both_lists(tmp_path: Path) -> None:
-    for name, keys in (("keep", "abc"), ("drop", "cd")):
-        (tmp_path / name).write_text("\n".join(keys))
-    both = SourceSettings(shards="0.tar", keep=str(tmp_path / "keep"), drop=str(tmp_path / "drop"))
-    used = build_filter("train", both)
-    assert used is not None and [key for key in "abcde" if used(f"0.tar/{key}", key)] == ["a", "b"]
-    used = build_filter("train", both.model_copy(update={"keep": None}))
-    assert used is not None and [key for key in "abcde" if used(f"0.tar/{key}", key)] == ["a", "b", "e"]
-    assert build_filter("train", SourceSettings(shards="0.tar")) is None
 
 
 @pytest.mark.parametrize(

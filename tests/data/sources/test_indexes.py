@@ -5,10 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import signal
 import struct
-import subprocess
-import sys
 import tarfile
 import tempfile
 import zlib
@@ -30,11 +27,9 @@ from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import ShardIndex, scan
-from tests.support.forks import ROOT, wait_until
 from tests.support.json_values import JSON, changed, places
 from tests.support.loaders import digests, indexed
 from tests.support.pictures import make_shards
-from tests.support.ranks import command_ends, command_runs
 from tests.support.sites import Site
 from tests.support.tars import tar_bytes, write_tar
 
@@ -156,19 +151,6 @@ def test_only_what_is_missing_or_stale_is_indexed(tmp_path: Path, capsys: pytest
     assert counts(spec) == [5, 3, 7]
     assert main([spec, "--again", "--workers=1"]) == 0
     assert all(new > third[name] for name, new in indexes(tmp_path).items())
-
-
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = [str(tmp_path / "{00000..00004}.tar"), "--into", str(tmp_path / "i")]
-    make_shards(tmp_path, [3] * 5)
-    seconds = f"3600.{os.getpid()}"
-    command = [sys.executable, "-m", "clipstream", "index", *spec, f"pipe:sleep {seconds}", "--workers", "2"]
-    process = subprocess.Popen(command, cwd=ROOT)
-    wait_until(lambda: len(indexes(tmp_path / "i")) == 5 and command_runs(seconds))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    command_ends(seconds)
-    assert main([*spec, "--workers=1"]) == 0 and "5 of 5 shards, 15 samples; 0 indexes made" in capsys.readouterr().out
 
 
 def test_shards_that_cannot_be_read_are_named_and_the_others_indexed(

@@ -105,15 +105,6 @@ def test_every_shape_shows_its_colour_in_every_texture_and_size() -> None:
         assert (blue - red > 90).sum() >= 12, (shape, texture, size)
 
 
-def test_wording_follows_the_scene() -> None:
-    first = toy_data.Group(2, "small", "green", "striped", "triangle")
-    second = toy_data.Group(1, "large", "red", "plain", "circle")
-    worded = {toy_data.word_scene(toy_data.Scene((first, second), "left"), Random(i), 1.0) for i in range(3000)}
-    assert len(worded) > 50
-    assert "two small green striped triangles left of a large red plain circle" in worded
-    assert all("two" in text and "triangles" in text and "circle" in text for text in worded)
-
-
 def test_quickstart_lists_the_classes_and_the_toy_splits() -> None:
     tree = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
     zero_shot = [e for e in tree["evals"].values() if e["type"] == "zero_shot"]
