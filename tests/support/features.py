@@ -85,6 +85,19 @@ class Content:
                 made[name] = encode_rows(torch.nn.functional.normalize(features, dim=1), part.dtype)
         return made
 
+    def expected(self) -> list[bytes]:
+        """What `read_all` finds of it."""
+        found = []
+        for source, sizes in self.sizes.items():
+            for shard, size in enumerate(sizes):
+                made = [self.rows(source, shard, chunk) for chunk in range(-(-size // self.chunk_rows))]
+                found.append(b"".join(one["samples"].tobytes() for one in made))
+                for part in self.parts:
+                    found.append(b"".join(one[part].contiguous().view(torch.uint8).numpy().tobytes() for one in made))
+                texts = ([text for one in made for text in one["texts"][i]] for i in range(3))
+                found.append(repr(tuple(texts)).encode())
+        return found
+
     def make(self, path: Path) -> Manifest:
         """Write the whole store."""
         with StoreWriter(path, self.draft()) as writer:

@@ -32,6 +32,7 @@ from clipstream.data.settings import TokenizerSettings
 from clipstream.errors import SettingsError
 from clipstream.testing import check_tokenizer
 from tests.support.hubtree import write_code
+from tests.support.pictures import ByteTokenizer
 from tests.support.ranks import TIMEOUT
 
 TEXTS = [
@@ -230,30 +231,24 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path: Path, bpe: SimpleTokeni
             build_tokenizer(choose(type="path", name=str(tmp_path / name)), bpe, 16)
 
 
-class Letters:
+class Letters(ByteTokenizer):
     """A user's tokenizer."""
 
     class Settings(TokenizerSettings):
         type: str = f"{__name__}:Letters"
         fault: str = ""
 
-    vocab_size = 128
-
     def __init__(self, settings: Settings) -> None:
         if settings.fault == "raise":
             raise RuntimeError("no vocabulary")
         self.fault = settings.fault
-        self.context_length = settings.context_length or 8
 
     def encode(self, texts: Sequence[str]) -> Any:
-        ids = np.zeros((len(texts), self.context_length), dtype=np.int32)
-        for row, letters in zip(ids, texts, strict=True):
-            data = letters.encode("ascii", "ignore")[: self.context_length]
-            row[: len(data)] = list(data)
-        return {"tensor": torch.from_numpy(ids), "wide": ids.astype(np.int64), "high": ids + 128}.get(self.fault, ids)
+        ids = super().encode(texts)
+        return {"tensor": torch.from_numpy(ids), "wide": ids.astype(np.int64), "high": ids + 256}.get(self.fault, ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i).decode()
+        return bytes(i for i in ids if i).decode()  # raises where a letter is cut
 
 
 def test_a_users_tokenizer(bpe: SimpleTokenizer) -> None:
@@ -261,7 +256,7 @@ def test_a_users_tokenizer(bpe: SimpleTokenizer) -> None:
     check_tokenizer(own)
     assert own.decode(own.encode(["a cat"])[0]) == "a cat"
     assert (readable(own, [97, 0]), readable(own, [97, 195, 0])) == ("a", "97 195 0")  # the second is cut in a letter
-    faults = {"raise": "no vocabulary", "tensor": "not an array int32", "wide": "int64", "high": "vocab_size 128"}
+    faults = {"raise": "no vocabulary", "tensor": "not an array int32", "wide": "int64", "high": "vocab_size 256"}
     for fault, message in faults.items():
         with pytest.raises(SettingsError, match=message):
             build_tokenizer(choose(type=f"{__name__}:Letters", fault=fault), bpe, 16)

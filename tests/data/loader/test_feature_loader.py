@@ -39,18 +39,13 @@ CAPTIONS = {"type": "json", "path": ["long", "short", "none"], "weights": [3, 1,
 def samples(count: int, start: int) -> list[dict[str, Any]]:
     """Samples with several captions, with copies of pictures, and some broken in each way."""
     made = []
-    for number in range(start, start + count):
-        fields: dict[str, Any] = {"long": [f"{number} {i}" for i in range(number % 4)], "short": f"s{number}"}
-        sample = {"__key__": f"{number:05d}", "jpg": picture(number % 50), "json": json.dumps(fields)}
-        if number % 7 == 3:
-            sample["jpg"] = b"broken"
-        if number % 11 == 5:
-            sample["json"] = json.dumps({"long": "", "none": 3})
-        if number % 13 == 6:
-            sample |= {"json": "{", "txt": f"text {number}"}
-        if number % 17 == 2:
-            del sample["jpg"]
-        made.append(sample)
+    for n in range(start, start + count):
+        fields = {"long": [f"{n} {i}" for i in range(n % 4)], "short": f"s{n}"}
+        sample = {"__key__": f"{n:05d}", "jpg": picture(n % 50), "json": json.dumps(fields)}
+        sample |= {"jpg": b"broken"} if n % 7 == 3 else {}
+        sample |= {"json": json.dumps({"long": "", "none": 3})} if n % 11 == 5 else {}
+        sample |= {"json": "{", "txt": f"text {n}"} if n % 13 == 6 else {}
+        made.append({name: value for name, value in sample.items() if name != "jpg" or n % 17 != 2})
     return made
 
 
@@ -371,12 +366,10 @@ def test_no_buffer_is_filled_while_it_is_copied(
 def table(folder: Path) -> str:
     """A CSV of 60 pictures, some of which are missing or have no caption."""
     folder.mkdir()
-    rows = ["filepath,title"]
-    for number in range(60):
-        rows.append(f"{number}.jpg,{'' if number % 9 == 4 else f'text {number}'}")
-        if number % 7:
-            (folder / f"{number}.jpg").write_bytes(picture(number))
-    (folder / "rows.csv").write_text("\n".join(rows))
+    for number in (n for n in range(60) if n % 7):
+        (folder / f"{number}.jpg").write_bytes(picture(number))
+    rows = [f"{n}.jpg,{'' if n % 9 == 4 else f'text {n}'}" for n in range(60)]
+    (folder / "rows.csv").write_text("\n".join(["filepath,title", *rows]))
     return str(folder / "rows.csv")
 
 
