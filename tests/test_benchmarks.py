@@ -156,16 +156,6 @@ def test_a_row_of_the_gpus_stops_when_its_time_is_over(gpu: Any, monkeypatch: py
     assert row["note"] == "stopped after 0 s"
 
 
-def test_steps_before_the_clock_go_on_until_nothing_is_compiled(gpu: Any) -> None:
-    new, row = iter([1, 1, 1, 1, 0, 1, *[0] * 100]), dict[str, Any]()
-
-    def step() -> None:
-        gpu.counters["stats"]["unique_graphs"] += next(new)
-
-    gpu.warm_up(step, time.monotonic() + 60, row)
-    assert row["warmup_steps"] == 3 * gpu.BATCHES
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_the_gpus_benchmark_checks_its_flags_and_that_there_is_a_gpu(
     gpu: Any, capsys: pytest.CaptureFixture[str]

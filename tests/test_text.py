@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -41,22 +40,8 @@ def test_errors_and_drops_are_safe_to_print_and_keep_their_lines() -> None:
     assert obeyed(drop.reason + drop.detail + str(drop)) == [] and len(drop.detail) < 2 * VALUE
 
 
-@pytest.mark.parametrize(
-    ("count", "form", "text"),
-    [
-        (0, "", "0 ranks"),
-        (1, "", "1 rank"),
-        (2000, "", "2000 ranks"),
-        (2000, ",", "2,000 ranks"),
-        (0.5, "g", "0.5 ranks"),
-    ],
-)
-def test_a_noun_follows_its_count(count: float, form: str, text: str) -> None:
-    assert counted(count, "rank", form) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"), [("a\n  b ", "a b"), ("abcde", "abcde"), ("abcdef", "abcd…"), ("ab cd ef", "ab c…"), ("", "")]
-)
-def test_a_long_text_is_cut_to_a_line(text: str, shown: str) -> None:
-    assert shortened(text, 5) == shown
+def test_a_noun_follows_its_count_and_a_long_text_is_cut_to_a_line() -> None:
+    assert [counted(count, "rank") for count in (0, 1, 2000)] == ["0 ranks", "1 rank", "2000 ranks"]
+    assert counted(2000, "rank", ",") == "2,000 ranks" and counted(0.5, "rank", "g") == "0.5 ranks"
+    texts = {"a\n  b ": "a b", "abcde": "abcde", "abcdef": "abcd…", "ab cd ef": "ab c…", "": ""}
+    assert [shortened(text, 5) for text in texts] == [*texts.values()]

@@ -35,16 +35,6 @@ MESSAGE = "source 'train': no caption\n  members seen: json, png"
 FAULTY = "{type: 'tests.distributed.test_failure:Faulty', every: 1, on_error: raise}"
 
 
-def nothing(world: World) -> int:
-    return 0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _started() -> None:
-    """Have the server of new processes up, so that what the tests time is the end alone."""
-    end_ranks(1, nothing)
-
-
 def fail(world: World, kind: str, failing: int) -> int:
     """A run whose rank `failing` ends as `kind` says while the others are in an all_reduce."""
     world.start()

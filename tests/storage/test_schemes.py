@@ -5,34 +5,29 @@ from __future__ import annotations
 import contextlib
 import gzip
 import http.server
-import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from webdataset.gopen import gopen_schemes
 
 from clipstream.data import build
-from clipstream.data.settings import DataSettings
-from clipstream.distributed.world import World
 from clipstream.storage import schemes
 from clipstream.storage.download import ShardError
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from tests.support.forks import TIMEOUT
-from tests.support.loaders import INPUTS
+from tests.support.loaders import data, loader
 from tests.support.ranks import command_ends
 from tests.support.tars import tar_bytes
 
 MIB = 1 << 20
 MEMBERS = tar_bytes([{"__key__": "0", "jpg": b"j" * 300_000, "txt": "x"}])[:-10240].rstrip(b"\0")
 MEMBERS += bytes(-len(MEMBERS) % 512)  # a tar without its end
-
-
-def endless(block: bytes) -> Iterator[bytes]:
-    return itertools.repeat(block)
 
 
 @contextlib.contextmanager
@@ -79,24 +74,17 @@ def ended(store: ShardCache, url: str) -> tuple[ShardError, int]:
     return caught.value, most
 
 
-class Endless:
-    def read(self, size: int) -> bytes:
-        return b"y" * size
-
-    def close(self) -> None:
-        return
-
-
 def test_content_that_is_no_tar_ends_a_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of commands, servers, object stores and users' own handlers, and compressed content."""
     import fsspec
 
     packed, mark = tmp_path / "0.tar.gz", f"3605.{os.getpid()}"
     packed.write_bytes(gzip.compress(b"y\n" * 30 * MIB))
-    monkeypatch.setitem(gopen_schemes, "endlesstest", lambda url, *_: Endless())
+    endless = SimpleNamespace(read=lambda size: b"y" * size, close=lambda: None)
+    monkeypatch.setitem(gopen_schemes, "endlesstest", lambda url, *_: endless)
     with fsspec.open("memory://there/0.tar", "wb") as file:
         file.write(b"y" * 50 * MIB)
-    with serving(endless(b"y\n" * 50_000)) as text, serving(endless(bytes(100_000))) as zeros:
+    with serving(repeat(b"y\n" * 50_000)) as text, serving(repeat(bytes(100_000))) as zeros:
         for number, url in enumerate(
             (text, zeros, str(packed), f"pipe:cat {packed}", "memory://there/0.tar", "endlesstest://there/0.tar",
              f"pipe:yes clipstream | head -c 20000; sleep {mark}")
@@ -106,30 +94,23 @@ def test_content_that_is_no_tar_ends_a_transfer(tmp_path: Path, monkeypatch: pyt
     command_ends(mark)
 
 
-def test_a_tar_without_end_ends_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tar_without_end_ends_at_the_limit(
+    tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By http, by a command, and packed; with the cache that the settings make."""
 
-    class Made(Exception):
-        def __init__(self, *args: object, **options: object) -> None:
-            self.store = ShardCache(*args, **options)  # type: ignore[arg-type]
-            raise self
-
-    monkeypatch.setattr(build, "ShardCache", Made)
-    settings = DataSettings.model_validate(
-        {"cache": str(tmp_path / "cache"), "max_shard_gib": 4 / 1024, "lanes": 1, "workers": 1}
-    )
+    made: list[ShardCache] = []
+    monkeypatch.setattr(build, "ShardCache", lambda *given, **more: made.append(ShardCache(*given, **more)) or made[0])
+    loader(data(shards, cache=str(tmp_path / "cache"), max_shard_gib=4 / 1024))
     members = tmp_path / "members"
     members.write_bytes(MEMBERS)
     packed = tmp_path / "0.tar.gz"
     packed.write_bytes(gzip.compress(MEMBERS * 30))
-    with pytest.raises(Made) as made:
-        build.training_loader(settings, INPUTS, world=World(), seed=0)
-    store = made.value.store
     mark = f"3606.{os.getpid()}"
     loop = f"pipe:for number in {' '.join('x' * 15)}; do cat {members}; done; sleep {mark}"  # 4.3 MiB
-    with serving(endless(MEMBERS)) as url:
+    with serving(repeat(MEMBERS)) as url:
         for one in (url, loop, str(packed), f"file://{packed}"):
-            error, most = ended(store, one)
+            error, most = ended(made[0], one)
             assert error.reason == "too_large" and "--data.max-shard-gib" in str(error)
             assert most < 30 * MIB
     command_ends(mark)
@@ -151,7 +132,7 @@ def test_a_fifo_is_a_shard(tmp_path: Path, content: str) -> None:
 
     def write() -> None:
         with contextlib.suppress(BrokenPipeError), open(fifo, "wb") as file:
-            for block in [MEMBERS, bytes(10240)] if content == "tar" else endless(b"y" * 1000):
+            for block in [MEMBERS, bytes(10240)] if content == "tar" else repeat(b"y" * 1000):
                 file.write(block)
 
     writer = threading.Thread(target=write, daemon=True)
