@@ -118,24 +118,24 @@ def test_rank_0_alone_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert printed("train", "--lr=1", "--print-config") == ""
 
 
-@pytest.mark.parametrize(
-    ("argv", "keys"),
-    [
-        (["train", "--train-data=a.tar", "--resume=auto"], {"data", "checkpoint"}),
-        (["evaluate", "--val-data=a.tar", "--caption-json=x", "--output=a.csv"], {"evals"}),
-        (["bench", "--train-data=a.tar", "--counts=1"], {"data"}),
-        (["stage", "staged", "--val-data=a.tar", "--size=3"], {"evals"}),
-        (["check", "a.tar", "b.tar", "--caption-key=cap"], {"data"}),
-    ],
-)
-def test_every_verb_prints_its_settings_and_does_nothing_else(argv: list[str], keys: set[str], tmp_path: Path) -> None:
+VERBS = {
+    "train --train-data=a.tar --resume=auto": {"data", "checkpoint"},
+    "evaluate --val-data=a.tar --caption-json=x --output=a.csv": {"evals"},
+    "bench --train-data=a.tar --counts=1": {"data"},
+    "stage staged --val-data=a.tar --size=3": {"evals"},
+    "check a.tar b.tar --caption-key=cap": {"data"},
+}
+
+
+def test_every_verb_prints_its_settings_and_does_nothing_else(tmp_path: Path) -> None:
     code = (
         f"import os, sys\nfrom clipstream.cli import main as cli\nos.chdir({str(tmp_path)!r})\n"
-        f"assert cli.main({[*argv, '--print-config']}) == 0\nsys.exit('torch' in sys.modules)"
+        f"for line in {[*VERBS]}: print('---') or cli.main([*line.split(), '--print-config'])\n"
+        "sys.exit('torch' in sys.modules)"
     )
     ended = python("-c", code)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert set(yaml.safe_load(ended.stdout)) == keys
+    assert [set(tree) for tree in yaml.safe_load_all(ended.stdout)] == list(VERBS.values())
     assert list(tmp_path.iterdir()) == []
 
 

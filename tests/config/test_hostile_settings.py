@@ -75,10 +75,7 @@ def test_files_that_are_no_settings(tmp_path: Path) -> None:
         ({"image_size": [16, 12]}, {}, {}, "vision_cfg.image_size 12 is not a multiple of vision_cfg.patch_size 8"),
         ({"head_width": 12}, {}, {}, "vision_cfg.width 32 is not a multiple of vision_cfg.head_width 12"),
         ({"width": "32"}, {}, {}, "vision_cfg.width: Input should be a valid integer, not '32'"),
-        ({"layers": -1}, {}, {}, "vision_cfg.layers"),
         ({}, {"heads": 3}, {}, "text_cfg.width 32 is not a multiple of text_cfg.heads 3"),
-        ({}, {"context_length": 0}, {}, "text_cfg.context_length: Input should be greater than or equal to 1"),
-        ({}, {}, {"embed_dim": float("nan")}, "embed_dim: Input should be a valid integer, not nan"),
         ({}, {}, {"vision_cfg": "ViT"}, "vision_cfg: Input should be a valid dictionary, not 'ViT'"),
     ],
 )
@@ -120,13 +117,10 @@ LONG = "n" * 300
     [
         (compare, [LONG], "invalid file name nnn"),
         (evaluate, [f"--checkpoint={LONG}"], "invalid file name nnn"),
-        (evaluate, [f"--watch={LONG}"], "invalid file name nnn"),
         (evaluate, [f"--watch={__file__}"], "is a file, not a run's folder"),
         (stage, [LONG, "--train-data=a.tar"], ": File name too long"),
-        (stage, ["", "--train-data=a.tar"], "missing FOLDER"),
         (stage, ["out", "--train-data=a.tar", f"--size={'9' * 5000}"], "--size: expected a whole number, at least 1"),
         (check, [""], "error: --shards: name at least one shard"),
-        (check, ["a.tar", "--caption-json="], "error: --caption-json: the path '' is malformed"),
     ],
 )
 def test_other_verbs(

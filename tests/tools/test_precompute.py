@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -27,7 +26,7 @@ from clipstream.features.manifest import decode_rows
 from clipstream.features.store import FeatureStore, StoredSource
 from clipstream.models.towers import Towers
 from tests.support import hubtree
-from tests.support.forks import TIMEOUT, wait_until
+from tests.support.forks import TIMEOUT, fork_server, wait_until
 from tests.support.model_files import build, write
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import end_ranks, launched
@@ -311,7 +310,7 @@ def chunks_in(store: Path) -> int:
 
 def stop(command: list[str], store: Path, errors: Path, number: signal.Signals) -> int | None:
     """Run the verb until some more chunks are written, and send it a signal; its exit code."""
-    process: Any = multiprocessing.get_context("forkserver").Process(target=run_slowly, args=(command, str(errors)))
+    process: Any = fork_server().Process(target=run_slowly, args=(command, str(errors)))
     wanted = chunks_in(store) + 4
     process.start()
     wait_until(lambda: chunks_in(store) >= wanted or not process.is_alive())

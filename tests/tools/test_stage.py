@@ -107,22 +107,6 @@ def test_a_run_on_the_copies_is_the_run_without_the_server(
     assert digests(data(source.shards), 2, 16, state) == expected[4:], "a run may go on with the copies"
 
 
-def test_upsampling_factors_stay_those_of_their_parts(
-    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parts = f"{site.root}/{{00000,00002,00003}}.tar::{site.root}/00001.tar"
-
-    def order(shards: str | list[str]) -> list[str]:
-        return digests(data([], sources={"train": {"shards": shards, "upsampling_factors": [1, 3]}}), 1, 8)
-
-    expected = order(parts)
-    flags = ["--train-data", parts, "--train-data-upsampling-factors", "1::3"]
-    assert main([str(tmp_path / "fast"), *flags]) == 0
-    source = load(command(capsys.readouterr().out)).data.sources["train"]
-    assert (len(source.parts), source.upsampling_factors) == (2, [1, 3])
-    assert order(source.shards) == expected
-
-
 def test_settings_of_files_and_flags(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, folder = tmp_path / "my.yaml", tmp_path / "fast"
     (tmp_path / "pairs.csv").write_text("image,title\n")
@@ -131,7 +115,7 @@ data:
   sources:
     web: {{shards: ['{site.root}/00000.tar', '{site.root}/00002.tar'], weight: 3}}
     list: {{shards: {tmp_path}/pairs.csv}}
-    mixed: {{shards: 'toy:train::{site.root}/{{00004..00005}}.tar'}}
+    mixed: {{shards: 'toy:train::{site.root}/{{00004..00005}}.tar', upsampling_factors: [1, 3]}}
 evals:
   animals: {{type: zero_shot, classes: [a, b], data: {{shards: {site.root}/00001.tar}}}}
 """)
@@ -308,16 +292,11 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("argv", "told"),
     [
         ([], "missing FOLDER"),
-        (["--train-data", "0.tar"], "missing FOLDER"),
         (["{tmp}", "--size", "0"], "--size"),
         (["{tmp}", "--train-data", "0.tar", "--format", "gif"], "--format: expected keep, jpg, webp, png"),
-        (["{tmp}", "--train-data", "0.tar", "--quality", "9"], "--quality"),
-        (["{tmp}", "--train-data", "0.tar", "--jobs", "many"], "--jobs"),
-        (["{tmp}", "--train-datas", "0.tar"], "did you mean '--train-data'"),
         (["{tmp}"], "nothing to stage"),
         (["{tmp}/busy", "--train-data", "0.tar"], "process"),
         (["{tmp}", "--train-data", "synthetic:"], "nothing to stage"),
-        (["{tmp}", "--train-data", "{tmp}/none/*.tar"], "data.sources.train.shards"),
         (["{tmp}", "--train-data", "{tmp}/0.tar"], "is inside"),
         (["{tmp}/a{b,c}", "--train-data", "0.tar"], "cannot contain"),
     ],
