@@ -391,19 +391,7 @@ class FolderShard(OpenShard):
 
 def _images(folder: Path, image_keys: Collection[str]) -> Iterator[str]:
     """Paths of the images under a folder, relative to it. Raises OSError if a part cannot be read."""
-    seen: set[str] = set()
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for where, inner, files in os.walk(folder, onerror=fail, followlinks=True):
-        if (real := os.path.realpath(where)) in seen:  # a link to a folder above
-            inner.clear()
-            continue
-        seen.add(real)
-        inner[:] = [name for name in inner if not _is_junk(name)]
-        images = (file for file in files if not _is_junk(file) and _suffix(file) in image_keys)
-        yield from (os.path.relpath(os.path.join(where, file), folder) for file in images)
+    return (file for names in _levels(str(folder), {}) for file in names if _suffix(file) in image_keys)
 
 
 def _is_junk(name: str) -> bool:
