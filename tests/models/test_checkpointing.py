@@ -15,7 +15,7 @@ from timm.layers import to_2tuple
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipstream.errors import SettingsError
-from clipstream.models.execution.checkpointing import Held, chosen, fit_budgets
+from clipstream.models.execution.checkpointing import fit_budgets
 from clipstream.models.settings import TOWERS, ModelSettings, Tower
 from clipstream.training.precision import autocast
 from tests.support.model_files import VIT, build, write, write_text_tower
@@ -134,17 +134,6 @@ def test_a_budget_below_the_inputs_of_the_blocks_is_an_error(tmp_path: Path) -> 
         fit_budgets(towers, ModelSettings.model_validate(settings), 8, nullcontext)
     locked = build(**settings, lock_text=True).train()
     assert fit_budgets(locked, ModelSettings.model_validate(settings), 8, nullcontext) == []
-
-
-def test_the_first_blocks_recompute_first_and_cheapest() -> None:
-    held: Held = {"off": [10.0] * 3, "matmuls": [6.0] * 3, "all": [1.0] * 3}
-    assert chosen(held, 30) == ["off"] * 3
-    assert chosen(held, 23) == ["matmuls", "matmuls", "off"]
-    assert chosen(held, 18) == ["matmuls"] * 3
-    assert chosen(held, 10) == ["all", "all", "matmuls"]
-    assert chosen(held, 2) is None
-    unlike: Held = {"off": [10.0, 2.0], "matmuls": [6.0, 2.0], "all": [1.0, 3.0]}
-    assert chosen(unlike, 3) == ["all", "off"]
 
 
 @pytest.mark.parametrize("value", ["some", 1, 1.5, 0.0, "12GB", "-3GiB"])

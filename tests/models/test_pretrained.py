@@ -34,7 +34,6 @@ def found(tokenizer: Any = None, **settings: Any) -> ModelFiles:
 PREFLIGHT = """
 import sys
 from clipstream.errors import SettingsError
-from clipstream.models.build import build_towers
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 try:
@@ -73,7 +72,7 @@ def test_no_network_is_used_where_nothing_is_missing(
         assert towers.open_clip_tokenizer()(["A photo, of a DOG!"])[0, :6].tolist() == [4, 5, 6, 4, 14, 1]
         assert towers.image.resize_mode == "squash" and towers.mean.flatten().tolist() == [0.5] * 3
         assert towers.loss_type == "siglip"
-        scalars = [float(towers.clip.logit_bias), float(towers.clip.logit_scale)]
+        scalars = [towers.clip.logit_bias.item(), towers.clip.logit_scale.item()]
         assert scalars == pytest.approx([hubtree.LOGIT_BIAS, hubtree.LOGIT_SCALE])
 
 

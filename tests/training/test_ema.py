@@ -9,20 +9,16 @@ import open_clip
 import pytest
 import torch
 from timm.utils import ModelEmaV3
-from torch.distributed.tensor import DTensor
 
 from clipstream.cli.verbs import evaluate
-from clipstream.distributed.world import World
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.training.parallel import FullTowers, full_tensor, parallelize
+from clipstream.training.parallel import FullTowers
 from clipstream.training.precision import prepare
-from clipstream.training.settings import Precision, TrainSettings
+from clipstream.training.settings import Precision
 from clipstream.training.step import WeightAverages
-from tests.support.ranks import run_ranks
 from tests.support.runs import flags, furnish, go, lines, same_weights, weights
-from tests.support.sharded import DeepTowers
-from tests.support.steps import TinyTowers, assert_close, make_batch, make_step
+from tests.support.steps import TinyTowers, make_batch, make_step
 
 EMA = ("--train.ema", "0.9", "--train.ema-warmup", "true")
 
@@ -39,36 +35,6 @@ def test_they_are_timms(warmup: bool) -> None:
     for name, expected in theirs.module.named_parameters():
         torch.testing.assert_close(step.averages.tensors[name], expected.data, rtol=0, atol=1e-6)
         assert not torch.equal(step.averages.tensors[name], model.get_parameter(name))
-
-
-def averaged(world: World, parallel: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
-    """Averages and weights after some steps, and whether what an evaluation sees is right and leaves no trace."""
-    model, settings = DeepTowers().double(), {"parallel": parallel, "precision": "fp64", "ema": 0.8}
-    layout = parallelize(model, world, TrainSettings.model_validate(settings))
-    step = make_step(model, world, **settings)
-    averages = step.averages
-    assert averages is not None
-    for number in range(3):
-        step(make_batch(number, world.rank, world.size), lr=1.0)
-    assert all(isinstance(t, DTensor) == (t.numel() > 1 and parallel == "fsdp") for t in averages.tensors.values())
-    found = {name: full_tensor(tensor).clone() for name, tensor in averages.tensors.items()}
-    with layout.full_weights("cpu", instead=averages.tensors) as full:
-        seen = {name: p.detach().clone() for name, p in full.named_parameters(remove_duplicate=False)}
-    with layout.full_weights("cpu") as full:
-        after = {name: p.detach().clone() for name, p in full.named_parameters(remove_duplicate=False)}
-    return found, after, all(torch.equal(seen[name], found.get(name, after[name])) for name in seen)
-
-
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_ranks_have_one_processs_averages_and_frozen_weights_have_none(parallel: str) -> None:
-    expected, trained, right = averaged(World(), "ddp")
-    assert right and expected.keys() < trained.keys()
-    assert {name for name in trained if name not in expected} == {"clip.layers.0.0.weight", "clip.layers.0.0.bias"}
-    assert torch.equal(expected["clip.again.weight"], expected["clip.words.weight"])  # one tensor, two names
-    for found, weights_there, right in run_ranks(2, averaged, parallel):
-        assert right
-        assert_close(found, expected)
-        assert_close(weights_there, trained)
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("pure_bf16", torch.float32), ("fp64", torch.float64)])

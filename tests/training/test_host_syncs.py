@@ -6,10 +6,8 @@ The meta device stands for a GPU: its tensors have no content, so that nothing c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,28 +141,6 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path, case: str) -> None:
 def test_a_step_waits_once_for_an_optimizer_that_takes_no_flag(tmp_path: Path, precision: str) -> None:
     found = started(tmp_path, fused=False, precision=precision, ema=0.9).found
     assert found == ["step.py:_update _local_scalar_dense"]
-
-
-def test_waits_are_found() -> None:
-    values, index = torch.ones(3, device="meta"), torch.tensor([1, 0])
-    ways: dict[str, Callable[[], object]] = {
-        "item": values.sum().item,
-        "tolist": values.tolist,
-        "if": partial(bool, values.sum()),
-        "float": partial(float, values.sum()),
-        "nonzero": partial(torch.nonzero, values),
-        "to the host": values.cpu,
-        "from the host": partial(index.to, "meta"),
-        "copy": partial(values.copy_, torch.ones(3)),
-        "index": lambda: values[index],
-    }
-    for name, way in ways.items():
-        with Waits() as waits:
-            way()
-        assert waits.found, name
-    with Waits() as waits:
-        index.to("meta", non_blocking=True), values.to("cpu", non_blocking=True), values + torch.tensor(1.0)
-    assert not waits.found
 
 
 def test_figures_are_copied_without_waiting_and_read_after_their_event(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,7 @@ from clipstream.training.parallel import (
 from clipstream.training.settings import Precision, TrainSettings
 from tests.support.model_files import build, write
 from tests.support.ranks import run_ranks
-from tests.support.runs import flags, furnish, go, lines, weights
-from tests.support.sharded import FSDP, LAYERS, DeepTowers
+from tests.support.sharded import DeepTowers
 from tests.support.steps import LOSSES, TinyTowers, assert_close, make_batch, make_step, reference, taken
 
 
@@ -102,23 +101,6 @@ def refused(world: World, batch_norm: bool, precision: Precision) -> str:
 def test_what_does_not_go_together(batch_norm: bool, precision: Precision, said: str) -> None:
     for found in run_ranks(2, refused, batch_norm, precision):
         assert said in found and bool(said) == bool(found)
-
-
-def test_a_run_goes_on_sharded_and_whole_alike(tmp_path: Path) -> None:
-    """3 ranks sharded, 2 whole, 2 sharded: the same weights, moments and evaluations as in one process."""
-    furnish(tmp_path, LAYERS)
-    common = ["--val-data", f"{tmp_path}/val/*.tar", "--precision", "fp64", "--schedule.type", "constant"]
-    common += ["--optim.grad-clip-norm", "0.5", "--val-frequency", "1", "--train-num-samples", "48"]
-    common += ["--train.ema", "0.9", "--evals.val.weights", "both", "--model.lock-text", "true"]
-    go(flags(tmp_path, "one", *common, steps=6))
-    go(flags(tmp_path, "mixed", *common, *FSDP, "--train.micro-batch-size", "3", steps=2), 3)
-    go(flags(tmp_path, "mixed", *common, "--resume", "latest", steps=4), 2)
-    go(flags(tmp_path, "mixed", *common, *FSDP, "--resume", "latest", "--grad-checkpointing", steps=6), 2)
-    for file in ("open_clip_model", "averaged"):
-        assert_close(weights(tmp_path, "mixed", 6, file), weights(tmp_path, "one", 6, file))
-    for key in ("loss", "image_to_text_R@1"):
-        one, mixed = (lines(tmp_path, name, key) for name in ("one", "mixed"))
-        assert len(one) >= 3 and mixed == [pytest.approx(line, abs=1e-9) for line in one]
 
 
 def test_batch_norm_over_ranks_requires_gpus() -> None:
@@ -228,11 +210,3 @@ def test_ddp_sums_in_buckets_of_a_size_and_in_bf16() -> None:
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, gradient.bfloat16().double(), rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(gradient, truth[name], rtol=0, atol=0.02 * float(truth[name].abs().max()))
-
-
-def test_a_run_sums_in_bf16(tmp_path: Path) -> None:
-    norms, place = [], furnish(tmp_path)
-    for name, more in {"plain": (), "hook": ("--train.ddp-hook", "bf16", "--train.ddp-bucket-mib", "1")}.items():
-        go(flags(place, name, *more, steps=1), 2)
-        norms.append(lines(place, name)[0]["grad_norm"])
-    assert norms[0] != norms[1] == pytest.approx(norms[0], rel=0.01)
