@@ -1,19 +1,30 @@
-"""A misbehaving server: the result is one version of the file byte for byte, or a named failure."""
+"""Downloads by HTTP, HTTPS and from object stores: one version of the file byte for byte, or a named failure."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import http.server
 import random
 import re
+import ssl
+import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
+from clipstream.storage import download
 from clipstream.storage.download import ShardError
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import ShardURL
 from clipstream.storage.tar import Shard
 from tests.support.ranks import reserved_port
 from tests.support.stores import BODY, failure, make_store
@@ -148,3 +159,123 @@ def test_a_login_in_the_url_is_sent(site: Unruly, tmp_path: Path) -> None:
 def test_a_length_that_is_no_number_is_none(site: Unruly, told: str, tmp_path: Path) -> None:
     url, _ = scripted(site, f"length {told}")
     assert make_store(tmp_path, retries=0).local(url).read_bytes() == BODY
+
+
+# Self-signed for 127.0.0.1, with its key, valid from 2000 to 2126: openssl ca -selfsign with basicConstraints CA:TRUE,
+# keyUsage keyCertSign and subjectAltName IP:127.0.0.1. The dates allow for a clock that is wrong.
+CERTIFICATE = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgzUAf6mW/Hf25Mk0a
+GMdZQK/iHL2Qd81gR/PYuUPhCJehRANCAAQy4Io5Ew8N7aH38N55iPOIcEU0iGoJ
+mGYhCnCLaCwiD5n6gnlYJ1h0nCX6K4xiMOrMgB8dxJwEU7laDZ5C2ufI
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBbDCCARKgAwIBAgIBATAKBggqhkjOPQQDAjAUMRIwEAYDVQQDDAkxMjcuMC4w
+LjEwIBcNMDAwMTAxMDAwMDAwWhgPMjEyNjAxMDEwMDAwMDBaMBQxEjAQBgNVBAMM
+CTEyNy4wLjAuMTBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABDLgijkTDw3toffw
+3nmI84hwRTSIagmYZiEKcItoLCIPmfqCeVgnWHScJforjGIw6syAHx3EnARTuVoN
+nkLa58ijUzBRMB0GA1UdDgQWBBR/33TgQoolCVkC6JGNnPYYwqMI9TAPBgNVHRMB
+Af8EBTADAQH/MA4GA1UdDwEB/wQEAwIChDAPBgNVHREECDAGhwR/AAABMAoGCCqG
+SM49BAMCA0gAMEUCIAg5Qq0nb7i7qhV4yMpi2cjVojbtwACH9nz8cCXxYNv6AiEA
+goOZLOvnfZCYuhG/ZxNODjLGHhj3S5Ve+qo1oT1all8=
+-----END CERTIFICATE-----
+"""
+
+
+@pytest.fixture
+def https_site(tmp_path: Path) -> Iterator[str]:
+    """The address of the test's folder."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    (tmp_path / "certificate.pem").write_text(CERTIFICATE)
+    context.load_cert_chain(tmp_path / "certificate.pem")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    download._tls.cache_clear()
+    yield f"https://127.0.0.1:{server.server_port}"
+    download._tls.cache_clear()
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_known_certificate_is_taken_and_an_unknown_one_refused(
+    https_site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.tar").write_bytes(BODY)
+    store = make_store(tmp_path / "cache", retries=0)
+    with monkeypatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
+        assert store.local(f"{https_site}/1.tar").read_bytes() == BODY
+        assert download.info(ShardURL(f"{https_site}/1.tar"), 5.0).size == len(BODY)
+    download._tls.cache_clear()
+    error = failure(make_store(tmp_path / "other", retries=0), f"{https_site}/0.tar")
+    assert error.reason == "unreachable" and "certificate verify failed" in error.detail
+
+
+class Bucket(LocalFileSystem):
+    """Object storage in a folder: `bucket:///PATH`. A name with `cut` breaks after some bytes, as often as it says."""
+
+    protocol = "bucket"
+    cachable = False
+    opened: ClassVar[list[tuple[str, int]]] = []
+    changed: ClassVar[dict[str, bytes]] = {}
+    ends: ClassVar[dict[str, int]] = {}
+
+    def ukey(self, path: str) -> str:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+    def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        file = super().open(path, mode, **more)
+        left, read = self.ends.get(path, 0), file.read
+        self.ends[path] = left - 1
+
+        def broken(size: int = -1) -> bytes:
+            self.opened.append((path, file.tell()))
+            if file.tell() and path in self.changed:
+                Path(path).write_bytes(self.changed.pop(path))
+            if left > 0 and file.tell() % 100_000 >= 60_000:
+                raise ConnectionResetError("the peer is gone")
+            return bytes(read(60_000))
+
+        file.read = broken
+        return file
+
+
+@pytest.fixture
+def bucket() -> Iterator[type[Bucket]]:
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    Bucket.opened, Bucket.ends = [], {}
+    yield Bucket
+    fsspec.register_implementation("bucket", LocalFileSystem, clobber=True)
+
+
+def test_buckets_go_on_where_they_broke(tmp_path: Path, bucket: type[Bucket]) -> None:
+    source = tmp_path / "0.tar"
+    source.write_bytes(BODY)
+    bucket.ends[str(source)] = 1
+    store = make_store(tmp_path / "cache")
+    assert store.local(f"bucket://{source}").read_bytes() == BODY
+    offsets = [at for _, at in bucket.opened]
+    assert offsets.count(0) == 1 and offsets.count(60_000) == 2, (
+        "the second try begins at the byte where the first broke"
+    )
+    bucket.ends[str(source)] = 9
+    error = failure(make_store(tmp_path / "b"), f"bucket://{source}")
+    assert error.reason == "truncated_download" and "after 60,000 bytes: ConnectionResetError" in error.detail
+    assert failure(make_store(tmp_path / "b"), f"bucket://{tmp_path}/1.tar").reason == "missing"
+    assert not list((tmp_path / "b").glob("*.part"))
+
+
+def test_a_file_of_a_bucket_that_changes_while_it_comes_is_fetched_anew(tmp_path: Path, bucket: type[Bucket]) -> None:
+    source = tmp_path / "0.tar"
+    source.write_bytes(BODY)
+    bucket.changed[str(source)] = BODY[::-1]
+    assert make_store(tmp_path / "cache").local(f"bucket://{source}").read_bytes() == BODY[::-1]
+
+
+def test_a_bucket_without_its_backend_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
+    error = failure(make_store(tmp_path), "s3://somewhere/0.tar")
+    assert error.reason == "unknown_scheme" and "clipstream[s3]" in error.detail
