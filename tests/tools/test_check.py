@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings, CaptionSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.errors import Dropped
 from tests.support.image_files import save, smooth
-from tests.support.ranks import TIMEOUT
 from tests.support.tars import write_tar
 
 JPG, PNG = b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n"
@@ -121,13 +118,6 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixtur
         main([])
     assert caught.value.code == 2
     assert "holds no tar, no table and no image" in capsys.readouterr().err
-
-
-def test_the_verb_imports_no_torch(shards: str) -> None:
-    code = (
-        f"import sys; from clipstream.cli.verbs.check import main; main([{shards!r}]); sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT).returncode == 0
 
 
 def test_a_manifest_is_seen_with_its_rows(

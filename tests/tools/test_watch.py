@@ -125,9 +125,7 @@ def test_each_is_evaluated_once_in_order(run: Path, capsys: pytest.CaptureFixtur
     both = [("val"), ("kinds")]
     assert main(["--watch", str(run)]) == 0
     assert made(run) == [(step, name) for step in (2, 4, 6) for name in both]
-    scalars = EventAccumulator(str(run / "watch" / "tensorboard")).Reload()
-    assert [event.step for event in scalars.Scalars("eval/val/image_to_text_R@1")] == [2, 4, 6]
-    assert len(scalars.Images("pictures/kinds")) > 0
+    assert len(EventAccumulator(str(run / "watch" / "tensorboard")).Reload().Images("pictures/kinds")) > 0
     before = figures(run)
     assert main(["--watch", str(run)]) == 0
     assert figures(run) == before, "nothing is evaluated again"
