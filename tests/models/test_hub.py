@@ -54,14 +54,20 @@ def hub(served: Path) -> Iterator[tuple[str, Behaviour]]:
 
 FETCH = """
 import hashlib, sys
+from clipstream.data.settings import TokenizerSettings
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.pretrained import fetch, preflight
 from clipstream.models.settings import ModelSettings
-from clipstream.distributed.world import World
 for words in sys.argv[1:]:
-    name, _, pretrained = words.partition("|")
+    name, pretrained, trust = f"{words}||".split("|")[:3]
     settings = ModelSettings(name=name, pretrained=pretrained or None)
     try:
+        if trust:
+            coded = {"type": "hub", "name": "someone/coded", "trust_remote_code": trust}
+            files = fetch(settings, TokenizerSettings.model_validate(coded), World())
+            print(sorted(file.name for file in files.tokenizer.glob("*.py")))
+            continue
         preflight(settings)
         files = fetch(settings, None, World())
         digest = hashlib.sha256(files.weights.read_bytes()).hexdigest()
@@ -73,7 +79,10 @@ assert "torch" not in sys.modules
 
 
 def fetch(endpoint: str, cache: Path, *models: str, **env: str) -> list[str]:
-    """Of each `NAME[|PRETRAINED]`, revision and hash of its weights and revision of its tokenizer; or the error."""
+    """Of each `NAME[|PRETRAINED]`, revision and hash of its weights and revision of its tokenizer; or the error.
+
+    Of `NAME||TRUST`, the code of a tokenizer that is trusted or not.
+    """
     env = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1", **env}
     return python(FETCH, *models, **env).splitlines()
 
@@ -126,23 +135,6 @@ def test_unknown_and_gated_repositories_are_named(hub: tuple[str, Behaviour], tm
     assert opened.startswith(hubtree.REVISION)
 
 
-CODED = """
-import sys
-from clipstream.data.settings import TokenizerSettings
-from clipstream.data.decode.tokenizers import build_tokenizer
-from clipstream.models.pretrained import fetch
-from clipstream.models.settings import ModelSettings
-from clipstream.distributed.world import World
-model = ModelSettings(name=sys.argv[1])
-for trust in (False, True):
-    chosen = TokenizerSettings.model_validate({"type": "hub", "name": "someone/coded", "trust_remote_code": trust})
-    print(sorted(file.name for file in fetch(model, chosen, World()).tokenizer.glob("*.py")))
-print(build_tokenizer(chosen, None, 8).encode(["a photo"]).shape)
-"""
-
-
 def test_a_tokenizers_code_is_downloaded_where_it_is_trusted(hub: tuple[str, Behaviour], tmp_path: Path) -> None:
     config = hubtree.write_named_config(tmp_path, "own")
-    own = {"HF_ENDPOINT": hub[0], "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "*"}
-    out = python(CODED, str(config), **own, HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_DISABLE_XET="1")
-    assert out.splitlines() == ["[]", "['mine.py']", "(1, 8)"]
+    assert fetch(hub[0], tmp_path, f"{config}||False", f"{config}||True") == ["[]", "['mine.py']"]

@@ -105,12 +105,6 @@ def test_a_term_that_outweighs_the_others_is_told(
     assert capsys.readouterr().err.count("its term features") == told
 
 
-def test_the_teacher_itself_has_nothing_to_learn(place: Path) -> None:
-    more = ("--pretrained", f"{place}/alike/open_clip_model.safetensors", "--lr", "0", "--data.augment.scale", "[1, 1]")
-    go(distilled(place, "same", *more, "--distill.type", "affinity", teacher="alike", steps=2))
-    assert [line["loss"] for line in lines(place, "same")] == pytest.approx([0, 0], abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -25,12 +25,10 @@ MATMUL = "torch.backends.cuda.matmul"
 PROGRAMS = [
     "",
     "torch.backends.fp32_precision = 'tf32'",
-    "torch.backends.fp32_precision = 'ieee'",
     f"{MATMUL}.fp32_precision = 'tf32'",
     f"{MATMUL}.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'ieee'",
     "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
     f"{MATMUL}.allow_tf32 = True",
-    f"{MATMUL}.allow_tf32 = True; {MATMUL}.fp32_precision = 'ieee'",
     "torch.set_float32_matmul_precision('medium')",
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -93,30 +92,17 @@ def test_another_transform_tokenizer_or_tower_is_refused(
     assert "store" in error and said in error
 
 
-@pytest.mark.parametrize(
-    ("base", "idle"),
-    [
-        (
-            ["--lock-image", "--data.augment.enabled=false"],
-            ["data.augment.flip=0.5", "data.decoder=exact", "model.patch_dropout=0.5", "train.compile_mode=default",
-             "data.sampling.remainder=pad"],
-        ),
-        (["--image-features={}/evaluated"], ["data.augment={flip: 0.5}", "data.decoder=exact"]),
-    ],
-    ids=["plain", "evaluated"],
-)  # fmt: skip
-def test_settings_without_effect_are_told(
-    base: list[str], idle: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+def test_settings_without_effect_on_unaugmented_features_are_told(
+    place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The weights are those of a run without them."""
-    base, names = [word.format(place) for word in base], [f"{kind}-{idle[0]}".replace(".", "-") for kind in "ab"]
-    assert main(command(place, names[0], 3, *base)) == 0
+    base = [f"--image-features={place}/evaluated"]
+    go(command(place, "without", 3, *base))
     capsys.readouterr()
-    assert main(command(place, names[1], 3, *base, *(f"--{setting}" for setting in idle))) == 0
-    told = capsys.readouterr()
-    keys = [setting.partition("=")[0] for setting in idle]
-    assert [key for key in keys if not re.search(f"notice: --{key}: ", told.out + told.err)] == []
-    assert same_weights(*(weights(place, name, 3) for name in names))
+    go(command(place, "idle", 3, *base, "--data.augment={flip: 0.5}", "--data.decoder=exact"))
+    told = "".join(capsys.readouterr())
+    assert all(f"notice: --data.{key}: " in told for key in ("augment", "decoder"))
+    assert same_weights(weights(place, "without", 3), weights(place, "idle", 3))
 
 
 def test_a_damaged_store_is_refused(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
