@@ -137,9 +137,8 @@ def names(path: Path) -> list[str]:
 
 
 def test_a_rewritten_tar_differs_in_its_images_alone(tmp_path: Path) -> None:
-    noise = random.Random(0).randbytes(70_000)
     samples = [
-        {"__key__": "a/0", "JPG": save(RGB, "JPEG"), "txt": "ein Bild", "npy": noise},
+        {"__key__": "a/0", "JPG": save(RGB, "JPEG"), "txt": "ein Bild", "npy": random.Random(0).randbytes(70_000)},
         {"__key__": "a/" + "long" * 40, "json": "{}", "png": save(smooth(50, 40), "PNG")},
         {"__key__": "b/ü", "txt": "", "jpg": b"broken", "json": '{"n": 1}'},
         {"__key__": "b/1.x", "txt": "dots in keys"},
@@ -148,16 +147,11 @@ def test_a_rewritten_tar_differs_in_its_images_alone(tmp_path: Path) -> None:
     target, done = rewritten(tmp_path, samples, TO_64)
     assert done == {"resized": 2, "unchanged": 1, "undecodable": 1}
     assert names(target) == names(tmp_path / "a.tar")
-    before, after = Shard(tmp_path / "a.tar"), Shard(target)
-    assert after.index.fault is None
-    for old, new in zip(before.index.samples, after.index.samples, strict=True):
-        assert old.key == new.key and list(old.members) == list(new.members)
-        first, second = before.load(old), after.load(new)
-        changed = {suffix for suffix in first if first[suffix] != second[suffix]}
-        # Of two images the run takes the first suffix that it looks for.
-        assert changed == ({"jpg"} if old.key in ("a/0", "c/2") else set())
-    before.close()
-    after.close()
+    shards = Shard(tmp_path / "a.tar"), Shard(target)
+    before, after = ([shard.load(ref) for ref in shard.index.samples] for shard in shards)
+    changed = [{name for name in old if old[name] != new[name]} for old, new in zip(before, after, strict=True)]
+    # Of two images the run takes the first suffix that it looks for.
+    assert changed == [{"jpg"}, set(), set(), set(), {"jpg"}]
 
 
 def test_other_members_of_a_tar_stay(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from tests.support.unruly import FaultyFile, Unruly
 
 
 @pytest.fixture
-def site() -> Iterator[Unruly]:
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Unruly]:
+    """A server that clients try again without a pause."""
+    monkeypatch.setattr("clipstream.storage.download.time", SimpleNamespace(sleep=lambda _: None))
     running = Unruly(stall=TIMEOUT)
     yield running
     running.close()
@@ -52,13 +55,13 @@ def test_a_body_that_stalls_ends_the_run_by_worker_and_url(
 
 
 def test_a_body_that_stalls_is_a_broken_shard_after_the_last_try(site: Unruly, shards: list[str]) -> None:
-    url, limits = stalling(site, shards[0]), {"transfer_timeout": 0.5, "max_shard_failures": 0.5}
+    url, limits = stalling(site, shards[0]), {"transfer_timeout": 0.3, "max_shard_failures": 0.5}
     settings = data([*shards, url], workers=2, lanes=2, sampling={"mode": "epoch"}, **limits)
     with loader(settings) as stream:
         while not stream.health.sources["train"].faults:
             next(stream)
         loss, *_ = stream.health.take_dropped()  # the next epoch may have begun
-    assert (loss.shard, loss.reason) == (url, "timeout") and "no byte in 0.5 s after " in loss.detail
+    assert (loss.shard, loss.reason) == (url, "timeout") and "no byte in 0.3 s after " in loss.detail
     wait_until(lambda: site.files["/slow.tar"].done["stall"] >= 4)  # it was tried again
 
 

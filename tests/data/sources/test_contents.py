@@ -102,16 +102,13 @@ def test_a_file_beside_many_pairs_is_left_out(tmp_path: Path, stray: str, caplog
     ]
 
 
-def test_images_of_another_suffix(tmp_path: Path) -> None:
+def test_texts_beside_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(2):
         (tmp_path / f"{number}.photo").write_bytes(picture(number))
         (tmp_path / f"{number}.txt").write_text("a text")
     names = Source(SourceSettings(shards=str(tmp_path), image_key="photo")).names
-    assert len(names) == 2 and expand(str(tmp_path), image_key="photo") == names
+    assert len(names) == 2 and expand(str(tmp_path), image_key="photo") == names, "images of another suffix"
     assert with_split(str(tmp_path), AUTO, "photo") == str(tmp_path)
-
-
-def test_texts_beside_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "held", *PAIRS)
     expected = {
         "held/a/b/dog.v1": "caption of a/b/dog.v1.json",

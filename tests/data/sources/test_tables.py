@@ -126,9 +126,9 @@ def loader(source: dict[str, Any], rank: int = 0, size: int = 1, **changes: Any)
 
 
 def seen(parts: Sequence[Loader]) -> list[Any]:
-    """Six global batches: pixels, ids, and the rows that they are of."""
+    """Three global batches: pixels, ids, and the rows that they are of."""
     found = []
-    for _ in range(6):
+    for _ in range(3):
         batches = [next(one) for one in parts]
         pixels, ids = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("pixels", "ids"))
         keys = [key.partition("/")[2] for batch in batches for key in batch.keys]
