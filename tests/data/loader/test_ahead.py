@@ -1,8 +1,9 @@
-"""Remote shards are downloaded ahead of use, and broken ones can end a run (real servers, commands)."""
+"""Remote shards are downloaded ahead of use; of thousands none needlessly, and in little memory."""
 
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +12,18 @@ from typing import Any
 import pytest
 
 from clipstream.data.loader.pipeline import SampleBatches
-from clipstream.data.settings import SourceSettings
+from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import DataError
 from clipstream.storage.download import GIB
 from clipstream.storage.shard_cache import ShardCache
 from tests.support.forks import wait_until
 from tests.support.loaders import data, digest, digests, evaluation_of, loader
+from tests.support.pictures import picture
 from tests.support.ranks import command_ends, command_runs
 from tests.support.sites import Site
+from tests.support.tars import tar_bytes
+from tests.support.watched import private_bytes
 
 
 @pytest.fixture
@@ -102,3 +106,44 @@ def test_caches_keep_to_their_limit_which_local_shards_need_not(shards: list[str
     sources = {"near": {"shards": shards}, "far": {"shards": urls[:2]}}
     with loader(data(None, sources=sources, cache=str(tmp_path / "small"), cache_gib=2 * largest / GIB)) as both:
         assert len(next(both)) == 12
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def many() -> Iterator[Site]:
+    """Serves one and the same small shard under 10,000 names."""
+    running = Site()
+    body = tar_bytes([{"__key__": f"{i}", "jpg": picture(i), "txt": "x"} for i in range(20)])
+    running.bodies = dict.fromkeys((f"{i:05d}.tar" for i in range(10_000)), body)
+    yield running
+    running.close()
+
+
+def settings(many: Site, count: int, **changes: Any) -> DataSettings:
+    shards = f"{many.root}/{{00000..{count - 1:05d}}}.tar"
+    return data(shards, **{"workers": 2, "lanes": 8, "global_batch_size": 64, **changes})
+
+
+@pytest.mark.parametrize("mode", ["resampled", "epoch"])
+def test_a_run_of_10000_shards_asks_for_those_it_needs(many: Site, tmp_path: Path, mode: str) -> None:
+    with loader(settings(many, 10_000, sampling={"mode": mode}, cache=str(tmp_path))) as stream:
+        next(stream)
+        # A lane holds two shards, and two more may be on their way.
+        assert len(many.asked) <= 2 * 8 * 2 * 2, "a GET and a HEAD each"
+        assert len(stream.health.sources["train"].shards) <= 8 * 2 * 2
+
+
+def test_workers_take_no_more_memory_for_10000_shards_than_for_100(many: Site) -> None:
+    sizes = []
+    for count in (100, 10_000):
+        with loader(settings(many, count)) as stream:
+            taken = []
+            for _ in range(2):
+                for _ in range(30):
+                    next(stream)
+                taken.append([private_bytes(pid) for pid in stream.worker_pids()])
+        assert max(after - before for before, after in zip(*taken, strict=True)) < 3 * MIB
+        sizes.append(statistics.mean(taken[1]))
+    assert sizes[1] - sizes[0] < 8 * MIB, sizes
