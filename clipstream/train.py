@@ -13,6 +13,7 @@ import sys
 if __name__ == "__main__":  # the verb prints help and checks settings before torch is imported below
     sys.exit(importlib.import_module("clipstream.cli.main").main(["train", *sys.argv[1:]], own=True))
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.resume import Resumed, find, load_into
-from clipstream.checkpoint.state import CheckpointMeta
+from clipstream.checkpoint.state import CheckpointMeta, Tensors
 from clipstream.config.dump import noted, print_end, print_summary, redacted, write_config
 from clipstream.config.entry import make_callable
 from clipstream.config.settings import Settings, carried_over
@@ -42,11 +43,12 @@ from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.losses.contrastive import build_loss, warn_of_duplicates
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import chosen_loss_type
+from clipstream.models.adapters import WEIGHTS
 from clipstream.models.build import build_towers
 from clipstream.models.execution.batch_features import NAME, Teacher
 from clipstream.models.execution.flops import Throughput, build_throughput
 from clipstream.models.layers import tune_convolutions
-from clipstream.models.model_config import AVERAGED_FILE
+from clipstream.models.model_config import ADAPTER, AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.models.towers import Towers
 from clipstream.report.html_report import REPORT_FILE
 from clipstream.report.outputs import Ending, Outputs, build_profiler
@@ -303,14 +305,22 @@ def build_evals(run: Run, step: TrainStep, tokenizer: tokenizers.Tokenizer, outp
 
 
 def build_writer(run: Run, step: TrainStep, resumed: Resumed, outputs: Outputs) -> AsyncWriter:
-    """The writer of checkpoints, with averaged weights as a further file."""
+    """The writer of checkpoints, with averaged weights and adapters as further files."""
     averages, towers = step.averages, step.towers
-    tensors = {} if averages is None else {AVERAGED_FILE: lambda: averages.among(towers.saved_tensors())}
+    tensors: dict[str, Callable[[], Tensors]] = {}
+    if averages is not None:
+        tensors[AVERAGED_FILE] = partial(towers.saved_tensors, averages.tensors)
+    files: dict[str, bytes] = {}
+    if (adapters := towers.adapters) is not None:
+        for folder, own in ((ADAPTER, None), (AVERAGED_ADAPTER, None if averages is None else averages.tensors)):
+            if folder == ADAPTER or own is not None:
+                tensors[f"{folder}/{WEIGHTS}"] = partial(adapters.tensors, towers.clip, own)
+                files |= {f"{folder}/{name}": content for name, content in adapters.files().items()}
     return AsyncWriter(
         run.folder / "checkpoints",
         run.world,
         run.settings.checkpoint,
-        Content(towers, step.optimizer, noted(run.settings), tensors),
+        Content(towers, step.optimizer, noted(run.settings), tensors, files),
         sync=resumed.remote_sync,
         status=outputs.status,
     )

@@ -61,12 +61,14 @@ class Content:
         towers: the model, without wrappers; it may be sharded.
         recorded: settings to record in state.json, by dotted key.
         tensors: further files of tensors: name -> function that returns them; called at each save, on all ranks.
+        files: further files.
     """
 
     towers: Towers
     optimizer: torch.optim.Optimizer
     recorded: Mapping[str, object] = field(default_factory=dict)
     tensors: Mapping[str, Callable[[], Tensors]] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class AsyncWriter:
@@ -90,7 +92,7 @@ class AsyncWriter:
         self.folder, self.world, self.settings, self._metric = folder, world, settings, settings.best_by
         self._content = content
         self._snapshot = Snapshot(world.device, content.optimizer, kept=world.is_main)
-        self._description = content.towers.description() if world.is_main else {}
+        self._description = {**content.towers.description(), **content.files} if world.is_main else {}
         self._sync, self._status = sync, status
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -104,6 +104,10 @@ class OpenClipCheckpoint:
 
         Raises SettingsError: they are of another model, optimizer, or choice of trained parameters.
         """
+        if towers.adapters is not None:
+            raise SettingsError(
+                f"--resume {self.path}: has no adapters: start from its weights, --pretrained {self.path}"
+            )
         try:
             present = towers.clip.state_dict()
             saved = towers.not_stored(finite(self.weights.items(), self.path))

@@ -26,7 +26,7 @@ from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.model_config import AVERAGED_FILE
+from clipstream.models.model_config import AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.storage.shard_url import ShardURL
 from clipstream.training.parallel import reshard
 from clipstream.training.settings import CheckpointSettings, TrainSettings
@@ -90,7 +90,9 @@ def load_into(step: TrainStep, checkpoint: Path, start: TrainState | None = None
     state = load(checkpoint, towers=step.towers, optimizer=step.optimizer, world=step.world, start=start)
     step.load_state(state.train_step)
     if step.averages is not None:
-        step.averages.load(checkpoint / AVERAGED_FILE, state.train_step.ema_updates)
+        updates, adapters, clip = state.train_step.ema_updates, step.towers.adapters, step.towers.clip
+        own = None if adapters is None or updates is None else adapters.read(checkpoint / AVERAGED_ADAPTER, clip)
+        step.averages.load(checkpoint / AVERAGED_FILE, updates, own)
     return state
 
 

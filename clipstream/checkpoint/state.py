@@ -29,6 +29,7 @@ from clipstream.checkpoint.open_clip import OpenClipCheckpoint, short
 from clipstream.distributed.run_record import versions
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.models.model_config import ADAPTER
 from clipstream.models.towers import Towers
 from clipstream.models.weights import finite, read_object
 from clipstream.training.optim import CONSTRUCTED, groups_from_json
@@ -247,9 +248,11 @@ def load(
         return start
     state = read_meta(checkpoint).train
     try:
-        present = towers.clip.state_dict()
+        present = {**towers.clip.state_dict(), **dict(towers.clip.named_parameters())}
         # Each rank keeps only its part of sharded weights.
         saved = towers.not_stored(finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS))
+        if (adapters := towers.adapters) is not None:
+            saved = adapters.in_place_of(saved, checkpoint / ADAPTER, towers.clip)
         weights = {name: shard_like(weight, present.get(name)) for name, weight in saved}
         towers.clip.load_state_dict(weights)
         saved_moments = _saved_moments(checkpoint, optimizer)

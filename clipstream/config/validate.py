@@ -117,6 +117,8 @@ PAIRS = (
         for store, key, noun in (
             (_STORES["image"], "unlocked_groups", "groups of the image tower"),
             (_STORES["image"], "unlock_image_at", "weights of the image tower"),
+            (_STORES["image"], "image.lora", "adapters of the image tower"),
+            (_STORES["text"], "text.lora", "adapters of the text tower"),
             (_STORES["text"], "unlocked_layers", "layers of the text tower"),
             (_STORES["text"], "unlock_text_at", "weights of the text tower"),
         )

@@ -92,6 +92,10 @@ def build_towers(
     if settings.lock_text:
         keep = state is None and files.text_model is not None
         towers.lock_text(settings.unlocked_layers, keep_projection=keep, until=settings.unlock_text_at)
+    if settings.adapters:
+        new = {"text.proj": files.text_model is not None, "visual.head": files.image_weights is not None}
+        heads = [name for name, fresh in new.items() if fresh and state is None]
+        towers.adapt(settings.adapters, seed=seed, base=files.label, heads=heads)
     return towers
 
 

@@ -26,6 +26,7 @@ HUB, LOCAL = "hf-hub:", "local-dir:"
 CONFIG_FILE = "open_clip_config.json"
 WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 AVERAGED_FILE = "averaged.safetensors"  # of a checkpoint, beside its trained weights
+ADAPTER, AVERAGED_ADAPTER = "adapter", "adapter_averaged"  # folders of a checkpoint, in peft's format
 # Defaults of open_clip (CLIPVisionCfg and CLIPTextCfg in open_clip/model.py).
 _VISION = {"width": 768, "head_width": 64, "patch_size": 16, "image_size": 224}
 _TEXT = {"width": 512, "heads": 8}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import Self
 
-from clipstream.utils.section import SET, ConfigPathText, Conflict, Is, PathText, Section
+from clipstream.utils.section import GIVEN, SET, ConfigPathText, Conflict, Is, PathText, Section
 
 Tower = Literal["image", "text"]
 TOWERS: tuple[Tower, ...] = ("image", "text")
@@ -67,6 +67,28 @@ NOTHING_COMPILED = Conflict(  # of TrainSettings
 )
 
 
+class LoraSettings(Section):
+    """Low-rank adapters of a tower's layers, in the format of peft: the only weights of the tower that are trained."""
+
+    rank: int = Field(16, ge=1, description="rank of the matrices that are added to each layer's")
+    alpha: float | None = Field(
+        None, gt=0, description="their product is multiplied by alpha / rank; default: twice the rank"
+    )
+    targets: Literal["attention", "all"] | list[str] = Field(
+        "attention",
+        description="layers with an adapter: attention, all (attention and MLP layers), or patterns of layer names as "
+        "in open_clip, such as '*.mlp.*'",
+    )
+    dora: bool = Field(
+        False, description="train the length of each row apart from its direction (DoRA); not for open_clip's attention"
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product."""
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+
 class TowerSettings(Section):
     """Settings of one tower, where they differ from those of the model or of training."""
 
@@ -81,6 +103,11 @@ class TowerSettings(Section):
         gt=0,
         description="memory per rank, in GiB, to cache the features of a locked tower; the image tower requires "
         "data.augment.enabled false; default: no cache",
+    )
+    lora: LoraSettings | None = Field(
+        None,
+        description="adapters of this tower; all other weights of both towers are frozen, except those that lock_image "
+        "and lock_text leave unlocked, and new heads",
     )
 
 
@@ -192,6 +219,16 @@ class ModelSettings(Section):
                      "{1} has the weights of both towers: set only one of them")
             for key, has_weights in (("pretrained", SET), ("name", _WITH_WEIGHTS))
         ),
+        *(
+            Conflict({f"{tower}.lora": GIVEN, f"lock_{tower}": True},
+                     f"trains the {tower} tower by adapters, and model.lock_{tower} freezes it: remove one of them")
+            for tower in _UNLOCKING
+        ),
+        *(
+            Conflict({f"{tower}.lora.dora": True, f"{other}.lora.dora": False},
+                     "the files of peft have DoRA in both towers or in none: set it for both")
+            for tower, other in (("image", "text"), ("text", "image"))
+        ),
         Conflict({"patch_dropout": SET, "lock_image": True, "unlocked_groups": 0, "unlock_image_at": None},
                  "has no effect with a locked image tower: remove it", notice=True),
         NO_BLOCKS,
@@ -210,6 +247,12 @@ class ModelSettings(Section):
         """The precision of each tower that has its own."""
         wanted = {tower: getattr(self, tower).precision for tower in TOWERS}
         return {tower: precision for tower, precision in wanted.items() if precision is not None}
+
+    @property
+    def adapters(self) -> dict[Tower, LoraSettings]:
+        """The adapters of each tower that has some."""
+        wanted: dict[Tower, LoraSettings | None] = {tower: getattr(self, tower).lora for tower in TOWERS}
+        return {tower: lora for tower, lora in wanted.items() if lora is not None}
 
     def not_trained(self) -> Self:
         """The same model without the settings of its training."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,12 +21,13 @@ from torch import nn
 from clipstream.data.batch import ImageSpec
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import decode_rows
+from clipstream.models.adapters import Adapters
 from clipstream.models.execution.text_buckets import Lengths, TextBuckets
 from clipstream.models.frozen import FrozenTower, StoredTower, arithmetic, members
 from clipstream.models.layers import ChannelsLast, batch_norms, tower_parameters
 from clipstream.models.model_config import CONFIG_FILE, WEIGHT_FILES, ModelConfig
 from clipstream.models.pretrained import TEXT_CONFIG, TOKENIZER_CONFIG
-from clipstream.models.settings import TOWERS, FrozenPrecision, Tower
+from clipstream.models.settings import TOWERS, FrozenPrecision, LoraSettings, Tower
 from clipstream.utils.plugins import not_trusted
 from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD, begin
 
@@ -76,6 +77,7 @@ class Towers(nn.Module):
         text_buckets: how texts are cut into buckets by length; None for passes over padded texts.
         channels_last: how the image tower takes its pixels; None for contiguous ones.
         own_precision: frozen towers in a precision of their own.
+        adapters: of the towers that train adapters alone.
     """
 
     clip: Any
@@ -114,6 +116,7 @@ class Towers(nn.Module):
         self.text_buckets = text_buckets
         self.channels_last = channels_last
         self.own_precision: dict[Tower, FrozenTower] = {}
+        self.adapters: Adapters | None = None
         self._locks: list[Lock] = []
         self._text_config = getattr(getattr(clip, "text", None), "config", None)  # of a Hugging Face text tower
         self._tokenizer: Any = None
@@ -287,6 +290,26 @@ class Towers(nn.Module):
         whole = None if unlocked_layers else self.tower("text")  # in evaluation mode, but for the projection
         self._add_lock(before, self.tower("text"), until, whole)
 
+    def adapt(self, wanted: Mapping[Tower, LoraSettings], *, seed: int, base: str, heads: Collection[str] = ()) -> None:
+        """Give towers adapters, and freeze all else that is trained but scale and bias of the logits.
+
+        Args:
+            wanted: the settings by tower; a tower without is frozen, or, if it is locked already, stays as it is.
+            seed: of the initial values.
+            base: name of the model, for peft's configuration.
+            heads: beginnings of the names, in the model, of parameters that are new, and are trained.
+
+        Raises SettingsError: as `Adapters.add`.
+        """
+        before, locked = self._trainable(), bool(self._locks)
+        self.adapters = Adapters.add(self.clip, wanted, seed=seed, base=base)
+        own = self.adapters.tensors(self.clip)
+        for tower in TOWERS if not locked else wanted:
+            for name, parameter in tower_parameters(self.clip, tower):
+                adapts = any(parameter is one for one in own.values())
+                parameter.requires_grad_(adapts or name.startswith(tuple(heads)))
+            self._add_lock(before, self.tower(tower), None)
+
     def set_precision(self, tower: Tower, precision: FrozenPrecision, *, keep: bool = True) -> None:
         """Convert a frozen tower to a precision of its own, in which it is stored and computed from now on.
 
@@ -356,9 +379,18 @@ class Towers(nn.Module):
             for tower in self.stored.values():
                 tower.remove(self.clip)
 
-    def saved_tensors(self) -> dict[str, torch.Tensor]:
-        """open_clip's state dict, with the weights of stored towers, and the original ones of `set_precision`."""
+    def saved_tensors(self, instead: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """open_clip's state dict, with the weights of stored towers, the original ones of `set_precision`, and adapters
+        merged; sharded tensors stay sharded.
+
+        Args:
+            instead: values for parameters by name in the towers.
+        """
         present: dict[str, torch.Tensor] = self.clip.state_dict()
+        if instead is not None:
+            values = {name.removeprefix("clip."): tensor for name, tensor in instead.items()}
+            present |= {name: tensor for name, tensor in values.items() if name in present}
+            present |= {} if self.adapters is None else self.adapters.merged(self.clip, instead)
         for frozen in self.own_precision.values():
             present = frozen.saved(present)
         return present | {name: tensor for stored in self.stored.values() for name, tensor in stored.tensors()}

@@ -8,6 +8,7 @@ used. Tars of torch before 0.1.10 are not read.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import os
@@ -291,6 +292,16 @@ def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> I
             f"{where} holds weights that are NaN or infinite: {listed(broken, SHOWN)}; take other weights, as of an "
             "earlier checkpoint"
         )
+
+
+def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 of tensors, in hexadecimal digits: of their names in order, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        value = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def of_clip(name: str) -> bool:

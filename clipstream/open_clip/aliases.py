@@ -210,6 +210,9 @@ ALIASES = (
     _alias("--lock-text", "model.lock_text", "", "freeze the text tower", switch=True),
     _alias("--lock-text-unlocked-layers", "model.unlocked_layers", "INT", "leave the last N layers of the text tower "
            "unlocked"),
+    _alias("--lora", "model.image.lora.rank model.text.lora.rank", "INT", "train low-rank adapters of this rank in "
+           "both towers, and freeze all else", lambda text: [(("model", kind, "lora", "rank"), text) for kind in
+           ("image", "text")]),
     _alias("--image-features", "data.image_features", "STORE", "feature store that replaces images and image tower"),
     _alias("--text-features", "data.text_features", "STORE", "feature store that replaces captions and text tower"),
     _alias("--teacher-features", "data.teacher_features", "STORES", "feature stores of teachers, separated by ';'",

@@ -166,7 +166,8 @@ class ShardedTowers:
         reduce_dtype = torch.float32 if precision in ("bf16", "pure_bf16") else None
         policy = of_blocks = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         if precision == "bf16" and _SELECTS_DTYPES:
-            own = ids_of_own(towers)
+            adapters = getattr(towers, "adapters", None)
+            own = ids_of_own(towers) | (set() if adapters is None else adapters.wide(towers.clip))
 
             def unchanged(parameter: nn.Parameter) -> torch.dtype | None:
                 return parameter.dtype if parameter.ndim < 2 or id(parameter) in own else None

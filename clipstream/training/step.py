@@ -472,16 +472,13 @@ class WeightAverages:
         if averages:
             move(averages, weights)
 
-    def among(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of a state dict, with averages in place of trained weights; sharded tensors stay sharded."""
-        return {**weights, **{name.removeprefix(_PREFIX): average for name, average in self.tensors.items()}}
-
     @torch.no_grad()
-    def load(self, file: Path, updates: int | None) -> None:
+    def load(self, file: Path, updates: int | None, adapters: Mapping[str, torch.Tensor] | None = None) -> None:
         """Continue from a checkpoint's averages, or start from the present weights if it has none.
 
         Args:
             updates: how often they were updated; None if the checkpoint has no averages.
+            adapters: those of adapters, by name in the model.
 
         Raises SettingsError: the file cannot be read, is of another model, or holds weights that are not finite.
         """
@@ -491,7 +488,7 @@ class WeightAverages:
                 local_tensor(average).copy_(local_tensor(parameter))
             return
         try:
-            saved = dict(finite(load_file(file).items(), file))
+            saved = {**dict(finite(load_file(file).items(), file)), **(adapters or {})}
             for name, average in self.tensors.items():
                 local_tensor(average).copy_(local_tensor(shard_like(saved[name.removeprefix(_PREFIX)], average)))
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:

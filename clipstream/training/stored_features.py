@@ -7,9 +7,8 @@ sums of `evals.context`, the digest of the weights in it is cryptographic.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -26,6 +25,7 @@ from clipstream.models.frozen import members
 from clipstream.models.model_config import WEIGHT_FILES, Config
 from clipstream.models.settings import Tower
 from clipstream.models.towers import Towers
+from clipstream.models.weights import weights_digest
 
 PRECISION = "precision"  # of the forward pass that made the features; training may compute in another one
 Fingerprint = dict[str, object]
@@ -164,16 +164,6 @@ def _fingerprint(towers: Towers, tower: Tower, **more: object) -> Fingerprint:
     }
     found: Fingerprint = json.loads(json.dumps(values | more))
     return found
-
-
-def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """SHA-256 of tensors, in hexadecimal digits: of their names in order, dtypes, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        value = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def tower_state(towers: Towers, tower: Tower) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ VALUES = {
     "data.sampling.mode": "epoch", "data.sampling.remainder": "pad", "data.sources.NAME.upsampling_factors": "[1]",
     "distill": "{weight: 2}", "distill.model": "RN50", "distill.pretrained": "openai", "evals.NAME.prompts": "[a cat]",
     "evals.NAME.data.upsampling_factors": "[1]", "loss.duplicates_by": "captions", "model.image_pretrained": "in1k",
+    "model.image.lora": "{rank: 4}", "model.text.lora": "{rank: 4}",
     "model.image.precision": "bf16", "model.text.precision": "bf16", "model.name": "hf-hub:a/b",
     "model.pretrained": "openai", "model.patch_dropout": "0.5", "optim.fallback": "[head]", "optim.name": "lamb",
     "train.compile": "blocks", "train.compile_backend": "eager", "train.compile_mode": "default", "train.ema": "0.9",
@@ -76,9 +77,10 @@ def argv_of(prefix: str, pair: Conflict) -> list[str]:
         if isinstance(literal, Is):
             text = literal.words if literal.test is None else VALUES.get(key, "7")
         argv.append(f"--{key.replace('NAME', 'one')}={text}")
-    if any(key.startswith(("model.image.", "model.unlock_image", "model.unlocked_gr")) for key in keys):
+    adapts = any(".lora" in key for key in keys)  # which no locked tower does
+    if not adapts and any(key.startswith(("model.image.", "model.unlock_image", "model.unlocked_gr")) for key in keys):
         argv += [] if keys.get("model.lock_image") is False else ["--model.lock_image=true"]
-    if any(key.startswith(("model.text.", "model.unlock_text", "model.unlocked_l")) for key in keys):
+    if not adapts and any(key.startswith(("model.text.", "model.unlock_text", "model.unlocked_l")) for key in keys):
         argv += [] if keys.get("model.lock_text") is False else ["--model.lock_text=true"]
     return argv if keys.keys() & {"train.steps", "train.samples", "train.epochs"} else [*argv, "--train.steps=20"]
 

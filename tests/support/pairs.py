@@ -74,6 +74,8 @@ FACTORS: dict[str, dict[str, str]] = {
                    "until": "--lock-image --model.unlock-image-at 2"},
     "lock text": {"off": "", "all": "--lock-text", "last": "--lock-text --model.unlocked-layers 1",
                   "until": "--lock-text --model.unlock-text-at 3"},
+    "adapters": {"off": "", "lora": "--lora 4", "text": "--model.text.lora.rank 8 --model.text.lora.alpha 4",
+                 "all": "--model.image.lora.targets all --model.text.lora.rank 3"},
     "own precision": {"off": "", "bf16": "--model.{tower}.precision bf16", "fp16": "--model.{tower}.precision fp16",
                       "fp32": "--model.{tower}.precision fp32"},
     "cache": {"off": "", "on": "--model.{tower}.cache-gib 0.01"},
@@ -121,7 +123,7 @@ FACTORS: dict[str, dict[str, str]] = {
 del FACTORS["model"]["teacher"]
 
 # What decides the figures of a run; the rest must not.
-SAME = ("model", "loss", "patch dropout", "lock image", "lock text", "ema", "mode", "optimizer", "schedule",
+SAME = ("model", "loss", "patch dropout", "lock image", "lock text", "adapters", "ema", "mode", "optimizer", "schedule",
         "clipping", "duplicates", "distillation", "evaluator", "augmentation", "decoder", "batches", "source",
         "custom text")  # fmt: skip
 # Masks of patch dropout depend on how many samples pass at once, and on the rank; stored views differ from crops.
@@ -221,6 +223,12 @@ REFUSALS: list[tuple[dict[str, str], str]] = [
     ({"lock text": "until", "stored": "text|both"}, "can be trained"),
     ({"optimizer": "layer decay", "stored": "image|both"}, "no image tower"),
     ({"world": "2 fsdp", "optimizer": "lamb|muon"}, "requires unsharded weights"),
+    ({"adapters": "lora|all", "lock image": "all|last|until"}, "model.lock_image freezes it"),
+    ({"adapters": "lora|text|all", "lock text": "all|last|until"}, "model.lock_text freezes it"),
+    ({"adapters": "lora|all", "stored": "image|both"}, "no adapters of the image tower can be trained"),
+    ({"adapters": "lora|text|all", "stored": "text|both"}, "no adapters of the text tower can be trained"),
+    ({"adapters": "lora|all", "model": "resnet"}, "no attention or linear layer"),
+    ({"adapters": "lora", "model": "convnext"}, "no layer of the image tower matches attention"),
     ({"batches": "growing", "mode": "pad|wrap"}, "constant batch size"),
 ]
 

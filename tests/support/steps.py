@@ -39,7 +39,7 @@ class TinyTowers(nn.Module):
     def __init__(self, kind: str = "clip", *, dropout: float = 0.0, batch_norm: bool = False) -> None:
         super().__init__()
         self.image, self.context_length = ImageSpec((SIZE, SIZE)), TOKENS
-        self.has_batch_norm = batch_norm
+        self.has_batch_norm, self.adapters = batch_norm, None
         with torch.random.fork_rng():
             torch.manual_seed(1)
             self.clip: Any = nn.Module()

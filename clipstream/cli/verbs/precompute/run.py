@@ -65,12 +65,12 @@ from clipstream.models.build import build_towers
 from clipstream.models.model_config import WEIGHT_FILES
 from clipstream.models.settings import TOWERS, ModelSettings
 from clipstream.models.towers import Towers
-from clipstream.models.weights import read_weights
+from clipstream.models.weights import read_weights, weights_digest
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted, duration, listed_lines, printable, printable_lines
 from clipstream.training.precision import autocast, check_device, prepare, resolve_precision
 from clipstream.training.settings import Precision
-from clipstream.training.stored_features import image_fingerprint, text_fingerprint, tower_state, weights_digest
+from clipstream.training.stored_features import image_fingerprint, text_fingerprint, tower_state
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ProgressBar
 from clipstream.utils.logs import announce, logger

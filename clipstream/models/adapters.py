@@ -1,0 +1,286 @@
+"""Low-rank adapters of the layers of a tower: LoRA (arXiv:2106.09685) and DoRA (arXiv:2402.09353), in peft's format.
+
+A model of open_clip enters, and keeps its form: an adapted matrix is a parametrization of torch, so that whatever reads
+`.weight` reads the sum of both, and the model's state dict is that of the merged model. The adapter leaves by itself,
+as peft's adapter_config.json and adapter_model.safetensors.
+
+With A [r, in], B [out, r] and the frozen W [out, in], the layer's matrix is V = W + alpha / r * B A; with DoRA each of
+its rows is scaled to the trained length m: m V / |V|, where |V| has no gradient, as in section 4.3 of the paper.
+
+Of torch's MultiheadAttention, queries, keys and values are adapted. peft also adapts its out_proj, but adds that
+product twice (0.21.2; huggingface/peft#3774): it is 0 here, which is the same before and after a correction.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from open_clip.modified_resnet import AttentionPool2d
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.utils import parametrize
+
+from clipstream.errors import SettingsError
+from clipstream.models.frozen import members
+from clipstream.models.layers import blocks
+from clipstream.models.settings import LoraSettings, Tower
+from clipstream.models.weights import finite, weights_digest
+
+CONFIG, WEIGHTS, DIGEST = "adapter_config.json", "adapter_model.safetensors", "base.sha256"
+PARTS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}  # in peft's files
+_OUT = ".base_layer.out_proj"  # in the name of a layer of MultiheadAttention in peft's files
+Tensors = Mapping[str, torch.Tensor]
+
+
+class LowRank(nn.Module):
+    """A parametrization: the frozen matrix W -> the matrix that the layer has.
+
+    Args:
+        weight: [out, in].
+        generator: of the initial A, which is that of nn.Linear and of peft; B is 0.
+    """
+
+    def __init__(self, weight: torch.Tensor, settings: LoraSettings, generator: torch.Generator) -> None:
+        super().__init__()
+        first = torch.empty(settings.rank, weight.shape[1])
+        self.lora_A = nn.Parameter(nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator))
+        self.lora_B = nn.Parameter(torch.zeros(weight.shape[0], settings.rank))
+        self.magnitude = nn.Parameter(weight.detach().norm(dim=1)) if settings.dora else None
+        self.scale = settings.scale
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """See `merged`."""
+        return self.merged(weight, self.lora_A, self.lora_B, self.magnitude)
+
+    def merged(
+        self, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, magnitude: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The matrix [out, in] of the layer, in the dtype of `weight`, also under autocast, with these A, B and m."""
+        if weight.is_meta:  # where the FLOPs of a sample are counted, and this product is made once for all samples
+            return weight + first.sum() + second.sum()
+        with torch.autocast(weight.device.type, enabled=False):
+            found = weight + self.scale * (second @ first)
+            return found if magnitude is None else (magnitude / found.detach().norm(dim=1))[:, None] * found
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An adapted matrix."""
+
+    name: str  # in the state dict of open_clip's model
+    path: str  # of its parametrization in the model
+    layer: str  # its name
+
+    def names(self, part: LowRank) -> dict[str, str]:
+        """The names of the adapter's parameters in the model -> in peft's files."""
+        return {f"{self.path}.0.{own}": f"base_model.model.{self.layer}.{PARTS[own]}"
+                for own, _ in part.named_parameters()}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model.
+
+    Attributes:
+        matrices: that have one.
+        config: peft's configuration.
+        digest: SHA-256 of the frozen matrices, as they were loaded.
+    """
+
+    matrices: tuple[Matrix, ...]
+    config: Mapping[str, Any]
+    digest: str
+
+    @classmethod
+    def add(cls, clip: nn.Module, wanted: Mapping[Tower, LoraSettings], *, seed: int, base: str) -> Adapters:
+        """Give layers of open_clip's model adapters, which change none of its features yet.
+
+        Args:
+            wanted: settings of the towers that get adapters.
+            seed: of the initial values, which depend on it alone.
+            base: name of the model, for peft's configuration.
+
+        Raises SettingsError: no layer has a wanted name, a rank is larger than a matrix, or peft has no such adapter.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        matrices: list[Matrix] = []
+        found = {tower: dict(_chosen(clip, tower, settings)) for tower, settings in wanted.items()}
+        pairs = [pair for layers in found.values() for pair in layers.items()]
+        digest = weights_digest((name, getattr(layer, _matrix(layer))) for name, layer in pairs)
+        for tower, settings in wanted.items():
+            for name, layer in found[tower].items():
+                own = _matrix(layer)
+                weight = getattr(layer, own)
+                if settings.rank > min(weight.shape):
+                    raise SettingsError(
+                        f"model.{tower}.lora.rank: {settings.rank} is larger than {name}.{own}, a matrix of "
+                        f"{' x '.join(map(str, weight.shape))}: use at most {min(weight.shape)}, or other targets"
+                    )
+                parametrize.register_parametrization(layer, own, LowRank(weight, settings, generator))
+                weight.requires_grad_(False)
+                layer._register_state_dict_hook(_merge)  # type: ignore[no-untyped-call]
+                matrices.append(Matrix(f"{name}.{own}", f"{name}.parametrizations.{own}", name))
+        return cls(tuple(matrices), _config(wanted, found, base), digest)
+
+    def _parts(self, clip: nn.Module) -> Iterator[tuple[Matrix, LowRank, nn.Parameter]]:
+        """Each matrix with its adapter and its frozen weight."""
+        for matrix in self.matrices:
+            parts: Any = clip.get_submodule(matrix.path)
+            yield matrix, parts[0], parts.original
+
+    def tensors(self, clip: nn.Module, instead: Tensors | None = None) -> dict[str, torch.Tensor]:
+        """The content of adapter_model.safetensors; sharded tensors stay sharded.
+
+        Args:
+            instead: values for parameters, by name in the towers.
+        """
+        values = {name.removeprefix("clip."): tensor for name, tensor in (instead or {}).items()}
+        own = {**dict(clip.named_parameters()), **values}
+        found = {file: own[name] for matrix, part, _ in self._parts(clip) for name, file in matrix.names(part).items()}
+        for matrix, part, weight in self._parts(clip):
+            if matrix.name.endswith("in_proj_weight"):
+                shapes = {"lora_A": part.lora_A.shape, "lora_B": (weight.shape[1], part.lora_A.shape[0])}
+                for one, shape in shapes.items():
+                    zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+                    found[f"base_model.model.{matrix.layer}{_OUT}.{PARTS[one]}"] = zeros
+        return found
+
+    @torch.no_grad()
+    def merged(self, clip: nn.Module, instead: Tensors) -> dict[str, torch.Tensor]:
+        """The matrices by name in the state dict, with values `instead` of parameters, by name in the towers."""
+        found = {}
+        for matrix, part, weight in self._parts(clip):
+            values = (instead.get(f"clip.{matrix.path}.0.{name}", own) for name, own in part.named_parameters())
+            found[matrix.name] = part.merged(weight, *values)
+        return found
+
+    def wide(self, clip: nn.Module) -> set[int]:
+        """The ids of the parameters that a matrix is summed of, and which must not be rounded before."""
+        return {id(own) for _, part, weight in self._parts(clip) for own in (weight, *part.parameters())}
+
+    def files(self) -> dict[str, bytes]:
+        """The files beside the tensors, by name."""
+        text = json.dumps(self.config, indent=2) + "\n"
+        return {CONFIG: text.encode(), DIGEST: f"{self.digest}\n".encode()}
+
+    def read(self, folder: Path, clip: nn.Module) -> dict[str, torch.Tensor]:
+        """The parameters of the adapters that a checkpoint has, by name in the model.
+
+        Raises SettingsError: the checkpoint has none, or others, or those of other weights.
+        """
+        again = "resume with the settings of the run's config.yaml, or start a new run"
+        try:
+            saved, digest = load_file(folder / WEIGHTS), (folder / DIGEST).read_text().strip()
+        except (OSError, SafetensorError) as error:
+            raise SettingsError(f"{folder.parent} has no adapter ({error}): {again} from its weights") from error
+        if digest != self.digest:
+            raise SettingsError(
+                f"{folder.parent}: its adapter belongs to other weights than those that the run starts from (their "
+                f"digests differ): set model.pretrained to the weights that the run began with, or {again}"
+            )
+        own = dict(clip.named_parameters())
+        names = {name: file for matrix, part, _ in self._parts(clip) for name, file in matrix.names(part).items()}
+        found = {name: tensor.shape for name, tensor in saved.items() if _OUT not in name}
+        if {file: own[name].shape for name, file in names.items()} != found:
+            raise SettingsError(f"{folder.parent}: its adapter has other layers or another rank: {again}")
+        checked = dict(finite(saved.items(), folder / WEIGHTS))
+        return {name: checked[file] for name, file in names.items()}
+
+    def in_place_of(
+        self, saved: Iterable[tuple[str, torch.Tensor]], folder: Path, clip: nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a checkpoint's model by their names in this one: the parts of adapted matrices.
+
+        Args:
+            folder: of the checkpoint's adapter; errors as `read`.
+        """
+        merged = {matrix.name for matrix in self.matrices}
+        yield from self.read(folder, clip).items()
+        yield from ((f"{matrix.path}.original", weight.detach()) for matrix, _, weight in self._parts(clip))
+        yield from ((name, tensor) for name, tensor in saved if name not in merged)
+
+
+def _merge(module: Any, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+    """Hook of a layer's state dict: the merged matrix in place of its parts."""
+    for name, parts in module.parametrizations.items():
+        inner = f"{prefix}parametrizations.{name}"
+        values = [state.pop(f"{inner}.0.{own}") for own, _ in parts[0].named_parameters()]
+        with torch.no_grad():
+            state[prefix + name] = parts[0].merged(state.pop(f"{inner}.original"), *values)
+
+
+def _matrix(layer: nn.Module) -> str:
+    """The name in a layer of the matrix that is adapted."""
+    return "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
+
+
+def _layers(clip: nn.Module, tower: Tower) -> dict[str, nn.Module]:
+    """The layers of a tower that can have an adapter, by name."""
+    own, found, inside = members(clip, tower), {}, set[int]()
+    for name, module in clip.named_modules():
+        if name.partition(".")[0] not in own:
+            continue
+        if isinstance(module, nn.MultiheadAttention | AttentionPool2d):  # which read the weights of their parts
+            inside.update(map(id, module.modules()))
+            if getattr(module, "_qkv_same_embed_dim", False):
+                found[name] = module
+        elif isinstance(module, nn.Linear) and id(module) not in inside:
+            found[name] = module
+    return found
+
+
+def _chosen(clip: nn.Module, tower: Tower, settings: LoraSettings) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that get an adapter, by name."""
+    layers, key = _layers(clip, tower), f"model.{tower}.lora"
+    if not layers:
+        raise SettingsError(f"{key}: the {tower} tower has no attention or linear layer that takes an adapter")
+    if isinstance(settings.targets, str):
+        repeated = {id(part) for block in blocks(clip) for part in block.modules()}
+        names = [name for name in layers if re.search(r"attn|attention", name.lower())]
+        if settings.targets == "all":
+            names = [name for name, layer in layers.items() if name in names or id(layer) in repeated]
+        unmatched: Iterable[str] = () if names else (settings.targets,)
+    else:
+        names = [name for name in layers if any(fnmatchcase(name, pattern) for pattern in settings.targets)]
+        unmatched = (one for one in settings.targets if not any(fnmatchcase(name, one) for name in names))
+    if (pattern := next(iter(unmatched), None)) is not None:
+        shown = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in layers})
+        raise SettingsError(
+            f"{key}.targets: no layer of the {tower} tower matches {pattern}; its layers are {', '.join(shown[:8])}"
+        )
+    for name in names:
+        if settings.dora and isinstance(layers[name], nn.MultiheadAttention):
+            raise SettingsError(
+                f"{key}.dora: peft has no DoRA for {name}, a MultiheadAttention of torch: set dora: false, or targets "
+                "to other layers, such as '*.mlp.*'"
+            )
+        yield name, layers[name]
+
+
+def _config(wanted: Mapping[Tower, LoraSettings], found: Mapping[Tower, Iterable[str]], base: str) -> dict[str, Any]:
+    """peft's configuration. Its patterns match ends of names; `(?<!.)` keeps them to whole ones."""
+    exact = {tower: f"(?<!.)(?:{'|'.join(map(re.escape, names))})" for tower, names in found.items()}
+    first = next(iter(wanted.values()))
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": first.rank,
+        "lora_alpha": first.scale * first.rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_dora": any(settings.dora for settings in wanted.values()),
+        "target_modules": "|".join(exact.values()),
+        "rank_pattern": {exact[tower]: settings.rank for tower, settings in wanted.items()},
+        "alpha_pattern": {exact[tower]: settings.scale * settings.rank for tower, settings in wanted.items()},
+    }
