@@ -18,6 +18,7 @@ from clipstream.evals.metrics import products, stand
 
 KEPT = 512  # images; 77 MB at 224 pixels
 GUESSES = 3
+CANDIDATES = 3 * GUESSES  # captions, among which some may be the same
 MATCHES = 4  # images per prompt
 WORST = 10  # classes
 REMEMBERED = 1 << 17  # captions by their ids, about 60 MB
@@ -112,21 +113,25 @@ def show_retrieval(
     own = own.scatter_reduce(0, owners[mine], products(texts[mine], images[owners[mine]]), "amax")
     own = world.broadcast_object(own.cpu()).to(queries.device)
     ahead, level = world.all_reduce_sum(torch.stack(stand(queries, texts, own)))
-    parts = [(some @ queries.T).topk(min(GUESSES, len(some)), dim=0) for some in torch.split(texts, AT_ONCE)]
+    parts = [(some @ queries.T).topk(min(CANDIDATES, len(some)), dim=0) for some in torch.split(texts, AT_ONCE)]
     values = world.gather_rows(torch.cat([part.values for part in parts]))
     found = [AT_ONCE * number + part.indices for number, part in enumerate(parts)]
     captions = world.gather_rows(ids[torch.cat(found)])
     total = sum(world.gather_objects(len(texts)))
-    values, best = values.topk(min(GUESSES, len(values)), dim=0)
+    values, best = values.topk(min(CANDIDATES, len(values)), dim=0)
     captions = captions.gather(0, best[..., None].expand(-1, -1, captions.shape[2]))
     said = wording.of(captions.flatten(0, 1))
     if not len(kept):
         return
     order = sorted(range(len(kept)), key=lambda i: (int(ahead[i] + level[i]), -float(own[i])))
     half = min(context.examples_wanted // 2, len(order) // 2)
-    for group, chosen in (("best", order[:half]), ("worst", order[::-1][:half])):
+    right = [i for i in order[:half] if not ahead[i]] or order[:half]
+    for group, chosen in (("best", right), ("worst", order[::-1][:half])):
         for i in chosen:
-            guesses = list(zip(said[i :: len(queries)], values[:, i].tolist(), strict=True))
+            best_of: dict[str, float] = {}  # the same text once
+            for text, score in zip(said[i :: len(queries)], values[:, i].tolist(), strict=True):
+                best_of.setdefault(text, score)
+            guesses = list(best_of.items())[:GUESSES]
             first, last = int(ahead[i]) + 1, int(ahead[i] + level[i])
             text = context.shown(kept.captions[i], kept.ids[i][: context.tokenizer.context_length])
             places = f"{first} to {last} (equal scores)" if last > first else f"{first}"

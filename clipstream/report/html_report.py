@@ -533,7 +533,7 @@ def render_gallery(
         queries: ((text, image file of a query that is one), what it found).
         near: of rows that were found, the rows near them, themselves included.
         card: gives the card of a row; called once for each.
-        about: the model and the data, in words.
+        about: the data and the model, in words.
     """
     shown = dict.fromkeys(row for _, hits in queries for row, _ in hits)
     order = dict.fromkeys([*shown, *(row for row in shown for row, _ in near.get(row, ()))])

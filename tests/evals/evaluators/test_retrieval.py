@@ -197,13 +197,15 @@ def test_the_best_and_the_worst_are_shown(tmp_path: Path, size: int) -> None:
     for shard in range(3):
         write_tar(tmp_path / f"{shard}.tar", samples[8 * shard : 8 * shard + 8])
     mine, *others = run_ranks(size, shown, str(tmp_path))
-    assert [group for group, *_ in mine] == ["best"] * 3 + ["worst"] * 3 and others == [[]] * (size - 1)
     towers = tiny_towers().eval()
     transform = EvalTransform(towers.image, "white")
     pixels = torch.from_numpy(np.stack([transform(sample["jpg"]) for sample in samples])).permute(0, 3, 1, 2)
     with torch.no_grad():
         ids = torch.from_numpy(ByteTokenizer().encode(texts))
         scores = (towers.encode_image(pixels).double() @ towers.encode_text(ids).double().T).numpy()
+    found = int((scores.argmax(axis=1) == np.arange(24)).sum())  # only these are the best, if there are some
+    assert [group for group, *_ in mine] == ["best"] * min(found or 3, 3) + ["worst"] * 3
+    assert others == [[]] * (size - 1)
     for _, key, note, guesses, text in mine:
         i = int(key.rpartition("/")[2])
         order = np.argsort(-scores[i])

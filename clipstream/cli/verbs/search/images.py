@@ -193,9 +193,10 @@ class SearchResults:
         source = partial(indexing.source_in, self._call)
 
         def card(row: int) -> Card:
-            return indexing.card(image := self._image(row), image.shown(self._call.data), source)
+            shown = (image := self._image(row)).shown(data := self._call.data)
+            return indexing.card(image, shown.removeprefix(os.path.join(data, "")), source)
 
-        return indexing.render_gallery(found, near, card, f"{self._call.model} on {self._call.data}")
+        return indexing.render_gallery(found, near, card, f"{self._call.data} by {self._call.model}")
 
     def _nearest(self, queries: Floats, k: int) -> list[list[tuple[int, float]]]:
         """(row, cosine) of the k best rows for each query, best first."""
