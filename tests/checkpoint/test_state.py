@@ -67,7 +67,7 @@ def both(world: World, folder: str) -> bool:
     return losses == losses_2 and all(torch.equal(a, b) for a, b in zip(weights, weights_2, strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(size: int, tmp_path: Path) -> None:
     assert run_ranks(size, both, str(tmp_path)) == [True] * size
 

@@ -109,8 +109,6 @@ def test_help_fits_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeyp
         ("--data.sources.train.caption.json", ["--data.sources.NAME.caption.fallback"], [".NAME.shards"]),
         ("evals", ["--evals.NAME.k ", "--evals.NAME.data.KEY", "--data.sources.NAME.KEY"], ["NAME.data.shards"]),
         ("evals.zero_shot", ["--evals.NAME.templates", "--evals.NAME.every ", ".type zero_shot"], ["--evals.NAME.k "]),
-        ("evals.NAME.data", ["--evals.NAME.data.shards"], ["--evals.NAME.every"]),
-        ("data.global-batch-size", ["--data.global-batch-size INT"], ["--data.lanes"]),
         ("lr", ["[sets optim.lr]"], ["--wd"]),
     ],
 )

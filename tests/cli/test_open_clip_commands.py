@@ -87,7 +87,6 @@ REMOTE = (
 )
 DISTILL = "--distill-model ViT-L-14 --distill-pretrained openai"
 INT8 = "--use-bnb-linear SwitchBackLinearGlobal"
-COMPILE = "--torchcompile --torchcompile-strategy task"
 LATEST = "--resume latest --save-most-recent"
 
 
@@ -198,11 +197,7 @@ READ: list[tuple[str, dict[str, Any], list[str]]] = [
         },
         ["--val-num-samples", "--precision"],
     ),
-    (
-        LIT,
-        {"model.lock_image": True, "model.unlocked_groups": 1},
-        ["--lock-image-freeze-bn-stats"],
-    ),
+    (LIT, {"model.lock_image": True, "model.unlocked_groups": 1}, ["--lock-image-freeze-bn-stats"]),
     (
         f"--batch-size 8 {SIGLIP}",
         {
@@ -217,7 +212,6 @@ READ: list[tuple[str, dict[str, Any], list[str]]] = [
         ["--remote-sync-frequency", "--remote-sync-protocol"],
     ),
     (DISTILL, {"distill.model": "ViT-L-14", "distill.pretrained": "openai"}, []),
-    (COMPILE, {"train.compile": "towers"}, []),
     (LATEST, {"checkpoint.resume": "latest"}, ["--save-most-recent"]),
     (HOSTED_CHECKPOINT, {"model.name": "ViT-B-32-quickgelu", "model.pretrained": "laion400m_e32"}, []),
 ]  # fmt: skip

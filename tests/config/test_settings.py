@@ -187,14 +187,11 @@ def test_an_existing_run_is_not_written_over(tmp_path: Path) -> None:
     ("ranks", "argv", "lanes"),
     [
         (1, [], 192),
-        (7, ["--workers=30"], 192),
         (50, ["--workers=0"], 192),
-        (1, ["--batch-size=2047"], 192),
         (4, ["--data.global-batch-size=2048"], 384),
         (1024, ["--data.global-batch-size=16384"], 3072),
         (1, ["--batch-size=10"], 10),
         (1, ["--batch-size=64", "--data.batch-schedule=[[3, 20], [9, 80]]"], 20),
-        (1, ["--data.lanes=7"], 7),
         (2, ["--data.sampling.shards=split", "--data.sampling.mode=indexed"], 192),
     ],
 )

@@ -44,7 +44,7 @@ def recalls_of_part(world: World, images: torch.Tensor, texts: torch.Tensor) -> 
     return dict(recalls(part(world, images), part(world, texts), world))
 
 
-@pytest.mark.parametrize(("n", "noise", "size"), [(11, 9.0, 1), (64, 9.0, 2), (201, 0.5, 3)])
+@pytest.mark.parametrize(("n", "noise", "size"), [(64, 9.0, 1), (201, 0.5, 3)])
 def test_figures_are_those_of_open_clips_trainer(n: int, noise: float, size: int) -> None:
     images, texts = features(n, noise)
     theirs = get_clip_metrics(images, texts, torch.tensor(8.0))
