@@ -11,10 +11,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import mmap
-import struct
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -37,7 +35,7 @@ from clipstream.training.parallel import shard_like
 from clipstream.training.precision import RandomState, set_random_state
 from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
-from clipstream.utils.atomic_write import BLOCK
+from clipstream.utils.atomic_write import tensors_header
 from clipstream.utils.section import checked
 from clipstream.utils.torch_state import page_lock, page_unlock
 
@@ -47,18 +45,6 @@ GROUPS = "groups"
 NUMBERS: dict[str, type[float]] = {"int": int, "float": float, "bool": bool}  # in an optimizer's state
 
 Tensors = Mapping[str, torch.Tensor]
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -107,15 +93,10 @@ class TensorFile:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, pin: str | None = None) -> None:
-        self._layout = _layout(tensors)
         # Wide types first, as in safetensors: every tensor is aligned to its item size.
-        order = sorted(self._layout, key=lambda name: (-self._layout[name][0].itemsize, name))
-        self._offsets: dict[str, tuple[int, int]] = {}
-        end = 0
-        for name in order:
-            dtype, shape = self._layout[name]
-            start, end = end, end + math.prod(shape) * dtype.itemsize
-            self._offsets[name] = (start, end)
+        self._layout = dict(sorted(_layout(tensors).items(), key=lambda one: (-one[1][0].itemsize, one[0])))
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in self._layout.items()}
+        end = sum(sizes.values())
         if pin is None:
             memory = torch.empty(end, dtype=torch.uint8)
         else:  # shared with forked processes: of private pages the GPU might keep those of before the fork
@@ -127,10 +108,11 @@ class TensorFile:
         elif pin is not None:
             weakref.finalize(self, page_unlock, memory.data_ptr(), pin).atexit = False
         self._body = memory[:end]
-        self.views: dict[str, torch.Tensor] = {}
-        for name, (start, stop) in self._offsets.items():
-            dtype, shape = self._layout[name]
-            self.views[name] = self._body[start:stop].view(dtype).view(shape)
+        parts = torch.split(self._body, [*sizes.values()])
+        self.views = {
+            name: part.view(dtype).view(shape)
+            for part, (name, (dtype, shape)) in zip(parts, self._layout.items(), strict=True)
+        }
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether these have the same names, types and shapes."""
@@ -138,13 +120,7 @@ class TensorFile:
 
     def parts(self, metadata: Mapping[str, str]) -> list[Any]:
         """Header and body of the file, as buffers; the body is no copy."""
-        header: dict[str, object] = {"__metadata__": dict(metadata)}
-        for name, (start, end) in self._offsets.items():
-            dtype, shape = self._layout[name]
-            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(len(text) + 8) % BLOCK)  # so that the body is aligned in the file
-        return [struct.pack("<Q", len(text)) + text, self._body.numpy()]
+        return [tensors_header(metadata, self._layout), self._body.numpy()]
 
     def nbytes(self) -> int:
         """Size of the body in bytes."""

@@ -21,7 +21,6 @@ import hashlib
 import io
 import json
 import math
-import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -34,7 +33,8 @@ from pydantic import ConfigDict, Field, InstanceOf
 
 from clipstream.errors import DataError, SettingsError
 from clipstream.text import file_name
-from clipstream.utils.atomic_write import BLOCK
+from clipstream.utils.atomic_write import BLOCK, tensors_header
+from clipstream.utils.atomic_write import DTYPES as SAFETENSORS
 from clipstream.utils.section import checked
 
 SCALE_BYTES = 4  # of the float32 scale at the end of an int8 row
@@ -340,17 +340,7 @@ ROWS = "rows"
 KEYS = "keys"  # metadata of a chunk of `texts`: digest of its keys
 MAX_HEADER = 1 << 20  # bytes
 PIECE = 1 << 20  # bytes read at once; they stay in the processor's cache until they are summed
-_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint16: "U16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: getattr(torch, dtype) for dtype, name in SAFETENSORS.items()}
 _Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -396,21 +386,10 @@ def render(meta: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> list
     """The file as buffers, header first; the same content gives the same bytes."""
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     bodies = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
-    crc = zlib.crc32(_header(meta, layout))
+    crc = zlib.crc32(tensors_header(meta, layout))
     for body in bodies:
         crc = zlib.crc32(body, crc)
-    return [_header({**meta, CRC: f"{crc:08x}"}, layout), *bodies]
-
-
-def _header(meta: Mapping[str, str], layout: _Layout) -> bytes:
-    header: dict[str, object] = {"__metadata__": dict(meta)}
-    end = 0
-    for name, (dtype, shape) in layout.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % BLOCK)
-    return struct.pack("<Q", len(text)) + text
+    return [tensors_header({**meta, CRC: f"{crc:08x}"}, layout), *bodies]
 
 
 @contextlib.contextmanager
@@ -437,7 +416,7 @@ def read_header(file: BinaryIO, shown: object) -> Header:
         values = json.loads(raw[8:])
         meta = values.pop("__metadata__")
         layout = {name: (_DTYPES[item["dtype"]], tuple(item["shape"])) for name, item in values.items()}
-        same = _header(meta, layout) == raw and all(type(value) is str for value in meta.values())
+        same = tensors_header(meta, layout) == raw and all(type(value) is str for value in meta.values())
         sizes = [int(meta["samples"]), *(size for _, shape in layout.values() for size in shape)]
         same = same and all(type(size) is int and 0 <= size < 1 << 40 for size in sizes)
         if meta["part"] == TEXTS:
@@ -457,7 +436,7 @@ def verify(file: BinaryIO, shown: object) -> Header:
     Raises DamagedChunk, OSError.
     """
     header = read_header(file, shown)
-    crc = zlib.crc32(_header({name: value for name, value in header.meta.items() if name != CRC}, header.layout))
+    crc = zlib.crc32(tensors_header({name: value for name, value in header.meta.items() if name != CRC}, header.layout))
     left, piece = header.body_bytes, memoryview(bytearray(PIECE))
     while left and (count := file.readinto(piece[: min(PIECE, left)])):  # type: ignore[attr-defined]
         crc = zlib.crc32(piece[:count], crc)

@@ -1,16 +1,26 @@
-"""Atomic writes: after a crash a file has its old content or its new one, never a part."""
+"""Atomic writes: after a crash a file has its old content or its new one, never a part; and safetensors headers."""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
+import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 CHUNK = 16 << 20  # bytes of one write: large enough for other threads to run and the disk to work meanwhile
 BLOCK = 4096  # bytes: content that begins at a multiple of it can be mapped
+DTYPES = {  # torch's name -> safetensors'
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "uint16": "U16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -112,3 +122,20 @@ def flush(path: Path) -> None:
 def is_full(error: BaseException) -> bool:
     """Whether a write failed because the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in _FULL
+
+
+def tensors_header(meta: Mapping[str, str], layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The header of a safetensors file whose tensors follow each other; its body begins at a multiple of `BLOCK`.
+
+    Args:
+        layout: name -> dtype and shape.
+    """
+    header: dict[str, object] = {"__metadata__": dict(meta)}
+    end = 0
+    for name, (dtype, shape) in layout.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        about = {"dtype": DTYPES[str(dtype).removeprefix("torch.")], "shape": list(shape)}
+        header[name] = {**about, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % BLOCK)
+    return struct.pack("<Q", len(text)) + text
