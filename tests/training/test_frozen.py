@@ -11,14 +11,13 @@ from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from tests.support.model_files import VIT, build, write
 from tests.support.runs import flags, furnish, go, lines, same_weights, weights
-from tests.support.sharded import LAYERS
 
 RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 4}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return furnish(tmp_path_factory.mktemp("frozen"), LAYERS)
+    return furnish(tmp_path_factory.mktemp("frozen"))
 
 
 def trained(place: Path, name: str, step: int) -> set[str]:

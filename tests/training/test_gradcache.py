@@ -285,9 +285,7 @@ def test_room_is_left_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "expected"),
     [
         ("CUDA out of memory. Tried to allocate 2.00 GiB.", True),
-        ("CUDA error: out of memory", True),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
-        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
         ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried", True),
         ("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: not enough memory: you tried", True),
