@@ -1,4 +1,4 @@
-"""Verbs called in this process."""
+"""Python commands in fresh interpreters."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ from tests.support.runs import furnish
 from tests.support.runs import lines as run_lines
 from tests.support.savers import damage, fill, small_disk
 
-OWN = Path(__file__).parents[1].parent
 BYTES = {"type": "tests.tools.test_evaluate:Bytes"}
 
 
