@@ -120,7 +120,7 @@ def test_settings_evaluations_checks_and_runs(place: Path) -> None:
     assert settings.data.sources["train"].shards == [str(shards), str(shards)]
     for name in ("caption_key", "caption_json", "image_key", "separator", "folder"):
         refused(name, lambda value, name=name: clipstream.check(shards, **{name: value}))
-    told("samples: expected a number of ", lambda value: clipstream.check(shards, samples=value), -1, 2.5, None, "a")
+    told("samples: expected a number of ", lambda value: clipstream.check(shards, samples=value), -1, 2.5, "a")
     refused("folder", clipstream.Run.open)
     refused("folder", clipstream.Run)
     assert clipstream.Run("runs/a").folder == Path("runs/a")  # type: ignore[arg-type]

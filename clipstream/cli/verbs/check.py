@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
+from typing_extensions import TypedDict, Unpack
 
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.entry import entry_point
@@ -107,29 +108,34 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+class ReadingFlags(TypedDict, total=False):
+    """Arguments of `check`."""
+
+    caption_key: str | None
+    caption_lines: str | None
+    caption_json: str | None
+    image_key: str | None
+    separator: str | None
+
+
 def check(
     shards: PathLike | Sequence[PathLike],
     *,
-    caption_key: str | None = None,
-    caption_json: str | None = None,
-    image_key: str | None = None,
     folder: PathLike | None = None,
-    separator: str | None = None,
     samples: int | None = None,
-    caption_lines: str | None = None,
+    **flags: Unpack[ReadingFlags],
 ) -> CheckReport:
     """Look into a data set: its members and JSON fields, and the samples that training would use and drop.
 
     Args:
         shards: as `--train-data` takes them: tars, manifests, folders; with braces, globs and `::`; text or a path,
             or a list of them.
-        caption_key: suffix of the text member with the caption; unless set 'txt', and of a CSV 'title' before it.
-        caption_json: path into the JSON member, such as 'caption.en'; several by ';' are tried in order.
-        image_key: suffixes of the image member, by ';'.
         folder: what a manifest's relative paths begin at.
-        separator: of a CSV.
         samples: number of samples to read, spread over the shards; 0 for all; unless set 500, or all of 2,000 or fewer.
-        caption_lines: 'first' or 'random' to use one line of a text.
+        flags: texts. `caption_key`: suffix of the text member with the caption; unless set 'txt', and of a CSV 'title'
+            before it. `caption_lines`: 'first' or 'random' to use one line of a text. `caption_json`: path into the
+            JSON member, such as 'caption.en'; several by ';' are tried in order. `image_key`: suffixes of the image
+            member, by ';'. `separator`: of a CSV.
 
     Returns:
         The findings, also where no sample is usable.
@@ -148,9 +154,10 @@ def check(
         >>> clipstream.check("shards/*.tar", caption_json="caption.de").drops
         Counter({'no_caption': 24})
     """
-    given = {"caption_key": caption_key, "caption_json": caption_json, "image_key": image_key, "separator": separator}
-    given["caption_lines"] = caption_lines
+    given: dict[str, Any] = dict.fromkeys(ReadingFlags.__annotations__) | dict(flags)
     for name, value in given.items():
+        if name not in ReadingFlags.__annotations__:
+            raise TypeError(f"check() got an unexpected keyword argument {name!r}")
         if not isinstance(value, str | None):
             raise wrong_type(name, "text", value)
     if not isinstance(folder, str | os.PathLike | None):
