@@ -144,9 +144,9 @@ def test_scores_and_what_is_kept(folder: Path, features: Any, capsys: pytest.Cap
     [
         ("neighbours", "set --query-image FILE"),
         ("neighbours --query-key nobody", "no such sample"),
-        ("neighbours --query-image nowhere.png", "--query-image nowhere.png: No such file"),
+        ("neighbours --query-image nowhere.png", "nowhere.png: No such file"),
         ("neighbours --query-image model.json", "undecodable_image"),
-        ("neighbours --query-image /dev/null", "--query-image /dev/null: not a regular file"),
+        ("neighbours --query-image /dev/null", "/dev/null: not a regular file"),
         ("neighbours --query-key k1 --part teacher.image", "no features 'teacher.image'"),
         ("neighbours --query-key k1 --out a.doc", "expected a file with the suffix"),
         ("neighbours --query-key k1 -k 0", "expected a whole number, at least 1, not '0'"),

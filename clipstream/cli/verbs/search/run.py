@@ -287,17 +287,22 @@ def _encoded(model: Path, images: Sequence[str], texts: Sequence[str], *, uprigh
     towers = build_towers(ModelSettings(name=f"local-dir:{model}"), seed=0).eval()
     transform, found = EvalTransform(towers.image, "white", upright=upright), []
     for file in images:
-        if Path(file).exists() and not Path(file).is_file():  # a FIFO may never be written to
-            raise SettingsError(f"--query-image {file}: not a regular file")
-        try:
-            pixels = transform(Path(file).read_bytes())
-        except (OSError, Dropped) as error:
-            raise SettingsError(f"--query-image {file}: {getattr(error, 'strerror', None) or error}") from error
-        found.append(towers.encode_image(torch.from_numpy(pixels).permute(2, 0, 1)[None]))
+        found.append(towers.encode_image(_pixels(file, transform)[None]))
     if texts:
         tokenizer = build_tokenizer(ModelTokenizer(), towers.open_clip_tokenizer(), towers.context_length)
         found.append(towers.encode_text(torch.as_tensor(tokenizer.encode(list(texts)))))
     return torch.cat(found)
+
+
+def _pixels(query: str, transform: EvalTransform) -> torch.Tensor:
+    """uint8 [3, H, W] of a query that is an image file. Raises SettingsError: it cannot be read or decoded."""
+    file = Path(query).expanduser()
+    try:
+        if file.exists() and not file.is_file():  # a FIFO may never be written to
+            raise OSError("not a regular file")
+        return torch.tensor(transform(file.read_bytes()).transpose(2, 0, 1))
+    except (OSError, Dropped) as error:
+        raise SettingsError(f"the image {query}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _names(rows: StoredRows, numbers: torch.Tensor) -> dict[int, Name]:
@@ -382,12 +387,7 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
                 atomic_write.replace(folder / TEXT_MODEL, json.dumps(about).encode())
     transform, found = EvalTransform(model.preprocess.image, "white", upright=True), []
     for query in queries:
-        try:
-            pixels = transform(Path(query).expanduser().read_bytes()) if is_image(query) else None
-        except (OSError, Dropped) as error:
-            raise SettingsError(f"the image {query} cannot be used: {error}") from error
-        feature = (
-            model.encode_text(query) if pixels is None else model.encode_image(torch.tensor(pixels.transpose(2, 0, 1)))
-        )
+        is_text = not is_image(query)
+        feature = model.encode_text(query) if is_text else model.encode_image(_pixels(query, transform))
         found.append(feature[0].cpu().numpy())
     return found
