@@ -140,7 +140,7 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
 
     Raises SettingsError: the tokenizer has more tokens than the model, or a store was made with other settings.
     """
-    model, train, distill = settings.model, settings.train, settings.distill.teacher(settings.model.cache_dir)
+    model, train, distill = settings.model, settings.train, settings.distill.teacher(settings.model)
     check_device(world.device, train.arithmetic, tf32=train.tf32)
     seed_all(settings.run.seed, world.rank)
     loss_type = chosen_loss_type(settings.loss)

@@ -39,7 +39,7 @@ from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, each, wrong_type
 from clipstream.evals.settings import EvalSettings
-from clipstream.losses.settings import DistillSettings, LossSettings
+from clipstream.losses.settings import START, DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
 from clipstream.storage.shard_url import ShardURL, redact
@@ -83,7 +83,8 @@ def _named(section: Any, name: str) -> Any:
     model = dict(section)
     for key in (name, "pretrained"):
         try:
-            model |= {key: named(model[key])} if isinstance(model.get(key), str) else {}
+            keeps = name == "model" and model.get(key) == START
+            model |= {key: named(model[key])} if isinstance(model.get(key), str) and not keeps else {}
         except (SettingsError, ValueError) as error:
             why = InitErrorDetails(type="value_error", loc=(key,), input=None, ctx={"error": ValueError(str(error))})
             raise ValidationError.from_exception_data(name, [why]) from error

@@ -29,6 +29,7 @@ from clipstream.storage.shard_url import ShardURL
 from clipstream.text import printable
 from clipstream.utils.logs import announce, logger
 from clipstream.utils.section import (
+    GIVEN,
     SET,
     UNSET,
     Conflict,
@@ -163,6 +164,11 @@ PAIRS = (
             ),
         )
     ),
+    *(
+        Conflict({"optim.l2_start": SET, f"model.{tower}.lora": GIVEN},
+                 "not supported with adapters, which start at 0, so that --wd draws them to the start: remove it")
+        for tower in _STORES
+    ),
     Conflict({"distill": _CHANGED, "distill.model": None, "data.teacher_features": UNSET},
              "requires a teacher: --distill-model or --teacher-features"),
     INDEXED_EPOCH,
@@ -195,7 +201,7 @@ def preflight_models(settings: Settings) -> None:
     from clipstream.models.pretrained import preflight  # imports huggingface_hub
 
     loss_type, ask = chosen_loss_type(settings.loss), World.from_env().local_rank == 0
-    teacher = settings.distill.teacher(settings.model.cache_dir)
+    teacher = settings.distill.teacher(settings.model)
     preflight(settings.model, settings.tokenizer, loss_type=loss_type, teacher=teacher, ask=ask)
 
 

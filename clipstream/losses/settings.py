@@ -9,6 +9,7 @@ from pydantic import Field
 from clipstream.models.settings import ModelSettings
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section
 
+START = "start"  # as distill.model
 Duplicates = Literal["negatives", "mask", "positives"]
 _DUPLICATES = "treatment of duplicate samples in a batch: negatives, mask (ignored) or positives of each other"
 _GATHER = (
@@ -73,7 +74,11 @@ class DistillSettings(Section):
     the mean squared difference of the features; each is the mean over the teachers.
     """
 
-    model: PathText | None = Field(None, description="teacher to run beside the model; takes the values of model.name")
+    model: PathText | None = Field(
+        None,
+        description="teacher to run beside the model; takes the values of model.name, or start: the weights that the "
+        "run starts from",
+    )
     pretrained: PathText | None = Field(None, description="teacher weights; takes the values of model.pretrained")
     type: Literal["logits", "affinity", "relational"] = Field(
         "logits",
@@ -95,13 +100,17 @@ class DistillSettings(Section):
         None, gt=0, description="temperature of the teacher's logits; default: the scale of its weights"
     )
 
-    def teacher(self, cache_dir: str | None) -> ModelSettings | None:
+    def teacher(self, student: ModelSettings) -> ModelSettings | None:
         """The model of the live teacher; None without one."""
         if self.model is None:
             return None
-        return ModelSettings(name=self.model, pretrained=self.pretrained, cache_dir=cache_dir)
+        if self.model == START:
+            return student.not_trained()
+        return ModelSettings(name=self.model, pretrained=self.pretrained, cache_dir=student.cache_dir)
 
     pairs = (
         Conflict({"pretrained": SET, "model": None}, "distill.pretrained requires --distill-model"),
+        Conflict({"pretrained": SET, "model": START},
+                 "not used with distill.model start, the weights of model.pretrained: remove it"),
         Conflict({"weight": 0, "features": 0}, "distill.weight and distill.features are both 0: set one of them"),
     )  # fmt: skip

@@ -106,7 +106,7 @@ def preflight(
     if teacher is not None:
         try:
             if teacher.is_fresh:
-                raise SettingsError(f"{teacher.name} has no weights: set distill.pretrained")
+                raise SettingsError(f"{teacher.name} has no weights: set distill.pretrained, or for start --pretrained")
             preflight(teacher, ask=ask)
         except SettingsError as error:
             raise SettingsError(f"distill.model: {error}") from error

@@ -48,6 +48,13 @@ class OptimSettings(PluginSection):
         None, gt=0, allow_inf_nan=True, description="maximum gradient norm; default: no clipping"
     )
 
+    l2_start: float = Field(
+        0.0,
+        ge=0,
+        description="decay towards the starting weights: after each update w -= lr * l2_start * (w - start), decoupled "
+        "as in AdamW; L2-SP (arXiv:1802.01483) adds it to the loss; not of single numbers, as the logit scale",
+    )
+
     def summary(self, model: str) -> str:
         """Further values for the line at the start of a run, each after a comma."""
         return ""
@@ -67,6 +74,8 @@ class OptimSettings(PluginSection):
         if self.type not in ("adamw", "nadamw"):
             _check_parameters(towers, optimizer, self.type)
             _check_state(optimizer, f"timm's {self.name}" if isinstance(self, Timm.Settings) else self.type)
+        if self.l2_start:
+            _pull_to_start(optimizer, self.l2_start)
         # What its steps add to the groups, such as a counter, is state; the rest comes from the process's settings.
         setattr(optimizer, CONSTRUCTED, {key for group in optimizer.param_groups for key in group})
         return optimizer
@@ -509,6 +518,28 @@ def _check_state(optimizer: torch.optim.Optimizer, type: str) -> None:
             ) from error
 
     optimizer.register_step_post_hook(check)
+
+
+def _pull_to_start(optimizer: torch.optim.Optimizer, strength: float) -> None:
+    """After each update, move the parameters towards their present values, unless the step is skipped."""
+    import torch
+
+    def local(tensor: Any) -> Any:
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.numel() > 1]
+    starts = {id(p): local(p.detach()).clone() for p in parameters}
+
+    @torch.no_grad()
+    def pull(optimizer: Any, args: Any, kwargs: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # 1 on the device if the step changed nothing
+        for group in optimizer.param_groups:
+            own = [p for p in group["params"] if id(p) in starts]
+            weights, towards, share = [local(p) for p in own], [starts[id(p)] for p in own], group["lr"] * strength
+            for weight, start in zip(weights, towards, strict=True):
+                weight.lerp_(start, share if found_inf is None else (share * (1 - found_inf)).to(weight.dtype))
+
+    optimizer.register_step_post_hook(pull)
 
 
 def groups_to_json(optimizer: torch.optim.Optimizer) -> str:

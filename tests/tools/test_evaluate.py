@@ -228,7 +228,7 @@ def test_every_setting_that_names_a_model_takes_a_run_and_a_repository(run: Path
     ):
         model = load(flags).model
         assert (model.name, model.pretrained) == expected
-    teacher = load([f"--distill-model={run}"]).distill.teacher(None)
+    teacher = load([f"--distill-model={run}"]).distill.teacher(ModelSettings())
     assert teacher is not None and teacher.name == f"local-dir:{step}"
     (tmp_path / "config.yaml").touch()
     with pytest.raises(SettingsError, match=f"^--pretrained: .*{tmp_path.name} is a run without a checkpoint"):

@@ -406,3 +406,28 @@ def test_tables_of_hugging_face_towers_under_that_rule() -> None:
     free = undecayed(towers)
     found = {name.split(".")[-2] for name, p in towers.clip.named_parameters() if id(p) in free and p.ndim > 1}
     assert found == {"position_embeddings", "token_type_embeddings"}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_l2_start_moves_weights_towards_their_start_and_no_skipped_step_does(fused: bool) -> None:
+    towers, lr, strength = TinyTowers(), 0.1, 0.5
+    plain = TinyTowers()
+    optimizers = [AdamW.Settings(lr=lr, l2_start=share, fused=fused).build(model, "ViT")
+                  for model, share in ((towers, strength), (plain, 0.0))]  # fmt: skip
+    starts, draw = values(towers), torch.Generator().manual_seed(1)
+    for skipped in (False, True, False):
+        before = values(towers)
+        for parameter, other in zip(towers.parameters(), plain.parameters(), strict=True):
+            other.data.copy_(parameter)
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+            other.grad = parameter.grad.clone()
+        for optimizer in optimizers:
+            if fused:
+                optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(skipped)), None
+            if fused or not skipped:
+                optimizer.step()
+        for name, weight in values(towers).items():
+            wanted = values(plain)[name]
+            if weight.numel() > 1 and not skipped:
+                wanted = wanted - lr * strength * (wanted - starts[name])
+            torch.testing.assert_close(weight, before[name] if skipped else wanted)
