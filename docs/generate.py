@@ -21,7 +21,7 @@ from clipstream.cli.main import VERBS, verb_module
 from clipstream.config.help import default_note, generic_key, summary, value_form
 from clipstream.config.settings import Settings
 from clipstream.config.validate import records
-from clipstream.open_clip.aliases import ALIASES
+from clipstream.open_clip.flags import ALIASES
 from clipstream.utils.section import Conflict, Is, Section, all_fields, entries_of, section_of, types_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,7 +16,7 @@ from clipstream.config.config_sources import Node, merged
 from clipstream.data.settings import SPLIT_FILE
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, nearest
-from clipstream.open_clip.aliases import BY_FLAG, CAPTION, SOURCE, notice, refusal, value_notice
+from clipstream.open_clip.flags import BY_FLAG, CAPTION, SOURCE, notice, refusal, value_notice
 from clipstream.open_clip.translate import READING, Around, Typed, translate, with_defaults
 from clipstream.utils import atomic_write
 from clipstream.utils.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from clipstream.errors import SettingsError, did_you_mean
-from clipstream.open_clip.aliases import ALIASES, BY_FLAG, FlagAlias
+from clipstream.open_clip.flags import ALIASES, BY_FLAG, FlagAlias
 from clipstream.utils.section import Section, all_fields, entries_of, kinds, section_of, types_of
 
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipstream.data.json_path import step_of
-from clipstream.open_clip.aliases import BY_FLAG, CAPTION, IMAGENETS, SOURCE
+from clipstream.open_clip.flags import BY_FLAG, CAPTION, IMAGENETS, SOURCE
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import Path

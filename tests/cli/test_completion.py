@@ -13,7 +13,7 @@ import pytest
 from clipstream.cli.main import VERBS, main
 from clipstream.cli.verbs.completion import console_parser, flag_of, script
 from clipstream.config.settings import Settings
-from clipstream.open_clip.aliases import ALIASES
+from clipstream.open_clip.flags import ALIASES
 from clipstream.utils.section import leaves
 
 

@@ -12,7 +12,7 @@ from open_clip_train.params import get_default_params, parse_args
 
 from clipstream.cli import main
 from clipstream.config.settings import Settings, load
-from clipstream.open_clip.aliases import BY_FLAG, MAIN, NOTICES, RELEASED, fate, notice, refusal, table
+from clipstream.open_clip.flags import BY_FLAG, MAIN, NOTICES, RELEASED, fate, notice, refusal, table
 from clipstream.open_clip.translate import DEFAULTS
 from clipstream.utils.section import leaves
 from tests.support.settings_files import problems
@@ -36,7 +36,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Action]:
 
 def test_every_flag_has_one_fate_told_by_flags_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {flag for action in installed(monkeypatch) for flag in action.option_strings}
-    assert theirs <= {*MAIN, *RELEASED}, "a flag is new in open_clip: give it a place in open_clip.aliases"
+    assert theirs <= {*MAIN, *RELEASED}, "a flag is new in open_clip: give it a place in open_clip.flags"
     assert len(set(MAIN)) == len(MAIN) == 142 and len(RELEASED) == 3 and len(theirs) > 80
     known = {f"--{key.replace('_', '-').replace('sources.NAME', 'sources.train')}" for key, _ in leaves(Settings)}
     known = {flag.replace("evals.NAME", "evals.val") for flag in known} | set(BY_FLAG)
@@ -50,7 +50,7 @@ def test_every_flag_has_one_fate_told_by_flags_that_exist(monkeypatch: pytest.Mo
 
 def test_the_page_of_the_flags_is_current() -> None:
     page = ROOT / "docs/open_clip_flags.md"
-    assert page.read_text(encoding="utf-8") == table(), "python -m clipstream.open_clip.aliases > the page"
+    assert page.read_text(encoding="utf-8") == table(), "python -m clipstream.open_clip.flags > the page"
     assert sum(line.split(" | ")[0].count("`--") for line in table().splitlines() if line.startswith("| `")) == 145
 
 

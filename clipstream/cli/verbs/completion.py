@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from clipstream.cli.main import VERBS, verb_module
 from clipstream.config.entry import entry_point
 from clipstream.config.settings import Settings
-from clipstream.open_clip.aliases import ALIASES
+from clipstream.open_clip.flags import ALIASES
 from clipstream.utils.section import kinds, leaves
 
 SOURCE, EVALUATOR = "data.sources.NAME.", "evals.NAME."  # keys below a name of the user's own

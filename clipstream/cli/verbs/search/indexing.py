@@ -38,7 +38,7 @@ from clipstream.features.image_index import (
 )  # fmt: skip
 from clipstream.models.model_config import CONFIG_FILE
 from clipstream.models.pretrained import fetch, preflight
-from clipstream.open_clip.aliases import SOURCE
+from clipstream.open_clip.flags import SOURCE
 from clipstream.report.html_report import Card
 from clipstream.report.html_report import render_gallery as render_gallery
 from clipstream.storage.download import ShardError

@@ -3,7 +3,7 @@
 A flag with the name of a flag of open_clip's trainer has the same meaning. What several flags mean together
 (`--batch-size` and `--accum-freq`) is in `translate`. The flags are those of open_clip_train 3.3.0 and of open_clip's
 main branch of June 2026; for those that have no work here, or no equivalent, `notice` and `refusal` give a line.
-`python -m clipstream.open_clip.aliases` prints the page that lists the fate of each flag.
+`python -m clipstream.open_clip.flags` prints the page that lists the fate of each flag.
 """
 
 from __future__ import annotations
@@ -443,7 +443,7 @@ def table() -> str:
     page = f"""\
 # Flags of open_clip_train
 
-<!-- Made by `python -m clipstream.open_clip.aliases`; a test compares it. -->
+<!-- Made by `python -m clipstream.open_clip.flags`; a test compares it. -->
 
 The {len(MAIN)} flags of open_clip's main branch (4.2.0.dev0, commit 89fb801), and {len(RELEASED)} of release 3.3.0.
 [Coming from open_clip_train](from-open_clip.md) shows how to move a job.
