@@ -112,8 +112,8 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
         # Optimizer, step, loop.
         step = build_step(settings, world, model)
         fit(replace(run, settings=settings), step, loader, model.tokenizer, throughput, resumed)
-        if world.is_main:
-            print_end(settings, REPORT_FILE)
+    if world.is_main:
+        print_end(settings, REPORT_FILE)
 
 
 def audit(run: Run, stored: StoredData | None, resumed: Resumed) -> None:
