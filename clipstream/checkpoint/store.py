@@ -33,7 +33,7 @@ from pydantic import AfterValidator
 
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, did_you_mean, nearest
-from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, HUB, LOCAL, WEIGHT_FILES
+from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, HUB, LOCAL, WEIGHT_FILES, is_model
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
@@ -371,7 +371,8 @@ class Subject:
 
 def model_at(path: Path) -> Path | None:
     """The folder of the model at a path: of the newest checkpoint of a run, of the checkpoint that a file `latest` or
-    `best` names, or any folder that open_clip reads; None if there is no model.
+    `best` names, or any folder that open_clip reads or that has transformers' CLIPModel or SiglipModel; None if there
+    is no model.
 
     Raises SettingsError: a run has no checkpoint, or its weights are damaged.
     """
@@ -382,7 +383,7 @@ def model_at(path: Path) -> Path | None:
     if (path / "checkpoints").is_dir() or path.name.startswith("step_"):
         # Checked on every rank; the optimizer's moments, which are twice as large, are not needed here.
         return _intact(path, (*WEIGHT_FILES, AVERAGED_FILE))
-    if (path / CONFIG_FILE).is_file():
+    if is_model(path):
         return path
     if (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file():
         raise SettingsError(
@@ -399,7 +400,7 @@ def named(text: str) -> str:
     """
     text = with_home(text)
     path = Path(text.removeprefix(LOCAL))
-    if text.startswith(HUB) or (text.startswith(LOCAL) and (path / CONFIG_FILE).is_file()):
+    if text.startswith(HUB) or (text.startswith(LOCAL) and is_model(path)):
         return text
     if (folder := model_at(path)) is not None:
         return f"{LOCAL}{folder}"
@@ -426,7 +427,7 @@ def with_own_config(model: Mapping[str, Any], name: str = "name") -> dict[str, A
     if own is None and isinstance(weights, str) and model.get("config") is None:
         if weights.startswith((HUB, LOCAL)):
             return {**model, name: weights, "pretrained": None}
-        if Path(weights).is_file() and (Path(weights).parent / CONFIG_FILE).is_file():
+        if Path(weights).is_file() and is_model(Path(weights).parent):
             return {**model, name: f"{LOCAL}{Path(weights).parent}", "pretrained": weights}
     return dict(model)
 

@@ -24,7 +24,7 @@ VERBS = {
     "stage": "copy shards to this machine ahead of a run",
     "precompute": "compute and store features of frozen towers and teachers",
     "search": "find images by a text or an image; near-duplicates, clusters and scores of precomputed features",
-    "export": "write precomputed features as Parquet or NumPy",
+    "export": "write a model for transformers, ONNX, …, or precomputed features as Parquet or NumPy",
     "compare": "compare runs in one HTML file",
     "env": "print versions and hardware, for a bug report",
     "completion": "print a shell completion script",

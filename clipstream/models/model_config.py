@@ -20,6 +20,7 @@ from pydantic import Field, FiniteFloat
 from typing_extensions import NotRequired, TypedDict
 
 from clipstream.errors import SettingsError, did_you_mean
+from clipstream.models import transformers_names
 from clipstream.utils.section import checked
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
@@ -111,6 +112,16 @@ class ModelConfig:
         return cls(model_cfg, preprocess_cfg)
 
     @classmethod
+    def beside(cls, folder: Path) -> ModelConfig:
+        """The configuration of the model in a folder of open_clip, or of transformers' CLIPModel or SiglipModel.
+
+        Raises SettingsError: as `read`.
+        """
+        own = folder / CONFIG_FILE
+        theirs = None if own.is_file() else transformers_names.read_config(folder)
+        return cls.read(own) if theirs is None else cls.of(theirs, str(folder / transformers_names.CONFIG))
+
+    @classmethod
     def read(cls, path: Path) -> ModelConfig:
         """The configuration in a file. Raises SettingsError: there is none, or it is no configuration of open_clip."""
         try:
@@ -121,6 +132,11 @@ class ModelConfig:
             why = getattr(error, "strerror", None) or error
             raise SettingsError(f"cannot read the model configuration {path}: {why}") from error
         return cls.of(content, str(path))
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds the configuration of a model that `ModelConfig.beside` reads."""
+    return (folder / CONFIG_FILE).is_file() or transformers_names.read_config(folder) is not None
 
 
 @functools.cache

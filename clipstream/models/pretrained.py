@@ -31,6 +31,7 @@ from clipstream.models.model_config import (
     ModelConfig,
     builtin,
     check_config,
+    is_model,
     pretrained_tags,
 )
 from clipstream.models.settings import ModelSettings
@@ -180,7 +181,7 @@ def _config(settings: ModelSettings, weights: _Weights, cache: HubCache) -> Mode
             return None
         config = ModelConfig.read(path)
     elif name.startswith(LOCAL):
-        config = ModelConfig.read(Path(name[len(LOCAL) :]) / CONFIG_FILE)
+        config = ModelConfig.beside(Path(name[len(LOCAL) :]))
     else:
         config = ModelConfig.read(Path(name)) if own else ModelConfig(builtin(name.replace("/", "-")), {})
     if weights.config is None and (settings.pretrained or "").startswith(HUB):
@@ -241,7 +242,7 @@ def _weights(settings: ModelSettings, cache: HubCache) -> _Weights:
         return _Weights(path, None if file is None else ModelConfig.read(file), own)
     if chosen.startswith(LOCAL):
         folder = Path(chosen[len(LOCAL) :])
-        config = ModelConfig.read(folder / CONFIG_FILE)
+        config = ModelConfig.beside(folder)
         path = next((folder / file for file in LOCAL_WEIGHT_FILES if (folder / file).is_file()), None)
         if path is None:
             raise SettingsError(f"{chosen} has no weights: {folder} holds none of {', '.join(LOCAL_WEIGHT_FILES)}")
@@ -262,9 +263,8 @@ def _weights(settings: ModelSettings, cache: HubCache) -> _Weights:
         listed = f"tags of {known}: {', '.join(tags)}" if tags else f"{name} has no tags"
         near = did_you_mean(chosen, tags, 3)
         raise SettingsError(f"model.pretrained {chosen!r} is neither a tag nor a file; {listed}{near}")
-    beside = path.parent / CONFIG_FILE
-    told = path.name in LOCAL_WEIGHT_FILES and beside.is_file()
-    return _Weights(path, ModelConfig.read(beside) if told else None, _with_tokenizer(path.parent), local=True)
+    told = path.name in LOCAL_WEIGHT_FILES and is_model(path.parent)
+    return _Weights(path, ModelConfig.beside(path.parent) if told else None, _with_tokenizer(path.parent), local=True)
 
 
 def _with_tokenizer(folder: Path) -> Path | None:

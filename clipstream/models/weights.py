@@ -35,6 +35,7 @@ from timm.layers import resample_abs_pos_embed
 
 from clipstream.errors import SettingsError
 from clipstream.models.pretrained import ModelFiles
+from clipstream.models.transformers_names import from_transformers
 from clipstream.text import listed
 from clipstream.utils.content import HEAD, describe
 from clipstream.utils.logs import logger
@@ -324,11 +325,7 @@ def read_weights(path: Path, fits: Callable[[str], bool] = of_clip) -> dict[str,
     if not found:
         raise SettingsError(f"{path} is not a checkpoint of a model: no tensors by name in it")
     if any(TRANSFORMERS.search(name) for name in found):
-        kind = "SiglipModel" if any(name.endswith(("logit_bias", "head.probe")) for name in found) else "CLIPModel"
-        raise SettingsError(
-            f"{path} holds the weights of transformers' {kind}, which are not converted: use open_clip's weights of "
-            f"this model, --model NAME --pretrained TAG"
-        )
+        return from_transformers(found, path)
     taken = without_prefix(found, fits, path)
     return {name: tensor for name, tensor in taken.items() if name not in NOT_WEIGHTS}
 

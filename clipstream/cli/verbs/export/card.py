@@ -1,0 +1,99 @@
+"""The model card of an exported model: README.md with the Hub's metadata, from the run and the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from clipstream.api.model import Model
+from clipstream.cli.verbs.export.proof import Line, Samples
+from clipstream.config.settings import Settings
+from clipstream.report.eval_results import FIGURES_FILE, table_lines
+from clipstream.report.sinks import lines, markdown_table
+from clipstream.storage.shard_url import redact_tree
+
+LIBRARIES = {"transformers": "transformers", "open_clip": "open_clip", "sentence-transformers": "sentence-transformers"}
+RECIPE = ("model", "data", "tokenizer", "loss", "optim", "schedule", "train", "distill")
+
+
+def script(target: str) -> Path:
+    """The script that uses a target's files."""
+    return Path(__file__).parent / "use" / f"with_{target.replace('-', '_')}.py"
+
+
+def shown(table: Sequence[Line]) -> str:
+    """The proof as a table in Markdown."""
+    rows = [[line.what, f"{line.worst:.6g}", line.bar, "yes" if line.holds else "NO"] for line in table]
+    return markdown_table(("compared", "worst", "bar", "holds"), rows)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a card describes: the model, its run with the settings, the files, and how they were checked."""
+
+    name: str
+    target: str
+    note: str
+    model: Model
+    run: Path | None
+    settings: Settings
+    samples: Samples
+    proof: Sequence[Line]
+
+    def card(self, licence: str | None) -> str:
+        """The text of README.md. `licence` is an identifier of the Hub, such as 'mit'."""
+        meta = {
+            **({"library_name": LIBRARIES[self.target]} if self.target in LIBRARIES else {}),
+            **({"license": licence} if licence else {}),
+            "pipeline_tag": "zero-shot-image-classification",
+            "tags": ["clip", "clipstream", self.target],
+        }
+        code = script(self.target).read_text(encoding="utf-8")
+        sections = {
+            f"# {self.name}": f"{self.note} It gives images and texts features of {self.model.embed_dim} numbers, "
+            "whose cosine says how well they match.",
+            "## Use": f"`encoder.py` beside this file:\n\n```python\n{code}```",
+            "## Data": self._data(),
+            "## Recipe": self._recipe(),
+            "## Evaluation": self._evaluations(),
+            "## Limits": self._limits(),
+            "## Check of these files": f"{self.samples.origin}, without clipstream:\n\n{shown(self.proof)}",
+        }
+        body = "\n\n".join(f"{head}\n\n{text}" for head, text in sections.items() if text)
+        return f"---\n{yaml.safe_dump(meta, sort_keys=False)}---\n\n{body}\n"
+
+    def _data(self) -> str:
+        if self.run is None:
+            return "Trained elsewhere: see the card of the weights."
+        sources = redact_tree({name: str(one.shards) for name, one in self.settings.data.sources.items()})
+        return "\n".join(f"- `{name}`: `{shards}`" for name, shards in sources.items())
+
+    def _recipe(self) -> str:
+        if self.run is None:
+            return ""
+        tree = yaml.safe_load((self.run / "config.yaml").read_text(encoding="utf-8"))
+        wanted = {key: tree[key] for key in RECIPE if key in tree}
+        wanted.get("data", {}).pop("sources", None)
+        text = yaml.safe_dump(redact_tree(wanted), sort_keys=False, allow_unicode=True)
+        return f"Trained with clipstream:\n\n```yaml\n{text}```"
+
+    def _evaluations(self) -> str:
+        path = None if self.run is None else self.run / FIGURES_FILE
+        if path is None or not path.is_file():
+            return "None is recorded."
+        last = {record["eval"]: record for _, record in lines(path) if "error" not in record}
+        return table_lines(*last.values(), head=True, markdown=True).strip()
+
+    def _limits(self) -> str:
+        height, width = self.model.preprocess.size
+        length, mode = self.model.tokenizer.context_length, self.model.preprocess.image.resize_mode
+        return (
+            f"- A text is cut after {length} tokens, an image is reduced to {height} x {width} pixels ({mode}).\n"
+            "- Features reflect what the training data show and say, with their gaps and biases: evaluate the model on "
+            "your own task before you rely on it. Texts in languages that the captions lack are not understood.\n"
+            "- Texts in a wrong encoding (mojibake) and rare HTML entities are repaired in training, not by exported "
+            "tokenizers. Convert images with a palette or in CMYK to RGB, and lay transparent ones on white."
+        )

@@ -1,0 +1,230 @@
+"""The proof of an export: image files and raw texts go through the exported files alone, without clipstream.
+
+The model and a folder enter; the table of differences leaves, printed and in `check.json`, or an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ftfy
+import numpy as np
+import torch
+from PIL import Image
+
+from clipstream.api.model import Model
+from clipstream.cli.verbs.export.files import unescaped
+from clipstream.data.decode.captions import build_caption, image_bytes
+from clipstream.data.decode.images import is_smooth, loaded, opened
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources import Source, SourceContext
+from clipstream.errors import ClipstreamError, Dropped, SettingsError
+from clipstream.storage.download import ShardError
+from clipstream.storage.shard_cache import ShardCache
+
+SAMPLES = 100
+TOWER = 1e-5  # largest difference of a feature of length 1, for equal pixels or ids
+COSINE = 0.9999  # smallest cosine from end to end
+# Features of unlike inputs may be close to each other, as those of random weights are: then a wrong processor changes
+# the cosine little. Without their mean they are compared as well.
+CENTRED = 0.999
+BLOCK = (
+    "import runpy, sys; sys.modules['clipstream'] = None; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[2:]; "
+)
+BLOCK += "runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Image files and texts that an export is compared on.
+
+    Attributes:
+        images: content of each file.
+        texts: a text for each image, as it is in the data.
+        origin: describes them.
+        left_out: how many were not taken, by reason.
+    """
+
+    images: Sequence[bytes]
+    texts: Sequence[str]
+    origin: str
+    left_out: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table: what was compared, the worst value, its bar, and whether it holds."""
+
+    what: str
+    worst: float
+    bar: str
+    holds: bool
+
+
+def drawn(seed: int = 0) -> Samples:
+    """Images of odd sizes and modes, and texts with capitals, punctuation, entities and letters of other scripts."""
+    rng, images, texts = np.random.default_rng(seed), [], []
+    words = ["A photo of", "the RED", "bird’s", "“quoted”", "café", "naïve", "Bär", "red & blue", "salt &amp; pepper"]
+    words += [
+        "two  spaces",
+        "3.14",
+        "don't",
+        "(brackets)",
+        "x_y",
+        "日本",
+        "ﬁne",
+        "Ünder",
+        "end.",
+        "\ttab",
+        "😀",
+        "ﬂag!",
+    ]
+    for number in range(SAMPLES):
+        width, height = (int(side) for side in rng.integers(17, 260, 2))
+        mode, form = (("RGB", "JPEG"), ("RGB", "PNG"), ("RGBA", "PNG"), ("L", "PNG"))[number % 4]
+        coarse = rng.integers(0, 256, (4 + number % 37, 3 + number % 41, len(mode)), dtype=np.uint8).squeeze()
+        file = BytesIO()  # with hard edges, of which each filter makes others
+        Image.fromarray(coarse).resize((width, height), Image.Resampling.NEAREST).save(file, form)
+        images.append(file.getvalue())
+        texts.append(" ".join(rng.choice(words, int(rng.integers(1, 9 if number % 10 else 120)))))
+    return Samples(images, texts, f"{SAMPLES} drawn images and texts", {})
+
+
+def read(section: SourceSettings, origin: str) -> Samples:
+    """The first samples of each shard of a source, spread over its shards.
+
+    Raises SettingsError: it has no usable sample.
+    """
+    extract, images, texts, left = build_caption(section.caption), list[bytes](), list[str](), dict[str, int]()
+    with contextlib.closing(ShardCache(None)) as cache:
+        source = Source(section, SourceContext(cache))
+        names = source.names[:: max(1, len(source.names) // SAMPLES)]
+        for number, name in enumerate(names):
+            try:
+                shard = source.open(name)
+            except (OSError, ShardError):
+                continue
+            wanted = -(-(SAMPLES - len(images)) // (len(names) - number))
+            for ref in shard.index.samples[: 4 * wanted]:
+                if wanted <= 0:
+                    break
+                try:
+                    sample = {"__key__": ref.key, "__url__": "", **shard.load(ref)}
+                    data, text = image_bytes(sample, keys=section.image_key), extract(sample, None)
+                    smooth = is_smooth(loaded(opened(data)))
+                except Dropped:
+                    continue
+                if not smooth:
+                    why = "images with a palette or in CMYK, which other programs convert before they are resized"
+                elif ftfy.fix_encoding(text) != text or html.unescape(unescaped(text)) != unescaped(text):
+                    why = "texts in a wrong encoding or with rare HTML entities, which open_clip repairs"
+                else:
+                    images.append(data)
+                    texts.append(text)
+                    wanted -= 1
+                    continue
+                left[why] = left.get(why, 0) + 1
+            shard.close()
+    if not images:
+        raise SettingsError(f"{origin} holds no image with a text: name other data with --data, or leave it out")
+    return Samples(images, texts, f"{len(images)} images and texts of {origin}", left)
+
+
+def prove(model: Model, folder: Path, samples: Samples, target: str, variants: Sequence[str]) -> list[Line]:
+    """The lines of the table, which is written to `check.json` as well.
+
+    Args:
+        folder: with the exported files, `encoder.py` and `check.py`.
+        variants: names of further graphs, which have no bar.
+
+    Raises ClipstreamError: the exported files cannot be loaded.
+    """
+    with TemporaryDirectory() as name:
+        work = Path(name)
+        (work / "images").mkdir()
+        for number, data in enumerate(samples.images):
+            (work / "images" / f"{number:05d}").write_bytes(data)
+        (work / "texts.json").write_text(json.dumps(list(samples.texts)), encoding="utf-8")
+        paths = sorted((work / "images").iterdir())
+        pixels = torch.stack([model.preprocess.pixels(path) for path in paths])
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (model.preprocess.mean, model.preprocess.std))
+        given = pixels if target == "onnx" else (pixels.float() / 255 - mean) / std
+        ids = model.tokenizer(samples.texts)
+        np.savez(work / "equal.npz", pixels=given.numpy(), ids=ids.numpy())
+        image, text = (rows.numpy() for rows in (model.encode_image(pixels), model.encode_text(ids)))
+        own = {"images": image, "texts": text, "pixels": image, "ids": text}
+        found = {variant: _run(folder, work, variant) for variant in ("", *variants)}
+    lines = [
+        *(_equal(f"{tower} tower, equal {name}", own[name], found[""][name]) for tower, name in TOWERS),
+        *(line for _, name in ENDS for line in _end(name, own[name], found[""][name])),
+    ]
+    for variant in variants:
+        lines += _variant(variant, own, found[""], found[variant])
+    told = {"target": target, "samples": samples.origin, "left_out": samples.left_out}
+    content = {**told, "lines": [asdict(line) for line in lines]}
+    (folder / "check.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return lines
+
+
+TOWERS, ENDS = (("image", "pixels"), ("text", "ids")), (("image", "images"), ("text", "texts"))
+
+
+def _run(folder: Path, work: Path, variant: str) -> dict[str, Any]:
+    """What `check.py` finds in a process that cannot import clipstream, nor reach the Hub."""
+    out = work / f"out{variant}.npz"
+    code = [sys.executable, "-I", "-B", "-W", "ignore", "-c", BLOCK, str(folder), str(folder / "check.py")]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+    done = subprocess.run(
+        [*code, str(folder), str(work), str(out), variant], env=env, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0 or not out.is_file():
+        last = (done.stderr.strip() or "no output").splitlines()[-1]
+        raise ClipstreamError(f"the exported files in {folder} cannot be used without clipstream: {last}")
+    return dict(np.load(out))
+
+
+def _equal(what: str, own: Any, other: Any) -> Line:
+    worst = float(np.abs(own - other).max())
+    return Line(f"{what}: largest difference", worst, f"at most {TOWER:g}", worst <= TOWER)
+
+
+def _cosines(own: Any, other: Any) -> Any:
+    rows = (own * other).sum(-1)
+    return rows / np.maximum(np.linalg.norm(own, axis=-1) * np.linalg.norm(other, axis=-1), 1e-12)
+
+
+def _end(name: str, own: Any, other: Any) -> list[Line]:
+    mean = own.mean(0)
+    lowest, centred = float(_cosines(own, other).min()), float(_cosines(own - mean, other - mean).min())
+    return [
+        Line(f"{name}, end to end: lowest cosine", lowest, f"at least {COSINE}", lowest >= COSINE),
+        Line(
+            f"{name}, end to end, without the mean: lowest cosine", centred, f"at least {CENTRED}", centred >= CENTRED
+        ),
+    ]
+
+
+def _variant(variant: str, own: dict[str, Any], plain: dict[str, Any], found: dict[str, Any]) -> list[Line]:
+    """Cosines, speed and retrieval of a further graph beside the plain one."""
+    lines = []
+    for tower, name in ENDS:
+        lowest = float(_cosines(own[name], found[name]).min())
+        lines.append(Line(f"{variant}, {name}, end to end: lowest cosine", lowest, "", True))
+        equal = dict(TOWERS)[tower]
+        faster = float(plain[f"{equal}_seconds"] / found[f"{equal}_seconds"])
+        lines.append(Line(f"{variant}, {tower} tower: times as fast", faster, "", True))
+    for label, one in (("float32", plain), (variant, found)):
+        ranks = (one["images"] @ one["texts"].T).argmax(1) == np.arange(len(one["images"]))
+        lines.append(Line(f"{label}: image-to-text R@1 of {len(ranks)}", float(ranks.mean()), "", True))
+    return lines

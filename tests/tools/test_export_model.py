@@ -1,0 +1,157 @@
+"""`clipstream export RUN --to TARGET`: what other programs compute from the files, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import transformers
+from timm.models.vision_transformer import VisionTransformer, _create_vision_transformer
+
+import clipstream
+from clipstream.cli.verbs.export import _add_model_flags, main
+from clipstream.cli.verbs.export import run as export_run
+from clipstream.cli.verbs.export.proof import drawn, prove
+from clipstream.errors import ClipstreamError, SettingsError
+from tests.support import hubtree, model_files
+from tests.support.model_files import TEXT, VIT
+
+
+@timm.models.register_model
+def vit_tiny_patch8_siglip_32(pretrained: bool = False, **more: Any) -> VisionTransformer:
+    """A SigLIP image tower of 60,000 parameters."""
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "class_token": False}
+    return _create_vision_transformer("vit_tiny_patch8_siglip_32", pretrained=pretrained, **{**sizes, **more})
+
+
+def bert(folder: Path, pooler: str) -> dict[str, Any]:
+    """The text_cfg of a small BERT, whose configuration and tokenizer are written."""
+    hubtree.write_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "<pad>"}))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    transformers.BertConfig(**sizes, vocab_size=64, max_position_embeddings=40, pad_token_id=0).save_pretrained(folder)
+    named = {"hf_model_name": str(folder), "hf_tokenizer_name": str(folder), "hf_model_pretrained": False}
+    return {**named, "hf_pooler_type": pooler, "hf_proj_type": "linear", "context_length": 12}
+
+
+def config(kind: str, folder: Path) -> dict[str, Any]:
+    """The configuration of a small model."""
+    if kind == "siglip":
+        hubtree.write_tokenizer(folder)
+        image = {"timm_model_name": "vit_tiny_patch8_siglip_32", "timm_pool": "map", "timm_proj": "none"}
+        text = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
+        text |= {"hf_tokenizer_name": str(folder), "tokenizer_kwargs": {"clean": "canonicalize"}, "vocab_size": 64}
+        cfg = {"embed_dim": 32, "init_logit_bias": -10, "custom_text": True, "vision_cfg": {**image, "image_size": 32}}
+        return {"model_cfg": {**cfg, "text_cfg": {**TEXT, **text}}, "preprocess_cfg": {"resize_mode": "squash"}}
+    timm_cfg = {"timm_model_name": "test_convnext", "timm_pool": "", "timm_proj": "linear", "image_size": 64}
+    vision, text = {
+        "vit": (VIT, TEXT),
+        "resnet": ({"image_size": 64, "layers": [1, 1, 1, 1], "width": 16, "head_width": 64}, TEXT),
+        "convnext": (timm_cfg, TEXT),
+        "bert": (VIT, bert(folder, "mean_pooler") if kind == "bert" else TEXT),
+        "pooled": (VIT, bert(folder, "cls_pooler") if kind == "pooled" else TEXT),
+    }[kind]
+    return {"embed_dim": 24, "quick_gelu": kind == "vit", "vision_cfg": vision, "text_cfg": text}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of a saved model of a kind, with random weights."""
+    made: dict[str, Path] = {}
+
+    def saved(kind: str) -> Path:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            (folder / "parts").mkdir()
+            (folder / "model.json").write_text(json.dumps(config(kind, folder / "parts")))
+            model_files.build(str(folder / "model.json")).save_pretrained(folder / "saved")
+            made[kind] = folder / "saved"
+        return made[kind]
+
+    return saved
+
+
+def needs(target: str) -> None:
+    missing = [name for name in export_run.EXTRAS.get(target, ()) if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
+
+
+ci = pytest.mark.ci
+KINDS, TARGETS = ("vit", "resnet", "convnext", "siglip", "bert", "pooled"), ("transformers", "onnx", "open_clip")
+FAST = {("vit", "transformers"), ("siglip", "onnx"), ("bert", "sentence-transformers")}
+PAIRS = [(kind, target) for kind in KINDS for target in (*TARGETS, "sentence-transformers")]
+UNKNOWN = {("resnet", "transformers"), ("resnet", "sentence-transformers"), ("bert", "transformers")}
+UNKNOWN |= {("siglip", "open_clip")}  # the test's own timm model is unknown to a process without this file
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"), [pytest.param(*pair, marks=[] if pair in FAST else ci) for pair in PAIRS if pair not in UNKNOWN]
+)
+def test_exported_files_give_the_models_features(kind: str, target: str, models: Any, tmp_path: Path) -> None:
+    """Towers and from end to end, in a process that has the target's packages alone."""
+    needs(target)
+    assert main([str(models(kind)), "--to", target, str(tmp_path / "out")]) == 0
+    told = json.loads((tmp_path / "out" / "check.json").read_text())
+    assert len(told["lines"]) == 6 and all(line["holds"] for line in told["lines"])
+    assert "pipeline_tag" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("preprocess", [pytest.param("normalize", marks=ci), "resize"])
+def test_preprocessing_in_the_graph_and_int8(preprocess: str, models: Any, tmp_path: Path) -> None:
+    needs("onnx")
+    out = tmp_path / "out"
+    assert main([str(models("vit")), "--to", "onnx", str(out), "--preprocess", preprocess, "--int8"]) == 0
+    told = {line["what"]: line["worst"] for line in json.loads((out / "check.json").read_text())["lines"]}
+    assert all(told[f"int8, {name}, end to end: lowest cosine"] > 0.95 for name in ("images", "texts"))
+    assert (out / "image-int8.onnx").stat().st_size < 0.9 * (out / "image.onnx").stat().st_size
+
+
+def test_a_wrong_processor_is_found(models: Any, tmp_path: Path) -> None:
+    """Another filter of the resize, and a tokenizer that keeps capitals."""
+    out, wrong = tmp_path / "out", tmp_path / "wrong"
+    assert main([str(models("vit")), "--to", "transformers", str(out)]) == 0
+    shutil.copytree(out, wrong)
+    for name, before, after in (
+        ("processor_config.json", '"bicubic"', '"bilinear"'),
+        ("tokenizer.json", '"type": "Lowercase"', '"type": "NFC"'),
+    ):
+        text = (wrong / name).read_text()
+        assert before in text
+        (wrong / name).write_text(text.replace(before, after))
+    lines = prove(clipstream.load_model(models("vit"), device="cpu")[0], wrong, drawn(), "transformers", ())
+    assert [line.holds for line in lines[:2]] == [True, True], lines
+    assert [all(line.holds for line in lines[i : i + 2]) for i in (2, 4)] == [False, False], lines
+    (wrong / "config.json").unlink()
+    with pytest.raises(ClipstreamError, match="cannot be used without clipstream"):
+        prove(clipstream.load_model(models("vit"), device="cpu")[0], wrong, drawn(), "transformers", ())
+
+
+def test_refusals(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vit, resnet = str(models("vit")), str(models("resnet"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    monkeypatch.setattr(export_run, "find_spec", lambda name: None)
+    for argv, said in (
+        ([resnet, "--to", "transformers", str(tmp_path / "a")], "no counterpart of open_clip's ResNet: .* --to onnx"),
+        (["ViT-B-32", "--to", "open_clip"], "a model without weights: set --pretrained TAG"),
+        ([vit, "--to", "onnx"], r"needs onnx: pip install 'clipstream\[onnx\]'"),
+        ([vit, "--to", "open_clip", "--push-to-hub", "a/b"], "set the licence of the model with --license"),
+        ([vit, "--to", "open_clip", str(tmp_path / "other")], "holds files that are not of an export"),
+        ([str(tmp_path / "none"), "--to", "open_clip"], "no model"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            export_run.export_model(parsed(argv))
+
+
+def parsed(argv: list[str]) -> Any:
+    parser = argparse.ArgumentParser()
+    _add_model_flags(parser)
+    return parser.parse_intermixed_args(argv)
