@@ -64,10 +64,10 @@ def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
 def _end_at_once(codes: Sequence[int]) -> None:
     """End the process with the exit code of its verb: taking down torch's modules may take seconds."""
     if codes:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # Python says why, and exits with 120
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(codes[0])
+            os._exit(codes[0])
 
 
 def verb_module(verb: str) -> ModuleType:

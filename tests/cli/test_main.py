@@ -188,6 +188,16 @@ def test_help_into_a_closed_pipe() -> None:
     assert not ended.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    code = "from clipstream.cli import main\nprint('a line')\nmain._end_at_once([0])"
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "-c", code]
+        ended = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, env=environment, check=False)
+    assert ended.returncode == 120 and b"No space left on device" in ended.stderr
+
+
 @pytest.mark.parametrize(("given", "expected"), [("", "passive"), ("active", "active")])
 def test_threads_sleep_while_they_wait(given: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy is set before torch is imported, which reads it."""
