@@ -17,6 +17,10 @@ all weights are 0, the loss is 0.
 each other's loss instead, or count as positives: the targets of the softmax are then shared evenly among them (as in
 UniCL, arXiv:2204.03610), and the sigmoid takes each as a match.
 
+**Terms within images and within texts** draw the features of positives together, of images or of texts alone: l_i gets
+the terms of SupCon (arXiv:2004.11362, L_out) times their weight, or for the sigmoid those of all pairs of two images in
+which one has a positive. A sample is no pair with itself; one without a positive adds nothing.
+
 **Numerics.** Logits and their sums are float32 under any autocast, float64 if the features are. They exist a tile at a
 time, and gradients are computed with the value (see `tiled`).
 
@@ -80,12 +84,23 @@ class _BuiltinLoss:
         self.max_logit_scale: float | None = settings.max_logit_scale
         self.gather_gib: float | None = settings.gather_gib
         self._settings = settings
+        self.parts: dict[str, torch.Tensor] = {}
+        terms = {"image_image": settings.image_image, "text_text": settings.text_text}
+        self.within = self.factors = {name: weight for name, weight in terms.items() if weight}
 
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss."""
         duplicates = self._settings.duplicates
         labels = None if duplicates == "negatives" else _labels(batch, self._settings.duplicates_by)
-        return loss_share(self.kind, features, batch.weights, world, labels, duplicates, self.gather_gib)
+        total = loss_share(self.kind, features, batch.weights, world, labels, duplicates, self.gather_gib)
+        if not self.within or labels is None:
+            return total
+        self.parts = {"image_text": total.detach()}
+        for name, weight in self.within.items():
+            part = share_within(name, self.kind, features, batch.weights, world, labels, self.gather_gib)
+            self.parts[name] = part.detach()
+            total = total + weight * part
+        return total
 
 
 def loss_share(
@@ -114,6 +129,32 @@ def loss_share(
         bias = bias if kind == "sigmoid" else None
         pairs = tiled.Pairs(image, texts, scale, bias, present.to(image.dtype), ring, same, duplicates)
         return loss(pairs, gradients=gradients)
+
+    with torch.autocast(features.image.device.type, enabled=False):
+        return with_gradients(features, compute)
+
+
+def share_within(
+    name: str,
+    kind: Kind,
+    features: Features,
+    weights: torch.Tensor,
+    world: World,
+    labels: torch.Tensor,
+    gather_gib: float | None = None,
+) -> torch.Tensor:
+    """This rank's share of the term within images ('image_image') or texts ('text_text'); see `loss_share`."""
+    loss = tiled.softmax if kind == "softmax" else tiled.sigmoid
+
+    def compute(wide: Leaves, gradients: bool) -> tiled.Found:
+        image, text, scale, bias = wide
+        rows = image if name == "image_image" else text
+        ring = Ring.of(len(rows), world, rows.shape[1] * rows.itemsize, gather_gib)
+        columns, present, same = ring.collect([rows], weights, labels)
+        bias = bias if kind == "sigmoid" else None
+        pairs = tiled.Pairs(rows, columns, scale, bias, present.to(rows.dtype), ring, same, "positives", within=True)
+        found = loss(pairs, gradients=gradients)
+        return found if rows is image else found._replace(images=None, texts=found.images)
 
     with torch.autocast(features.image.device.type, enabled=False):
         return with_gradients(features, compute)

@@ -89,6 +89,7 @@ class DistilledLoss:
         self.min_logit_scale: float | None = getattr(base, "min_logit_scale", None)
         self._base, self._settings, self._scales = base, settings, dict(scales)
         self.gather_gib: float | None = getattr(base, "gather_gib", None)
+        self.within = getattr(base, "within", ())
         self.buffers = BUFFERS if settings.weight else getattr(base, "buffers", tiled.BUFFERS)
         self._add_features = add_features
         self.parts: dict[str, torch.Tensor] = {}

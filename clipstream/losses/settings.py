@@ -17,6 +17,10 @@ _GATHER = (
     "rank; default: 1 on a GPU, 0 on the CPU"
 )
 _BY = "what makes samples duplicates: captions (equal token ids; default) or pictures (equal image files)"
+_WITHIN = (
+    "weight of a term that draws the {0} of samples that are positives of each other together, beside the pairs of "
+    "image and text: SupCon (arXiv:2004.11362) or its sigmoid form; 0: none"
+)
 
 
 class LossSettings(PluginSection):
@@ -31,8 +35,13 @@ class _BuiltinLoss(LossSettings):
     duplicates: Duplicates = Field("negatives", description=_DUPLICATES)
     duplicates_by: Literal["captions", "pictures"] | None = Field(None, description=_BY)
     gather_gib: float | None = Field(None, ge=0, description=_GATHER)
+    image_image: float = Field(0.0, ge=0, description=_WITHIN.format("images"))
+    text_text: float = Field(0.0, ge=0, description=_WITHIN.format("texts"))
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
+        *(Conflict({term: SET, "duplicates": ("negatives", "mask")},
+                   f"loss.{term} requires positives: set loss.duplicates positives")
+          for term in ("image_image", "text_text")),
         Conflict({"duplicates_by": SET, "duplicates": "negatives"},
                  "loss.duplicates_by requires loss.duplicates mask or positives"),
     )  # fmt: skip

@@ -25,6 +25,14 @@ Inf-CL does (arXiv:2410.17243). 4 n B D multiply-adds; dense autograd takes 6 if
 One pass, 3 n B D multiply-adds. No term is negative, and none is the difference of large numbers: a loss of 1e-7 is as
 exact as one of 1.
 
+**Terms within images or within texts** (`Pairs.within`) are the same sums with y = x, where no sample is paired with
+itself, t_ij = [equal labels, i != j], and samples that match none have r_i = 0 and w_i = 0 as anchors. As s is
+symmetric, R = C, and the softmax is SupCon's L_out (arXiv:2004.11362, equation 2), times the share of the anchors:
+
+    L = 1 / W sum_i w_i (R_i - 1 / k_i sum_j t_ij s_ij),    dL/dx_i = 2 scale sum_j dL/ds_ij x_j
+
+A rank thus has the whole gradient of its own rows, and no sums travel. 3 n B D multiply-adds, sigmoid 2 n B D.
+
 Each rank sees every rank's rows, and sums what all ranks return for its own, in one of two ways by the memory that the
 rows of all ranks take:
 
@@ -192,6 +200,7 @@ class Pairs:
     ring: Ring  # the ranks
     labels: torch.Tensor | None = None  # int64 [B], equal for duplicates; None if duplicates are negatives
     duplicates: Duplicates = "negatives"  # how a pair of two samples with the same label counts
+    within: bool = False  # whether `texts` are `images` of all ranks; labels are then given, and duplicates positives
 
 
 class Found(NamedTuple):
@@ -236,8 +245,8 @@ def softmax(pairs: Pairs, *, gradients: bool) -> Found:
     if not gradients:
         return found
 
-    def carry(start: int, texts: torch.Tensor) -> torch.Tensor:
-        of_texts = torch.zeros_like(texts)
+    def carry(start: int, texts: torch.Tensor) -> torch.Tensor | None:
+        of_texts = None if pairs.within else torch.zeros_like(texts)
         for tile in tiles.iterate(start, texts):
             g = torch.sub(tile.s, row_lse[tile.rows, None], out=tiles.view(1, tile.s)).exp_()
             g *= halves[own][tile.rows, None]
@@ -257,12 +266,12 @@ def sigmoid(pairs: Pairs, *, gradients: bool) -> Found:
     found = tiles.begin(pairs.images.new_zeros(()), gradients=gradients)
 
     def carry(start: int, texts: torch.Tensor) -> torch.Tensor | None:
-        of_texts = torch.zeros_like(texts) if gradients else None
+        of_texts = torch.zeros_like(texts) if gradients and not pairs.within else None
         for tile in tiles.iterate(start, texts):
             tiles.negate_targets(tile.s, tile)
             counted = tiles.sum_of(halves, tile)
             found.share.add_(F.softplus(tile.s, threshold=EXACT).mul_(counted).sum())
-            if of_texts is not None:
+            if gradients:
                 g = counted.mul_(tile.s.sigmoid_())
                 tiles.negate_targets(g, tile)
                 found.bias.add_(g.sum())
@@ -276,13 +285,14 @@ def peak_bytes(loss: Any, n: int, total: int, width: int, world: World) -> int:
     """About the memory that a loss of n of `total` samples takes on a GPU: features, gradients, sums and tiles.
 
     Args:
-        loss: its `gather_gib` and `buffers` count, where it has them.
+        loss: its `gather_gib`, count of `buffers` and terms `within` images or texts, where it has them.
         width: numbers of a feature.
     """
     texts, buffers = 4 * total * width, getattr(loss, "buffers", BUFFERS)
     gathered = world.size > 1 and is_gathered(world, texts, getattr(loss, "gather_gib", None))
     tiles = (buffers + TEMPORARIES) * 4 * min(n, GPU_ROWS) * min(total, GPU_COLUMNS)
-    return 2 * texts * gathered + 6 * 4 * n * width + tiles
+    rows = 6 + len(getattr(loss, "within", ()))
+    return 2 * texts * gathered + rows * 4 * n * width + tiles
 
 
 class Tiles:
@@ -316,6 +326,8 @@ class Tiles:
         self._labels = pairs.labels
         if pairs.labels is not None:  # an absent sample has no duplicates
             self._labels = torch.where(gone, -1 - torch.arange(len(gone), device=gone.device), pairs.labels)
+        if pairs.within:
+            self.halves = self.halves * (self._counts() > 1)
 
     def iterate(self, start: int, texts: torch.Tensor) -> Iterator[Tile]:
         """The tiles of this rank's images with the texts [m, D] from index `start`; each is valid until the next."""
@@ -342,6 +354,8 @@ class Tiles:
                     same = self._same(tile)
                     self._at_diagonal(same, tile).fill_(False)
                     s.masked_fill_(same, self._low)
+                if pairs.within:
+                    self._at_diagonal(s, tile).fill_(self._low)
                 yield tile
 
     def _own(self, tile: Tile) -> slice:
@@ -351,7 +365,10 @@ class Tiles:
 
     def _same(self, tile: Tile) -> torch.Tensor:
         assert self._labels is not None
-        return self._labels[self._own(tile), None] == self._labels[None, tile.columns]
+        same = self._labels[self._own(tile), None] == self._labels[None, tile.columns]
+        if self.pairs.within:
+            self._at_diagonal(same, tile).fill_(False)
+        return same
 
     def _at_diagonal(self, values: torch.Tensor, tile: Tile) -> torch.Tensor:
         """A view of a tile's entries i = j; may be empty."""
@@ -395,6 +412,11 @@ class Tiles:
         """k_i, [B]."""
         if self.diagonal_targets:
             return torch.ones_like(self.halves)
+        counts = self._counts()
+        return (counts - 1).clamp_min(1) if self.pairs.within else counts
+
+    def _counts(self) -> torch.Tensor:
+        """Number of present samples with the label of each sample, itself included, [B]."""
         assert self._labels is not None
         ordered = self._labels.sort().values
         first, after = (torch.searchsorted(ordered, self._labels, right=right) for right in (False, True))
@@ -413,19 +435,24 @@ class Tiles:
         images, zero = self.pairs.images, torch.zeros_like(share)
         return Found(share, torch.zeros_like(images) if gradients else None, None, zero, zero.clone())
 
-    def add(self, g: torch.Tensor, tile: Tile, texts: torch.Tensor, found: Found, of_texts: torch.Tensor) -> None:
+    def add(
+        self, g: torch.Tensor, tile: Tile, texts: torch.Tensor, found: Found, of_texts: torch.Tensor | None
+    ) -> None:
         """Add the gradients of a tile's images and texts, without the factor scale, from g = dL/ds."""
         assert found.images is not None
         found.images[tile.rows].addmm_(g, texts[tile.block])
-        of_texts[tile.block].addmm_(g.T, self.pairs.images[tile.rows])
+        if of_texts is not None:
+            of_texts[tile.block].addmm_(g.T, self.pairs.images[tile.rows])
 
     def scaled(self, found: Found, of_texts: torch.Tensor | None) -> Found:
         """Multiply the gradients by the scale, and compute its own; without gradients, unchanged."""
-        if found.images is None or of_texts is None:
+        if found.images is None:
             return found
         pairs, of_scale = self.pairs, found.scale
         for some, _ in self._strips():
             of_scale.add_((pairs.images[some] * found.images[some]).sum())
+        if of_texts is None:  # within: each pair is there twice
+            return found._replace(images=found.images.mul_(2 * pairs.scale))
         return found._replace(images=found.images.mul_(pairs.scale), texts=of_texts.mul_(pairs.scale))
 
     def _strips(self) -> Iterator[tuple[slice, slice]]:

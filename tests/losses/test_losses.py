@@ -23,7 +23,7 @@ from clipstream.losses import tiled
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings, LossSettings, SiglipLossSettings
-from tests.support.losses import feature_loss, relational_loss, sigmoid_loss, softmax_loss
+from tests.support.losses import feature_loss, relational_loss, sigmoid_loss, softmax_loss, within_loss
 from tests.support.peak_memory import PeakMemory
 from tests.support.ranks import run_ranks
 from tests.support.steps import Features, assert_close
@@ -42,10 +42,13 @@ def make_loss(
     *,
     duplicates: str = "negatives",
     gather_gib: float | None = None,
+    terms: tuple[float, float] = (0, 0),
     **distill: Any,
 ) -> Any:
     """A contrastive loss; with `scales` of teachers, one of distillation."""
     given = {"type": kind, "duplicates": duplicates, "gather_gib": gather_gib}
+    if duplicates == "positives":
+        given |= {"image_image": terms[0], "text_text": terms[1]}
     base = build_loss(LossSettings.model_validate(given), kind)
     return base if scales is None else DistilledLoss(base, DistillSettings.model_validate(distill), scales)
 
@@ -110,6 +113,7 @@ def wanted_of(
     *,
     captions: torch.Tensor | None = None,
     duplicates: Any = "negatives",
+    terms: tuple[float, float] = (0, 0),
     **distill: Any,
 ) -> Tensors:
     """The same by the dense references and autograd."""
@@ -119,6 +123,9 @@ def wanted_of(
     cosines, labels = image @ text.T, torch.arange(len(weights)) if captions is None else captions
     logits = scale * cosines + (bias if kind == "siglip" else 0)
     total = (softmax_loss if kind == "clip" else sigmoid_loss)(logits, weights, labels, duplicates)
+    for term, rows in zip(terms, (image, text), strict=True):
+        if duplicates == "positives":
+            total = total + term * within_loss(rows, scale, bias, weights, labels, softmax=kind == "clip")
     if scales is not None:
         total = chosen.contrastive * total
     for name, its_scale in (scales or {}).items():
@@ -154,6 +161,7 @@ def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     tile=st.tuples(st.integers(1, 14), st.integers(1, 14)),
     kind=st.sampled_from(KINDS),
     duplicates=st.sampled_from(DUPLICATES),
+    terms=st.tuples(*[st.sampled_from([0.0, 0.2, 1.5])] * 2),
     scales=st.sampled_from([None, {"small": 7.5}, SCALES]),
     distill=st.fixed_dictionaries(
         {
@@ -168,8 +176,8 @@ def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     draws=st.data(),
 )
 def test_tiles_equal_the_dense_reference(
-    n: int, width: int, seed: int, tile: tuple[int, int], kind: str, duplicates: str, scales: Any, distill: Any,
-    draws: st.DataObject,
+    n: int, width: int, seed: int, tile: tuple[int, int], kind: str, duplicates: str, terms: Any, scales: Any,
+    distill: Any, draws: st.DataObject,
 ) -> None:  # fmt: skip
     set_tiles(tile)
     inputs = make_inputs(n, width, seed)
@@ -177,14 +185,16 @@ def test_tiles_equal_the_dense_reference(
     weights = torch.tensor(numbers, dtype=torch.float64)
     captions = torch.tensor(draws.draw(st.lists(st.integers(0, 4), min_size=n, max_size=n)))
     distill |= {"features": 0.0} if scales == SCALES and width != 8 else {}
-    loss = make_loss(kind, scales, duplicates=duplicates, **distill)
+    loss = make_loss(kind, scales, duplicates=duplicates, terms=terms, **distill)
     found = loss_and_gradients(loss, inputs, weights, captions=captions, biased=kind == "siglip")
-    assert_close(found, wanted_of(inputs, weights, kind, scales, captions=captions, duplicates=duplicates, **distill))
+    given = {"captions": captions, "duplicates": duplicates, "terms": terms, **distill}
+    assert_close(found, wanted_of(inputs, weights, kind, scales, **given))
 
 
 CAPTIONS = torch.tensor([0, 1, 0, 2, 1, 3, 4, 5, 0])  # of 9 samples; two of them are there several times
 GIVEN: list[dict[str, Any]] = [
     *({"kind": kind, "duplicates": duplicates} for kind in KINDS for duplicates in DUPLICATES),
+    *({"kind": kind, "duplicates": "positives", "terms": (0.2, 1.5)} for kind in KINDS),
     *({"scales": {"small": 7.5}, "type": kind, "features": 0.4} for kind in TYPES),
 ]
 
@@ -361,6 +371,18 @@ def test_duplicates_by_pictures() -> None:
     assert loss(features, make_batch(6, pictures=torch.tensor([7, 1, 7, 2, 3, 4])), World()) < plain
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_terms_within_images_are_told_and_need_positives(kind: str) -> None:
+    features = Features(*(make_inputs(9)[name] for name in LEAVES))
+    loss = make_loss(kind, duplicates="positives", terms=(0.2, 0))
+    apart = loss(features, make_batch(9), World())
+    assert apart == pytest.approx(float(make_loss(kind)(features, make_batch(9), World())), abs=1e-12)
+    found = loss(features, make_batch(9, ids=CAPTIONS.int()), World())
+    assert found == pytest.approx(float(loss.parts["image_text"] + 0.2 * loss.parts["image_image"]))
+    with pytest.raises(ValueError, match=r"loss.image_image requires positives: set loss.duplicates positives"):
+        LossSettings.model_validate({"type": kind, "image_image": 0.2})
+
+
 def test_a_loss_can_run_backward_once() -> None:
     image, text = (torch.eye(3)[:2].clone().requires_grad_() for _ in range(2))
     share = make_loss("clip")(Features(image, text, torch.tensor(2.0), None), make_batch(2), World())
@@ -387,13 +409,20 @@ def test_a_rank_of_four_makes_a_quarter_of_the_logits() -> None:
     assert run_ranks(4, logit_flops, 16) == [whole // 4] * 4
 
 
-def test_memory_grows_linearly() -> None:
+GROWING: list[dict[str, Any]] = [
+    {"scales": {"large": 9.0}, "type": "affinity", "features": 0.0},
+    *({"kind": kind, "duplicates": "positives", "terms": (0.2, 0.2)} for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize("given", GROWING)
+def test_memory_grows_linearly(given: dict[str, Any]) -> None:
     set_tiles((128, 128))
-    loss, most = make_loss(scales={"large": 9.0}, type="affinity", features=0.0), []
+    loss, biased, most = make_loss(**given), given.get("kind") == "siglip", []
     for n in (1024, 3072):
-        inputs, weights = make_inputs(n, dtype=torch.float32), torch.ones(n)
+        inputs, weights, captions = make_inputs(n, dtype=torch.float32), torch.ones(n), torch.arange(n) // 2
         with PeakMemory() as peak:
-            loss_and_gradients(loss, inputs, weights)
+            loss_and_gradients(loss, inputs, weights, captions=captions, biased=biased)
         most.append(peak.most)
     assert most[1] < 3 * most[0]
     assert most[1] < 3072 * 3072 * 4 / 20  # a matrix of logits has as many bytes

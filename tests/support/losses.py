@@ -34,6 +34,29 @@ def sigmoid_loss(
     return (weights * (pairs.sum(dim=0) + pairs.sum(dim=1)) / 2).sum()
 
 
+def within_loss(
+    rows: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor,
+    weights: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    softmax: bool,
+) -> torch.Tensor:
+    """SupCon's L_out (arXiv:2004.11362, equation 2) over samples with a positive, or all their pairs by a sigmoid."""
+    keep = weights > 0
+    rows, labels, weights = rows[keep], labels[keep], weights[keep].to(rows.dtype) / weights.sum()
+    eye = torch.eye(len(rows), dtype=torch.bool)
+    same = (labels[:, None] == labels[None]) & ~eye
+    weights = weights * same.any(dim=1)
+    logits = scale * rows @ rows.T
+    if softmax:
+        chances = logits.masked_fill(eye, -torch.inf).log_softmax(dim=1).masked_fill(~same, 0)
+        return -(weights * chances.sum(dim=1) / same.sum(dim=1).clamp_min(1)).sum()
+    pairs = -F.logsigmoid(torch.where(same, logits + bias, -logits - bias)).masked_fill(eye, 0)
+    return (weights * (pairs.sum(dim=0) + pairs.sum(dim=1)) / 2).sum()
+
+
 def _present(
     logits: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor, duplicates: Duplicates
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

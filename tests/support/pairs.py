@@ -94,6 +94,7 @@ FACTORS: dict[str, dict[str, str]] = {
                  "cooldown": "--schedule.type const-cooldown --schedule.cooldown 2"},
     "clipping": {"off": "", "0.1": "--grad-clip-norm 0.1"},
     "duplicates": {"negatives": "", "mask": "--loss.duplicates mask", "positives": "--loss.duplicates positives",
+                   "terms": "--loss.duplicates positives --loss.image-image 0.2 --loss.text-text 0.1",
                    "mask pictures": "--loss.duplicates mask --loss.duplicates-by pictures"},
     "distillation": {"off": "", "start": "--distill.model start --distill.type affinity",
                      "live": "--distill.model local-dir:{place}/teacher --distill.features 0.5",
