@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from clipstream.checkpoint import store
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.state import CheckpointMeta, Tensors
@@ -51,17 +52,20 @@ from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import ADAPTER, AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.models.towers import Towers
 from clipstream.report.html_report import REPORT_FILE
-from clipstream.report.outputs import Ending, Outputs, build_profiler
+from clipstream.report.interpolation import INTERPOLATED, interpolate
+from clipstream.report.outputs import Ending, Outputs
 from clipstream.report.precision_audit import audit_run
+from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import RunInfo
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
-from clipstream.training.settings import EarlyStop
+from clipstream.training.settings import EarlyStop, Metric
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
 from clipstream.training.stored_features import check_stores, open_stores, remove_towers, teacher_scales
 from clipstream.training.trainer import Hooks, Length, Rollback, Trainer
-from clipstream.utils.logs import loading
+from clipstream.utils.logs import loading, logger
+from clipstream.utils.timing import StepProfiler
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,12 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
         # Optimizer, step, loop.
         step = build_step(settings, world, model)
         fit(replace(run, settings=settings), step, loader, model.tokenizer, throughput, resumed)
+    if (rule := settings.train.interpolate) is not None:
+        end = store.locate(str(run.folder)).checkpoint
+        assert end is not None, "the last step is saved"
+        last = store.model_in(end, settings.model, tokenizer_fits=True)
+        del model, step  # whose memory another model takes now
+        interpolate(settings, settings.model.not_trained(), last, rule, run.folder / INTERPOLATED, world)
     if world.is_main:
         print_end(settings, REPORT_FILE)
 
@@ -248,7 +258,12 @@ def fit(
     outputs = Outputs(log, world, info, subject={"run": settings.run.name, "model": settings.model.label})
     evals = build_evals(run, step, tokenizer, outputs)
     writer = build_writer(run, step, resumed, outputs)
-    acted_on = {"train.early_stop.metric": early_stop.metric, "checkpoint.keep_best": settings.checkpoint.best_by}
+    target = None if train.interpolate is None else Metric.of(train.interpolate.target, "auto")
+    acted_on = {
+        "train.interpolate.target": target,
+        "train.early_stop.metric": early_stop.metric,
+        "checkpoint.keep_best": settings.checkpoint.best_by,
+    }
     metrics = evals.dry_run()
     for key, metric in acted_on.items():
         if metric is not None:
@@ -302,6 +317,15 @@ def build_evals(run: Run, step: TrainStep, tokenizer: tokenizers.Tokenizer, outp
         weights["averaged"] = partial(step.whole_weights, step.averages.tensors)
     listeners = Listeners(outputs.write, outputs.show, outputs.trace, outputs.status)
     return EvalRunner(settings.evals, context, listeners, weights)
+
+
+def build_profiler(settings: LogSettings, run: RunInfo, world: World) -> StepProfiler | None:
+    """The profiler of the steps that `log.profile` names; None if this process trains none of them."""
+    done = run.resume_step or 0
+    steps = settings.profiled(done, run.total_steps)
+    if world.is_main and settings.profile is not None and not steps and done < run.total_steps:
+        logger.info(f"log.profile: no step of {settings.profile} is left after step {done}")
+    return StepProfiler(steps, run.folder, world.device, records=world.is_main) if steps else None
 
 
 def build_writer(run: Run, step: TrainStep, resumed: Resumed, outputs: Outputs) -> AsyncWriter:

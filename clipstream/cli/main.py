@@ -17,6 +17,7 @@ from clipstream.utils.logs import loading
 VERBS = {
     "train": "train a model, evaluate it, save it",
     "evaluate": "evaluate a checkpoint",
+    "interpolate": "choose weights between the start and the end of a run, or average checkpoints",
     "check": "inspect a data set: which samples are used and dropped",
     "index": "write an index of each shard, for exact epochs",
     "bench": "measure how fast shards are read, or with `bench train` how fast a model trains",

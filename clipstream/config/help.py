@@ -77,6 +77,13 @@ VERBS = {
         "Evaluate a checkpoint, the checkpoints of a run as they appear, or a pretrained model.",
         ("Evaluation", "Captions and images", "Model", "Device and precision"),
     ),
+    "interpolate": Verb(
+        "Evaluate weights between those that a run started from, or START, and those of END (WiSE-FT), and write the "
+        "ones with the best target whose guards (evaluators with role: guard) keep their figures at the start. With "
+        "--soup, average several checkpoints. Evaluators are those of the run.",
+        ("Evaluation", "Captions and images", "Device and precision"),
+        "[START] END ",
+    ),
     "bench": Verb(
         "Measure how fast shards are read, by stage and number of workers. `bench train` measures how fast a model "
         "trains.",

@@ -169,6 +169,8 @@ PAIRS = (
                  "not supported with adapters, which start at 0, so that --wd draws them to the start: remove it")
         for tower in _STORES
     ),
+    Conflict({"train.interpolate": GIVEN, "evals": UNSET},
+             "requires an evaluator of the target: set --val-data, or a section evals"),
     Conflict({"distill": _CHANGED, "distill.model": None, "data.teacher_features": UNSET},
              "requires a teacher: --distill-model or --teacher-features"),
     INDEXED_EPOCH,

@@ -32,6 +32,12 @@ class EvalSettings(PluginSection):
         description="weights to evaluate; evaluations of averaged weights (train.ema) are named NAME_averaged",
     )
 
+    role: Literal["target", "guard"] = Field(
+        "target",
+        description="for train.interpolate and `clipstream interpolate`: target: what is to improve; guard: what must "
+        "not be lost",
+    )
+
     reads: ClassVar[bool] = True  # whether a built-in one takes data
 
     @property

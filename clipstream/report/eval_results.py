@@ -26,7 +26,7 @@ TABLE_FILE = "evaluations.csv"
 TABLES = (".csv", ".md")  # suffixes of tables
 WATCH_FOLDER = "watch"  # in a run's folder: the same files, written by `clipstream evaluate --watch`
 # Settings that do not affect metrics.
-NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size", "prompts")
+NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size", "prompts", "role")
 NO_METRIC = ("step", "eval", "error")
 NO_ROW = ("n", "captions", "dropped", "seconds")
 TABLE = ("run", "checkpoint", "model", "pretrained", "step", "eval", "metric", "value", "low", "high", "chance", "n")

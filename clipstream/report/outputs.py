@@ -51,7 +51,6 @@ from clipstream.utils.plugins import make_plugin
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
     from clipstream.evals.context import Example, Table
-    from clipstream.utils.timing import StepProfiler
 
 SINK_METHODS = ("write", "show", "status", "close")
 WANDB_ID = "wandb_id"  # file with the id under which Weights & Biases knows the run
@@ -203,17 +202,6 @@ def build_sinks(log: LogSettings, run: RunInfo, *, trains: bool = True) -> dict[
                 sink.close()
             raise
     return sinks
-
-
-def build_profiler(settings: LogSettings, run: RunInfo, world: World) -> StepProfiler | None:
-    """The profiler of the steps that `log.profile` names; None if this process trains none of them."""
-    from clipstream.utils.timing import StepProfiler  # imports torch
-
-    done = run.resume_step or 0
-    steps = settings.profiled(done, run.total_steps)
-    if world.is_main and settings.profile is not None and not steps and done < run.total_steps:
-        logger.info(f"log.profile: no step of {settings.profile} is left after step {done}")
-    return StepProfiler(steps, run.folder, world.device, records=world.is_main) if steps else None
 
 
 class Outputs(SinkGroup):

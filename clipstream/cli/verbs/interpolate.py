@@ -1,0 +1,115 @@
+"""The verb `clipstream interpolate [START] END`: weights between two models, or averages of checkpoints.
+
+A command line enters; a model in a folder, a table and a plot leave. The evaluators are those of END's run, as in
+`clipstream evaluate`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from clipstream.checkpoint.store import Subject, locate, model_in, named
+from clipstream.cli.verbs.evaluate_watch import has_own_tokenizer
+from clipstream.config.entry import command_line, entry_point
+from clipstream.config.flags import choice_flag
+from clipstream.config.settings import Settings
+from clipstream.config.validate import validate_evals
+from clipstream.distributed.launch import FailureWatch, run_ranks
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.models.model_config import HUB, LOCAL
+from clipstream.models.pretrained import preflight
+from clipstream.models.settings import ModelSettings
+from clipstream.training.settings import InterpolateSettings
+from clipstream.utils.section import own_path
+
+OWN_FLAGS = {
+    "--alphas": "shares of END to evaluate: FIRST:LAST:STEP, or a list, '[0.3, 0.5]' (default: 0:1:0.1)",
+    "--target": "EVALUATOR/METRIC to be best (default: R@1, or the first metric, of the only evaluator without role: "
+    "guard)",
+    "--guard-kept": "share of the start's figure that each guard must keep (default: 0.97)",
+    "--soup": "average of all models named, instead: uniform, or greedy (each that makes the target no worse)",
+    "--weights": "trained (default) or averaged (train.ema) weights of the checkpoints",
+    "--out": "folder to write (default: interpolated, or soup, in END's run)",
+}
+
+
+@entry_point
+def main(argv: list[str]) -> int:
+    """Run the verb, and return its exit code."""
+    command = command_line("interpolate", argv, OWN_FLAGS)
+    own, words = command.own, list(command.flags)
+    names = [words.pop(0) for _ in range(next((i for i, w in enumerate(words) if w.startswith("--")), len(words)))]
+    kind = choice_flag(own, "--soup", ("uniform", "greedy"), "")
+    if not names or (kind and len(names) < 2) or (not kind and len(names) > 2):
+        wanted = "--soup greedy CHECKPOINT CHECKPOINT …" if kind else "[START] END, a run or a checkpoint each"
+        raise SettingsError(f"expected clipstream interpolate {wanted}")
+    subjects = [locate(name) for name in (names if kind else names[-1:])]
+    end = subjects[0]
+    trained = [] if end.run is None else ["--config", str(end.run / "config.yaml")]
+    settings = command.load([*trained, *words])
+    if not settings.evals:
+        raise SettingsError(f"{names[-1]} has no evaluators: add --val-data SHARDS, or --config with a section evals")
+    validate_evals(settings, shown=False)
+    rule = _rule(own)
+    averaged = choice_flag(own, "--weights", ("trained", "averaged"), "trained") == "averaged"
+    fits = bool(trained) and has_own_tokenizer(settings, trained[1])
+    models = {_label(subject): _model(subject, settings, fits, averaged=averaged) for subject in subjects}
+    start = _start(names, end, settings) if not kind else None
+    for model in filter(None, (*models.values(), start)):
+        preflight(model.model_copy(update={"allow_mismatch": True}), ask=World.from_env().local_rank == 0)
+    place = Path.cwd() if end.run is None else end.run
+    out = Path(own_path(own["--out"])) if "--out" in own else place / ("soup" if kind else "interpolated")
+
+    def body(world: World, watch: FailureWatch) -> None:
+        from clipstream.report import interpolation
+
+        if start is None:
+            interpolation.soup(settings, models, "greedy" if kind == "greedy" else "uniform", rule, out, world)
+        else:
+            interpolation.interpolate(settings, start, next(iter(models.values())), rule, out, world)
+
+    return run_ranks(settings.run, body)
+
+
+def _label(subject: Subject) -> str:
+    return subject.label if subject.run is None else f"{subject.run.name} {subject.label}"
+
+
+def _model(subject: Subject, settings: Settings, fits: bool, *, averaged: bool) -> ModelSettings:
+    """The model of a checkpoint."""
+    assert subject.checkpoint is not None
+    return model_in(subject.checkpoint, settings.model, fits, averaged=averaged)
+
+
+def _start(names: list[str], end: Subject, settings: Settings) -> ModelSettings:
+    """The model to begin from: the one that is named, or that of END's run. Raises SettingsError: there is none."""
+    model = settings.model.not_trained()
+    if len(names) == 1:
+        if end.run is None:
+            raise SettingsError(f"{names[0]} is of no run: name the start, clipstream interpolate START END")
+        return model
+    name = named(names[0])
+    if name.startswith((HUB, LOCAL)):
+        return ModelSettings(name=name, image_size=model.image_size, cache_dir=model.cache_dir)
+    return model.model_copy(update={"pretrained": name})
+
+
+def _rule(own: dict[str, str]) -> InterpolateSettings:
+    """What is best, of the verb's flags. Raises SettingsError: a value is wrong."""
+    values: dict[str, Any] = {"target": own.get("--target")}
+    if "--guard-kept" in own:
+        values["guard_kept"] = own["--guard-kept"]
+    try:
+        if (text := own.get("--alphas")) is not None and ":" in text:
+            first, last, step = map(float, text.split(":"))
+            values["alphas"] = [round(first + i * step, 6) for i in range(round((last - first) / step) + 1)]
+        elif text is not None:
+            values["alphas"] = [float(one) for one in text.strip("[] ").split(",")]
+        return InterpolateSettings.model_validate(values)
+    except (ValueError, ZeroDivisionError, ValidationError) as error:
+        why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
+        raise SettingsError(f"--alphas 0:1:0.1, --target EVALUATOR/METRIC, --guard-kept 0.97: {why}") from error

@@ -1,0 +1,142 @@
+"""Weights between the start and the end of a run, and soups: their figures, the rule, and what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from clipstream.cli.verbs.evaluate import main as evaluate
+from clipstream.cli.verbs.interpolate import main
+from clipstream.cli.verbs.train import main as train
+from clipstream.report.interpolation import Mixing, Point, average, mixed
+from clipstream.training.settings import InterpolateSettings
+from tests.support.ranks import end_ranks
+from tests.support.runs import flags, furnish, train_on, weights
+
+EVALS = ["--evals.new.type", "retrieval", "--evals.new.data.shards"]
+GUARD = ["--evals.old.type", "zero_shot", "--evals.old.classes", "[red,green,dog]", "--evals.old.templates", "plain",
+         "--evals.old.role", "guard", "--evals.old.label", "cls", "--evals.old.data.shards"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs that go on from the checkpoint of a first one."""
+    folder = furnish(tmp_path_factory.mktemp("interpolate"))
+    assert train(flags(folder, "start", steps=4)) == 0
+    start = ["--pretrained", f"{folder}/runs/start", "--model.allow-mismatch", "true"]
+    evals = [*EVALS, f"{folder}/val/*.tar", "--evals.old.type", "retrieval", "--evals.old.role", "guard",
+             "--evals.old.data.shards", f"{folder}/pairs/00000.tar"]  # fmt: skip
+    more = ["--train.interpolate", "{alphas: [0.5, 1], guard_kept: 0}", "--lora", "4"]
+    assert train([*flags(folder, "a", *start, *evals, steps=6), *more]) == 0
+    assert train(flags(folder, "b", *start, *evals, "--run.seed", "3", "--lr", "1e-2", steps=6)) == 0
+    return folder
+
+
+def figures(folder: Path) -> Any:
+    return json.loads((folder / "frontier.json").read_text())
+
+
+def test_a_run_ends_with_the_best_weights_between_its_start_and_end(place: Path, capsys: Any) -> None:
+    out = place / "runs" / "a" / "interpolated"
+    said = figures(out)
+    assert [point["weights"] for point in said["points"]] == ["alpha 0", "alpha 0.5", "alpha 1"]
+    assert said["guards"] == ["old"] and (out / "frontier.svg").read_text().startswith("<svg xmlns")
+    chosen = max(said["points"], key=lambda point: point["new"])
+    assert said["chosen"] == chosen["weights"]
+    start, end, found = (
+        weights(place, "start", 4),
+        weights(place, "a", 6),
+        load_file(out / "open_clip_model.safetensors"),
+    )
+    for name, tensor in found.items():
+        assert torch.equal(tensor, mixed(start, end, float(said["chosen"].split()[1]))[name])
+    open_clip.create_model_from_pretrained(f"local-dir:{out}")
+    assert evaluate(["--checkpoint", str(out), "--val-data", f"{place}/val/*.tar", "--device", "cpu", "--output",
+                     f"{place}/again.jsonl", "--precision", "fp32", "--workers", "0"]) == 0  # fmt: skip
+    again = json.loads((place / "again.jsonl").read_text().splitlines()[-1])
+    both = [again[f"{way}_R@1"] for way in ("image_to_text", "text_to_image")]
+    assert sum(both) / 2 == pytest.approx(chosen["new"])
+
+
+def test_the_verb_takes_a_start_a_grid_a_target_and_soups(place: Path, tmp_path: Path, capsys: Any) -> None:
+    end, other = f"{place}/runs/b", f"{place}/runs/a"
+    argv = [
+        end,
+        "--alphas",
+        "0:1:0.25",
+        "--target",
+        "new/image_to_text_R@5",
+        "--guard-kept",
+        "0.5",
+        "--out",
+        f"{tmp_path}/a",
+    ]
+    assert main(argv) == 0
+    said = figures(tmp_path / "a")
+    assert [point["weights"] for point in said["points"]] == [f"alpha {alpha:g}" for alpha in (0, 0.25, 0.5, 0.75, 1)]
+    kept = [point for point in said["points"] if point["old"] >= 0.5 * said["points"][0]["old"]]
+    assert max(point["new"] for point in kept) == next(p["new"] for p in kept if p["weights"] == said["chosen"])
+    assert main([f"{place}/runs/start", end, "--alphas", "[1]", "--out", f"{tmp_path}/b"]) == 0
+    assert figures(tmp_path / "b")["points"][0] == {
+        **said["points"][0],
+        "new": figures(tmp_path / "b")["points"][0]["new"],
+    }
+
+    for kind in ("uniform", "greedy"):
+        assert main([end, other, "--soup", kind, "--out", f"{tmp_path}/{kind}"]) == 0
+    states = [weights(place, "b", 6), weights(place, "a", 6)]
+    uniform = load_file(tmp_path / "uniform" / "open_clip_model.safetensors")
+    for name, tensor in uniform.items():
+        assert torch.equal(tensor, average(iter(states))[name])
+    said = figures(tmp_path / "greedy")
+    first = max(said["points"][:2], key=lambda point: point["new"])
+    assert said["chosen"] == (
+        said["points"][2]["weights"] if said["points"][2]["new"] >= first["new"] else first["weights"]
+    )
+
+
+def test_several_ranks_write_what_one_writes(place: Path) -> None:
+    more = ["--pretrained", f"{place}/runs/start", "--model.allow-mismatch", "true", *EVALS, f"{place}/val/*.tar",
+            "--train.interpolate", "{alphas: [0.5]}", "--train.parallel", "fsdp"]  # fmt: skip
+    ends = end_ranks(2, train_on, flags(place, "ranks", *more, steps=3))
+    assert [end.code for end in ends] == [0, 0], ends[0].stderr
+    assert train(flags(place, "one", *more, steps=3)) == 0
+    found = [figures(place / "runs" / name / "interpolated") for name in ("ranks", "one")]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "expected clipstream interpolate [START] END"),
+        (["{place}/runs/b", "--alphas", "0:1"], "--alphas 0:1:0.1"),
+        (["{place}/runs/b", "--alphas", "[2]"], "less than or equal to 1"),
+        (["{place}/runs/b", "--target", "no/R@1"], "the target no/R@1 is of no evaluator"),
+        (["{place}/runs/b", "--target", "new/R"], "new has no metric 'R'"),
+        (["{place}/runs/b", "--evals.old.role", "target"], "several evaluators, new, old, without role guard"),
+        (["{place}/runs/start"], "has no evaluators"),
+        (["{place}/runs/b/checkpoints/step_00000006", "--soup", "greedy"], "CHECKPOINT CHECKPOINT"),
+        (["{place}/other", "{place}/runs/b"], "is another model than"),
+    ],
+)
+def test_wrong_commands_are_refused_in_one_sentence(argv: list[str], words: str, place: Path, capsys: Any) -> None:
+    if not (place / "other").exists():
+        from tests.support.model_files import build, write
+
+        build(write(place)).save_pretrained(place / "other")
+    assert main([word.format(place=place) for word in argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_guards_decide_which_weights_may_be_chosen() -> None:
+    mixing = Mixing.__new__(Mixing)
+    mixing.guards, mixing.rule = ["old"], InterpolateSettings(guard_kept=0.9)
+    start = Point("0", {"old": 0.5, "new": 0.1}, 0.1)
+    assert mixing.keeps(Point("1", {"old": 0.45, "new": 0.9}, 0.9), start)
+    assert not mixing.keeps(Point("1", {"old": 0.44, "new": 0.9}, 0.9), start)
