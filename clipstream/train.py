@@ -43,7 +43,7 @@ from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.losses.contrastive import build_loss, warn_of_duplicates
 from clipstream.losses.distillation import DistilledLoss
-from clipstream.losses.settings import chosen_loss_type
+from clipstream.losses.settings import chosen_loss_type, group_field
 from clipstream.models.adapters import WEIGHTS
 from clipstream.models.build import build_towers
 from clipstream.models.execution.batch_features import NAME, Teacher
@@ -204,6 +204,7 @@ def own_inputs(settings: Settings, model: Model) -> ModelInputs:
     """What is made of samples; for the teacher pixels and ids of its own where those of the model do not fit it."""
     towers, teacher = model.towers, model.teacher
     inputs = ModelInputs(model.tokenizer, towers.image, features=model.stored, text_lengths=towers.text_lengths)
+    inputs = replace(inputs, groups=group_field(settings.loss))
     if teacher is not None and teacher.towers.image.size != towers.image.size:
         inputs = replace(inputs, teacher_image=teacher.towers.image)
     if teacher is not None and not (settings.tokenizer.type == "model" and teacher.towers.same_tokenizer(towers)):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-TENSORS = ("pixels", "ids", "weights", "sources", "pictures", "teacher_pixels", "teacher_ids")
+TENSORS = ("pixels", "ids", "weights", "sources", "pictures", "groups", "teacher_pixels", "teacher_ids")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Batch:
         features: rows of a feature store by part, [n, W] each, encoded as stored (see `features.manifest`): 'image' and
             'text' in place of images and texts, 'TEACHER.image' and 'TEACHER.text' beside them.
         pictures: int64 [n], checksums of the image files, equal for the same image; None if none were read.
+        groups: int64 [n], labels of the samples, equal for those of a group (`loss.positives`), odd for those without a
+            group; None if no groups are set, and in evaluation.
         teacher_pixels: as `pixels`, at a live teacher's size; None where the teacher takes `pixels`.
         teacher_ids: as `ids`, of a live teacher's tokenizer; None where the teacher takes `ids`.
         known: 'image' or 'text' where `features` has what the tower would give, as it is.
@@ -49,6 +51,7 @@ class Batch:
     global_size: int
     features: dict[str, torch.Tensor] = field(default_factory=dict)
     pictures: torch.Tensor | None = None
+    groups: torch.Tensor | None = None
     teacher_pixels: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
     lengths: tuple[int, ...] | None = None

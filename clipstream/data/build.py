@@ -13,8 +13,10 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, build_transform
 from clipstream.data.decode.images import EvalTransform, ImageTransform, OwnImageTransform
 from clipstream.data.decode.key_lists import build_filter
+from clipstream.data.decode.labels import GroupField
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
+from clipstream.data.groups import group_labels
 from clipstream.data.loader.features import FeatureBatches
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
 from clipstream.data.loader.loader import BatchSource, Hosting, Loader
@@ -92,6 +94,9 @@ def training_loader(
     hosting = Hosting(min(workers, len(slots.lanes)), settings.prefetch, world.device, views, settings.stall_timeout)
     batches: BatchSource
     if features is not None and features.replaces_loader:
+        if inputs.groups is not None:
+            for name, samples in stored.items():
+                samples.set_groups(group_labels(sources[name], inputs.groups, settings, "loss.positives.by"))
         hosting = replace(hosting, workers=0, depth=settings.prefetch + 1)  # one is in use while the others are filled
         batches = FeatureBatches(stream, inputs, list(stored.values()), order.sources, most)
     else:
@@ -274,6 +279,7 @@ def _reader(
         build_filter(name, source),
         None if teacher is None else transform(teacher),
         stored,
+        None if inputs.groups is None or training is None else GroupField(inputs.groups),
     )
 
 

@@ -8,16 +8,10 @@ that all nodes have the same. Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import json
-import os
 import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,24 +19,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from clipstream.data.decode.captions import build_caption, build_transform, candidates, image_bytes, split_keys
+from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, split_keys
 from clipstream.data.decode.images import loaded, opaque, opened, orientation_of, turned
-from clipstream.data.decode.key_lists import build_filter
+from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
+from clipstream.data.scan import cached, identity, scan
 from clipstream.data.settings import MAX_PIXELS, DataSettings, SourceSettings, rgb, split_counts
 from clipstream.data.sources import Source, SourceContext
-from clipstream.data.sources.folders import FolderShard, FolderSource, PairShard, with_split
-from clipstream.distributed.world import World, cores
-from clipstream.errors import Dropped, SettingsError
-from clipstream.storage.download import GIB, ShardError
-from clipstream.storage.schemes import Fetcher
-from clipstream.storage.shard_cache import ShardCache, cache_root
-from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.data.sources.folders import with_split
+from clipstream.distributed.world import World
+from clipstream.storage.download import ShardError
 from clipstream.text import counted
-from clipstream.utils.console import ProgressBar
 from clipstream.utils.logs import announce, logger
 from clipstream.utils.plugins import is_plugin
-from clipstream.utils.processes import Crashed, run
 
 FORM = 3  # of the file and its rule: another one is another identity
 FEWEST = 2  # samples on each side
@@ -74,14 +63,9 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
         SettingsError: too few samples can be held out, a shard cannot be read, or the list cannot be written.
     """
     source = Source(section, SourceContext(cache=data.cache, key=key))
-    try:
-        store = ShardCache(str(cache_root() / "splits"))
-    except SettingsError as error:
-        detail = str(error).removeprefix("data.cache: ")
-        raise SettingsError(f"data.val_split: {detail}: set another folder with CLIPSTREAM_CACHE") from error
     made: list[str] = []
 
-    def fill(part: Path, _: object) -> None:
+    def fill(part: Path) -> None:
         remote = sum(source.types[name].is_remote(name) for name in set(source.names))
         if remote:
             again = "" if data.cache else ", and again at each evaluation unless --data.cache names a folder for them"
@@ -94,10 +78,8 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
         lines = [f"# {len(names)} of {len(seen)} usable samples", *names, ""]
         part.write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
 
-    try:
-        path = store.get_or_make("val_split", _identity(source, share, data.max_image_pixels), fill)
-    except (ShardError, OSError) as error:
-        raise SettingsError(f"data.val_split: {getattr(error, 'detail', error)}") from error
+    how = [FORM, NEAR, share, data.max_image_pixels, reading_of(section)]
+    path = cached("data.val_split", "splits", identity(source, *how), fill)
     if not made and World.from_env().is_main:
         held = counted(split_counts(path)[0], "sample", ",")
         announce(f"val_split {held} held out for the evaluator val, chosen before")
@@ -123,7 +105,7 @@ def choose(samples: Sequence[Seen], share: float) -> tuple[list[str] | None, str
     for sample, root in zip(samples, roots, strict=True):
         groups.setdefault(root, []).append(sample.name)
     wanted, held = round(len(samples) * share), list[str]()
-    for names in sorted(groups.values(), key=lambda names: _hash(min(names).encode(errors="surrogateescape"))):
+    for names in sorted(groups.values(), key=lambda names: hash_of(min(names).encode(errors="surrogateescape"))):
         broken = any("\n" in name or "\r" in name for name in names)
         if not broken and len(names) <= max(1, wanted // 2) and len(held) + len(names) <= wanted:
             held += names
@@ -210,95 +192,23 @@ def _waves() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 def caption_hash(text: str) -> int:
     """64 bits of a caption, the same for other spaces, another case and other forms of the same characters."""
     plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return _hash(" ".join(plain.split()).encode(errors="surrogatepass"))
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+    return hash_of(" ".join(plain.split()).encode(errors="surrogatepass"))
 
 
 def _seen(source: Source, data: DataSettings) -> list[Seen]:
-    """All usable samples of a source, in the order of its shards, read by one process per core.
+    """All usable samples of a source, in the order of its shards.
 
     Raises ShardError: a shard cannot be read, whose samples might have counterparts among those held out.
     """
-    fetcher = Fetcher(timeout=data.transfer_timeout, most=int(data.max_shard_gib * GIB))
-    names, found, faults = list(dict.fromkeys(source.names)), dict[int, list[Seen]](), list[str]()
-    with closing(ShardCache(data.cache, fetcher=fetcher)) as store, ProgressBar("val_split") as bar:
-        look = _Look(Source(source.settings, replace(source.context, store=store)), data.max_image_pixels)
-        with closing(run(lambda number: look(names[number]), len(names), min(cores(), len(names)))) as events:
-            for event in events:
-                if event is not None:
-                    number, result = event
-                    found[number] = result if isinstance(result, list) else []
-                    faults += [] if isinstance(result, list) else [f"{redact(names[number])}: {result.how}"]
-                samples = sum(map(len, found.values()))
-                bar.update(len(found), len(names), f"{samples:,} samples, {len(found):,} of {len(names):,} shards")
-    if faults:
-        some = f"{len(faults):,} of {counted(len(names), 'shard', ',')} cannot be compared with the others"
-        raise ShardError("val_split", f"{some}: {faults[0]}: mend it, or leave it out of the training data")
-    return [sample for number in range(len(names)) for sample in found[number]]
-
-
-class _Look:
-    """Reads a shard, as training does without augmentation; called in a process of its own."""
-
-    def __init__(self, source: Source, max_pixels: int) -> None:
-        self.source, self.section, self.max_pixels = source, (section := source.settings), max_pixels
-        self.caption, self.transform = build_caption(section.caption), build_transform(section.transform)
-        self.filter = build_filter(source.context.key.rpartition(".")[2], section)
-        self.background = rgb(section.background)
-        members = None if self.transform is not None else self.caption.members
-        self.members = None if members is None else (*split_keys(section.image_key), *members)
-
-    def __call__(self, name: str) -> list[Seen] | Crashed:
-        """The usable samples of a shard, or why it cannot be read."""
-        kind = self.source.types[name]
-        title, found = kind.title(name), list[Seen]()
-        try:
-            shard = self.source.open(name)
-        except (ShardError, OSError) as error:
-            return Crashed(str(error))
-        for ref in shard.index.samples:
-            where = f"{title.rstrip('/').rpartition('/')[2]}/{ref.key}"
-            if self.filter is not None and not self.filter(where, ref.key):
-                continue
-            with contextlib.suppress(Dropped):  # as in training, which counts it
-                sample: Any = {"__key__": ref.key, "__url__": title, **shard.load(ref, self.members)}
-                sample = sample if self.transform is None else self.transform(sample)
-                texts = set(itertools.chain(*candidates(self.caption, sample)))
-                image = image_bytes(sample, self.section.image_key)
-                captions = tuple(sorted(map(caption_hash, texts)))
-                look = look_of(image, self.background, self.max_pixels)
-                found.append(Seen(where, captions, _hash(image), look))
-        shard.close()
-        kind.release(name)
-        return found
-
-
-def _identity(source: Source, share: float, max_pixels: int) -> str:
-    """What the choice depends on: names, times and sizes of the files, and how they are read."""
     section = source.settings
-    lists = [section.keep, section.drop]
-    titles = dict.fromkeys(source.types[name].title(name) for name in source.names)
-    files = [path for one in (*titles, *lists) if one and (path := ShardURL(one).path) and os.path.isfile(path)]
-    how = [lists, section.folder, max_pixels, reading_of(section)]
-    parts: list[object] = [FORM, NEAR, share, sorted(set(source.names)), [_stat(path) for path in files], how]
-    return hashlib.sha256(json.dumps([*parts, list(_folders(source))]).encode()).hexdigest()
+    caption, background = build_caption(section.caption), rgb(section.background)
+    members = None if caption.members is None else (*split_keys(section.image_key), *caption.members)
 
+    def read(name: str, sample: RawSample) -> Seen:
+        texts = set(itertools.chain(*candidates(caption, sample)))
+        image = image_bytes(sample, section.image_key)
+        captions = tuple(sorted(map(caption_hash, texts)))
+        return Seen(name, captions, hash_of(image), look_of(image, background, data.max_image_pixels))
 
-def _folders(source: Source) -> Iterator[object]:
-    """A hash of each shard that is a folder or a part of one: of names, times and sizes of its files."""
-    for name in dict.fromkeys(source.names):
-        if isinstance(source.types[name], FolderSource):
-            shard = source.open(name)
-            assert isinstance(shard, FolderShard | PairShard)
-            yield _hash(json.dumps([_stat(path) for ref in shard.index.samples for path in shard.files(ref)]).encode())
-
-
-def _stat(path: str) -> tuple[str, int, int]:
-    try:
-        stat = os.stat(path)
-    except OSError:  # as a link to nowhere
-        return path, 0, 0
-    return path, stat.st_mtime_ns, stat.st_size
+    found = scan("val_split", source, data, members, read)
+    return [sample for samples in found.values() for sample in samples if sample is not None]

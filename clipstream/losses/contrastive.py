@@ -41,7 +41,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses import tiled
-from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings
+from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings, group_field
 from clipstream.losses.tiled import Ring
 from clipstream.models.towers import Features
 from clipstream.utils.logs import logger
@@ -90,8 +90,10 @@ class _BuiltinLoss:
 
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss."""
-        duplicates = self._settings.duplicates
-        labels = None if duplicates == "negatives" else _labels(batch, self._settings.duplicates_by)
+        duplicates, by = self._settings.treatment
+        if by == "groups" and batch.groups is None:
+            duplicates = "negatives"  # in evaluation
+        labels = None if duplicates == "negatives" else _labels(batch, by)
         total = loss_share(self.kind, features, batch.weights, world, labels, duplicates, self.gather_gib)
         if not self.within or labels is None:
             return total
@@ -219,7 +221,7 @@ def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss
     return cast(ContrastiveLoss, loss)
 
 
-def _labels(batch: Batch, by: str | None) -> torch.Tensor:
+def _labels(batch: Batch, by: str) -> torch.Tensor:
     """int64 [n], equal for duplicates.
 
     For captions, a hash: the ids times fixed random odd factors, summed modulo 2^64. In a batch of 2^16 captions, two
@@ -229,13 +231,23 @@ def _labels(batch: Batch, by: str | None) -> torch.Tensor:
         if batch.pictures is None:
             raise SettingsError("loss.duplicates_by: pictures requires batches with image checksums; use captions")
         return batch.pictures
+    if by == "groups":
+        assert batch.groups is not None, "see __call__"
+        return batch.groups
     draw = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (batch.ids.shape[1],), generator=draw) * 2 + 1
     return (batch.ids.long() * factors.to(batch.ids.device, non_blocking=True)).sum(dim=1)
 
 
 def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> None:
-    """Print a warning if the loss takes duplicates as negatives and the batch has many. Collective."""
+    """Print a warning if the loss takes duplicates as negatives and the batch has many, or has groups of which the
+    batch has few. Collective.
+
+    Raises SettingsError: no sample has a group.
+    """
+    if (field := group_field(settings)) is not None:
+        _check_groups(field, batch, world)
+        return
     if getattr(settings, "duplicates", "") != "negatives":
         return
     images = [None] * len(batch) if batch.pictures is None else batch.pictures.tolist()
@@ -246,6 +258,27 @@ def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> No
             f"the first batch of {batch.global_size:,} samples holds only {len(keys):,} different "
             "ones, and copies of a sample are negatives of each other: use a smaller --data.global-batch-size,"
             " or --loss.duplicates mask --loss.duplicates-by pictures"
+        )
+
+
+def _check_groups(field: str, batch: Batch, world: World) -> None:
+    """Warn of few groups in the first batch, with `field` as loss.positives.by. Raises SettingsError: it has none."""
+    assert batch.groups is not None, "training batches have groups"
+    found = [label for part in world.gather_objects(batch.groups[batch.weights > 0].tolist()) for label in part]
+    grouped = [label for label in found if not label & 1]
+    if found and not grouped:
+        raise SettingsError(
+            f"loss.positives.by: none of the {len(found):,} samples of the first batch has {field!r}: name json:PATH, "
+            "a member of the tars or a column of the table that gives the group of a sample (`clipstream check` lists "
+            "them)"
+        )
+    few = f"of the {len(found):,} samples of the first batch only {len(grouped):,} have {field!r}"
+    if world.is_main and 2 * len(grouped) < len(found):
+        logger.warning(f"loss.positives.by: {few}; each of the others is a group of its own")
+    elif world.is_main and len(set(grouped)) == len(grouped):
+        logger.warning(
+            f"loss.positives.by: no two samples of the first batch have the same {field!r}, so no sample has a "
+            "further positive: use a larger batch, or a field with fewer values"
         )
 
 

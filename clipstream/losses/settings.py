@@ -23,6 +23,18 @@ _WITHIN = (
 )
 
 
+class PositivesSettings(Section):
+    """Samples of a batch that share a group (a product, a class) are positives of each other."""
+
+    by: str | None = Field(
+        None,
+        min_length=1,
+        description="field with the group of a sample: json:PATH into the JSON member or row, or a member of a tar, a "
+        "column of a table, or class (the folder of a class), of several, separated by ';', the first that exists; "
+        "samples without it are groups of their own",
+    )
+
+
 class LossSettings(PluginSection):
     """The contrastive loss. `type` may be a user's own `package.module:Name`."""
 
@@ -34,16 +46,26 @@ class _BuiltinLoss(LossSettings):
 
     duplicates: Duplicates = Field("negatives", description=_DUPLICATES)
     duplicates_by: Literal["captions", "pictures"] | None = Field(None, description=_BY)
+    positives: PositivesSettings = Field(default_factory=PositivesSettings)
     gather_gib: float | None = Field(None, ge=0, description=_GATHER)
     image_image: float = Field(0.0, ge=0, description=_WITHIN.format("images"))
     text_text: float = Field(0.0, ge=0, description=_WITHIN.format("texts"))
 
+    @property
+    def treatment(self) -> tuple[Duplicates, str]:
+        """What samples with the same label are, and what labels are: 'captions', 'pictures' or 'groups'."""
+        if self.positives.by is not None:
+            return "positives", "groups"
+        return self.duplicates, self.duplicates_by or "captions"
+
     pairs: ClassVar[tuple[Conflict, ...]] = (
-        *(Conflict({term: SET, "duplicates": ("negatives", "mask")},
-                   f"loss.{term} requires positives: set loss.duplicates positives")
+        *(Conflict({term: SET, "duplicates": ("negatives", "mask"), "positives.by": None},
+                   f"loss.{term} requires positives: set loss.duplicates positives, or loss.positives.by")
           for term in ("image_image", "text_text")),
         Conflict({"duplicates_by": SET, "duplicates": "negatives"},
                  "loss.duplicates_by requires loss.duplicates mask or positives"),
+        Conflict({"positives.by": SET, "duplicates": ("mask", "positives")},
+                 "not supported with loss.duplicates, which says what samples are positives, too: remove one of them"),
     )  # fmt: skip
 
 
@@ -65,6 +87,11 @@ class SiglipLossSettings(_BuiltinLoss):
 
     type: Literal["siglip"] = "siglip"
     max_logit_scale: float | None = Field(None, gt=0, description="upper limit of exp(logit_scale); default: no limit")
+
+
+def group_field(settings: LossSettings) -> str | None:
+    """The field that the groups of `loss.positives` are read from; None without groups."""
+    return settings.positives.by if isinstance(settings, _BuiltinLoss) else None
 
 
 def chosen_loss_type(settings: LossSettings) -> str | None:

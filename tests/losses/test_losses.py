@@ -383,6 +383,17 @@ def test_terms_within_images_are_told_and_need_positives(kind: str) -> None:
         LossSettings.model_validate({"type": kind, "image_image": 0.2})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_are_positives(kind: str) -> None:
+    """As captions of the same labels are; an evaluation, whose batches have no groups, has the plain loss."""
+    loss = build_loss(LossSettings.model_validate({"type": kind, "positives": {"by": "sku"}}), kind)
+    inputs, labels = make_inputs(6), torch.tensor([4, 2, 4, 7, 9, 4])
+    features = Features(inputs["image"], inputs["text"], inputs["scale"], torch.tensor(-1.0).double())
+    alike = make_loss(kind, duplicates="positives")(features, make_batch(6, ids=labels), World())
+    assert torch.equal(loss(features, make_batch(6, groups=labels), World()), alike)
+    assert torch.equal(loss(features, make_batch(6), World()), make_loss(kind)(features, make_batch(6), World()))
+
+
 def test_a_loss_can_run_backward_once() -> None:
     image, text = (torch.eye(3)[:2].clone().requires_grad_() for _ in range(2))
     share = make_loss("clip")(Features(image, text, torch.tensor(2.0), None), make_batch(2), World())

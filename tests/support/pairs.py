@@ -95,7 +95,8 @@ FACTORS: dict[str, dict[str, str]] = {
     "clipping": {"off": "", "0.1": "--grad-clip-norm 0.1"},
     "duplicates": {"negatives": "", "mask": "--loss.duplicates mask", "positives": "--loss.duplicates positives",
                    "terms": "--loss.duplicates positives --loss.image-image 0.2 --loss.text-text 0.1",
-                   "mask pictures": "--loss.duplicates mask --loss.duplicates-by pictures"},
+                   "mask pictures": "--loss.duplicates mask --loss.duplicates-by pictures",
+                   "groups": "--loss.positives.by cls --loss.image-image 0.2"},
     "distillation": {"off": "", "start": "--distill.model start --distill.type affinity",
                      "live": "--distill.model local-dir:{place}/teacher --distill.features 0.5",
                      "live alike": "--distill.model local-dir:{place}/{model} --distill.type relational",
@@ -341,10 +342,10 @@ def furnish(place: Path) -> None:
     for shard, (start, stop) in enumerate([(0, 13), (13, 20), (20, 29)]):
         write_tar(place / "pairs" / f"{shard:05d}.tar", samples[start:stop])
     write_tar(place / "val.tar", samples[29:])
-    rows = ["filepath,title"]
+    rows = ["filepath,title,cls"]
     for sample in samples[::2]:
         (place / f"{sample['__key__']}.jpg").write_bytes(sample["jpg"])
-        rows.append(f"{sample['__key__']}.jpg,{sample['txt']}")
+        rows.append(f"{sample['__key__']}.jpg,{sample['txt']},{sample['cls']}")
     (place / "pairs.csv").write_text("\n".join(rows) + "\n")
     (place / "words").mkdir()
     hubtree.write_tokenizer(place / "words")

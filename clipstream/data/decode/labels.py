@@ -28,6 +28,7 @@ from clipstream.data.decode.captions import (
 )
 from clipstream.data.decode.tokenizers import Ids, Tokenizer
 from clipstream.data.json_path import ABSENT, parse_path, value_at
+from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import CaptionSettings
 from clipstream.errors import DataError, Dropped
 
@@ -81,6 +82,26 @@ class LabelField:
             except ValueError as error:
                 raise Dropped("json_invalid", str(error)) from error
         return text
+
+
+class GroupField:
+    """The group of a sample (a product, a class), as a label of 64 bits that is equal for the samples of a group.
+
+    `field` names it as LabelField's `label` does. A sample without it is a group of its own: its label is that of its
+    name, and odd, while those of groups are even.
+    """
+
+    def __init__(self, field: str) -> None:
+        self._one = LabelField(field)
+        self.members = self._one.members
+
+    def __call__(self, name: str, sample: RawSample) -> int:
+        """The label, which fits into int64; never 0. `name`: 'SHARD/KEY' of the sample."""
+        try:
+            text, alone = self._one(sample, None), 0
+        except Dropped:
+            text, alone = name, 1
+        return ((hash_of(text.encode(errors="surrogateescape")) | 3) - 1 | alone) - (1 << 63)
 
 
 class LabelsField:

@@ -53,6 +53,7 @@ class BufferShape:
             "weights": (np.float32, (n,)),
             "sources": (np.uint8, (n,)),
             "pictures": (np.int64, (n,)),
+            "groups": (np.int64, (n,)),
             "stored_numbers": (np.int64, (n,)),
             "stored_captions": (np.int64, (n,)),
             "stored_views": (np.int64, (n,)),
@@ -79,6 +80,7 @@ class BatchBuffer:
     weights: np.ndarray[Any, Any]  # float32 [n]
     sources: np.ndarray[Any, Any]  # uint8 [n]
     pictures: np.ndarray[Any, Any]  # int64 [n], checksums of the image files
+    groups: np.ndarray[Any, Any]  # int64 [n], labels of the samples' groups
     teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
     teacher_ids: np.ndarray[Any, Any]  # int32 [n, T']
     stored_numbers: np.ndarray[Any, Any]  # int64 [n], numbers of the samples in a feature store
@@ -99,8 +101,8 @@ class BatchBuffer:
 
     def clear(self, slot: Any) -> None:
         """Empty a slot, or several: nothing of an earlier sample stays in it."""
-        own = (self.pixels, self.ids, self.weights, self.pictures, self.teacher_pixels, self.teacher_ids)
-        for values in (*own, *self.features.values()):
+        own = (self.pixels, self.ids, self.weights, self.pictures, self.groups)
+        for values in (*own, self.teacher_pixels, self.teacher_ids, *self.features.values()):
             values[slot] = 0
 
 

@@ -299,6 +299,7 @@ class FeatureBatches:
             global_size=self._stream.slots.batch_size(part.step),
             features=self._stored.typed(buffer.features, count),
             pictures=torch.from_numpy(buffer.pictures[:count]),
+            groups=None if self._inputs.groups is None else torch.from_numpy(buffer.groups[:count]),
             lengths=self._inputs.lengths(ids),
         )
 
@@ -385,6 +386,8 @@ class _Drawer:
     def _gather(self, samples: StoredSamples, slots: Any, found: Taken, buffer: BatchBuffer) -> None:
         """Write the samples of one source to its slots; a slice are those of a whole batch."""
         buffer.pictures[slots], choices, views = samples.draw(found.numbers, found.keys)
+        if samples.groups is not None:
+            buffer.groups[slots] = samples.groups[found.numbers]
         whole = self._stored.typed(buffer.features, slots.stop) if isinstance(slots, slice) else {}
         for name, rows in buffer.features.items():
             if name in whole:

@@ -34,6 +34,7 @@ from clipstream.data.decode.captions import (
 )
 from clipstream.data.decode.images import ImageTransform
 from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
+from clipstream.data.decode.labels import GroupField
 from clipstream.data.decode.tokenizers import Tokenizer, readable
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health
@@ -67,6 +68,7 @@ class ModelInputs:
         teacher_tokenizer: the same for a live teacher; None where it takes the model's ids.
         teacher_image: the same for a live teacher; None where it takes the model's pixels.
         features: stores of features. Batches have them, and no pixels or no ids where features take their place.
+        groups: field with the group of a sample (see GroupField), for Batch.groups; None for none.
         text_lengths: the true lengths of texts, from ids on the CPU; None where they are not known.
     """
 
@@ -75,6 +77,7 @@ class ModelInputs:
     teacher_tokenizer: Tokenizer | None = None
     teacher_image: ImageSpec | None = None
     features: StoredData | None = None
+    groups: str | None = None
     text_lengths: Callable[[torch.Tensor], tuple[int, ...] | None] | None = None
 
     def shape(self, samples: int, views: int = 1) -> BufferShape:
@@ -103,13 +106,14 @@ class Reader:
     filter: SampleFilter | None = None  # says which samples are used; None for all
     teacher_image: ImageTransform | None = None  # gives a live teacher's pixels of the same crop; None for none
     stored: StoredSamples | None = None  # precomputed features of the samples; None for none
+    group: GroupField | None = None  # gives the label of a sample's group; None for none
 
     @cached_property
     def members(self) -> tuple[str, ...] | None:
         """Suffixes of the members that are read; None for all."""
         if self.transform is not None or self.caption.members is None:
             return None
-        return (*split_keys(self.image_key), *self.caption.members)
+        return (*split_keys(self.image_key), *self.caption.members, *(self.group.members if self.group else ()))
 
 
 @dataclass
@@ -142,6 +146,7 @@ class Slot:
     caption: str | None = None  # of it; None where the slot stays empty
     candidates: list[list[str]] = field(default_factory=list)  # its texts by path, where all of them are collected
     data: bytes = b""  # the image file
+    group: int = 0  # label of its group
     stored: StoredChoice | None = None  # the rows of a feature store that belong to it
 
     def load(self, *, damaged: bool = False) -> RawSample:
@@ -345,6 +350,7 @@ class Pipeline:
                     ids = self.inputs.tokenizer.encode([slot.caption])[0].tolist()
                     trace.caption(slot.caption, ids, readable(self.inputs.tokenizer, ids))
                 slot.data = image_bytes(sample, reader.image_key)
+                slot.group = 0 if reader.group is None else reader.group(slot.sample.name, sample)
             except Dropped as drop:
                 self._drop(slot, drop, again)
                 continue
@@ -385,7 +391,7 @@ class Pipeline:
             except Dropped as drop:
                 self._drop(slot, drop, again)
                 continue
-            buffer.pictures[slot.index] = checksum(slot.data)
+            buffer.pictures[slot.index], buffer.groups[slot.index] = checksum(slot.data), slot.group
             if slot.stored is not None:
                 number, caption, view = slot.stored
                 buffer.stored_numbers[slot.index] = number
@@ -497,6 +503,7 @@ class SampleBatches:
             global_size=self.stream.slots.batch_size(step),
             features={} if self.rows is None else self.rows.fill(buffer, len(order)),
             pictures=torch.from_numpy(buffer.pictures[rows]),
+            groups=None if self.inputs.groups is None else torch.from_numpy(buffer.groups[rows]),
             teacher_pixels=pixels(buffer.teacher_pixels) if self.inputs.teacher_image else None,
             teacher_ids=torch.from_numpy(buffer.teacher_ids[rows]) if self.inputs.teacher_tokenizer else None,
             lengths=self.inputs.lengths(ids),

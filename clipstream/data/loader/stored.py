@@ -179,6 +179,7 @@ class StoredSamples:
         counts: samples of each shard, dropped ones included, int64.
         base: number of each shard's first sample, int64.
         primary: the source in the primary store.
+        groups: labels of the samples' groups by number, int64; None where there are none.
 
     Raises SettingsError: a store lacks the source, or one of its shards.
     """
@@ -223,6 +224,7 @@ class StoredSamples:
         self.primary = self._all[0].source
         self.counts: Numbers = np.array([self.primary.samples_of(shard) for shard in self._all[0].shards])
         self.base: Numbers = np.array([self.primary.base(shard) for shard in self._all[0].shards])
+        self.groups: Numbers | None = None
         self._filter = filter
         size = self.primary.n_chunks * self._chunk_rows
         self._kept: Flags | None = None if filter is None else np.ones(size, dtype=bool)  # by number
@@ -238,6 +240,18 @@ class StoredSamples:
             base, held = first.source.base(mine), first.source.samples_of(mine)
             found[base // rows : base // rows + -(-held // rows)] = source.base(theirs) - base
         return found
+
+    def set_groups(self, labels: Sequence[Numbers]) -> None:
+        """Set `groups` from the labels of each shard's samples. Raises DataError: a shard has other samples now."""
+        self.groups = np.zeros(self.primary.n_chunks * self._chunk_rows, dtype=np.int64)
+        for shard, mine in enumerate(labels):
+            base, held = int(self.base[shard]), int(self.counts[shard])
+            if held and held != len(mine):
+                raise DataError(
+                    f"{self.shown[shard]} has {len(mine):,} samples, but {held:,} when its features were computed: "
+                    "precompute them again, in another folder"
+                )
+            self.groups[base : base + held] = mine[:held]
 
     def fault(self, shard: int) -> str:
         """Why a shard has no samples."""

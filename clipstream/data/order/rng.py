@@ -6,6 +6,7 @@ replay. The numbers are the same on all platforms and versions of Python and num
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any, TypeAlias, overload
 
@@ -43,6 +44,11 @@ def mix(*values: Any, state: Any = 0) -> Any:
     for value in values:
         state = scramble(((state * 0xD1342543DE82EF95 & MASK) + (value & MASK) + GOLDEN) & MASK)
     return state
+
+
+def hash_of(data: bytes) -> int:
+    """64 bits of data."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 class SampleRNG:

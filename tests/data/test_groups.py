@@ -1,0 +1,116 @@
+"""Groups of samples: their labels in batches, read or of a pass, and what is said of fields that samples lack."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipstream.cli.verbs.train import main
+from clipstream.data.batch import Batch
+from clipstream.data.build import training_loader
+from clipstream.data.groups import group_labels
+from clipstream.data.loader.stored import StoredData
+from clipstream.data.settings import DataSettings
+from clipstream.data.sources import Source, SourceContext
+from clipstream.distributed.world import World
+from clipstream.features.manifest import IDS
+from tests.support.feature_stores import write_store
+from tests.support.loaders import INPUTS, OPEN, data, indexed
+from tests.support.pictures import picture
+from tests.support.runs import flags, furnish
+from tests.support.tars import write_tar
+
+SKU = "json:product.sku"
+
+
+def shards(folder: Path, *counts: int) -> list[str]:
+    """Tars whose samples have a product in most cases, some of them broken."""
+    paths, numbers = [], itertools.count()
+    for i, count in enumerate(counts):
+        samples = []
+        for n in itertools.islice(numbers, count):
+            fields: dict[str, Any] = {"product": {"sku": f"A{n % 5}"}} if n % 6 else {"product": {"sku": None}}
+            fields |= {} if n % 4 else {"few": n // 8}
+            sample = {"__key__": f"{n:04d}", "jpg": picture(n), "txt": f"text {n}", "json": json.dumps(fields)}
+            samples.append(sample | ({"jpg": b"broken"} if n % 11 == 3 else {}))
+        paths.append(str(write_tar(folder / f"{i:05d}.tar", samples)))
+    return paths
+
+
+def batches(settings: DataSettings, field: str, steps: int = 4, **inputs: Any) -> list[Batch]:
+    made = training_loader(settings, replace(INPUTS, groups=field, **inputs), world=World(), seed=3)
+    OPEN.add(made)
+    return [next(made) for _ in range(steps)]
+
+
+def by_label(found: list[Batch]) -> dict[int, set[str]]:
+    """Label -> keys of the samples that have it."""
+    groups = defaultdict(set)
+    for batch in found:
+        assert batch.groups is not None
+        for label, key, weight in zip(batch.groups.tolist(), batch.keys, batch.weights.tolist(), strict=True):
+            assert bool(label) == bool(weight)
+            if weight:
+                groups[label].add(key.rpartition("/")[2])
+    return groups
+
+
+def test_samples_of_a_product_share_a_label_and_others_have_their_own(tmp_path: Path) -> None:
+    paths = shards(tmp_path / "tars", 23, 9, 16)
+    for n in range(3):
+        (tmp_path / f"{n}.jpg").write_bytes(picture(n))
+    (tmp_path / "table.csv").write_text("\n".join(["filepath,title,sku", *(f"{n}.jpg,t,A{n}" for n in range(3))]))
+    for name in ("A1", "A2"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        (tmp_path / "classes" / name / "one.jpg").write_bytes(picture(7))
+    found = by_label(batches(indexed(paths, "pad"), SKU, 4))
+    shared = [keys for keys in found.values() if len(keys) > 1]
+    assert len(shared) == 5 and all(len({int(key) % 5 for key in keys}) == 1 for keys in shared)
+    for label, keys in found.items():
+        assert label % 2 == (len(keys) == 1)
+    # The value is the label, wherever it is from.
+    table = f"{tmp_path}/table.csv"
+    columns = by_label(batches(indexed(table, "pad", batch=4, lanes=2), "sku", 1))
+    assert len(columns) == 3 and set(columns) <= set(found)
+    mixed = indexed([], "pad", sources={"tars": {"shards": paths}, "table": {"shards": table}})
+    assert {label for label in by_label(batches(mixed, SKU)) if label % 2 == 0} <= set(found)
+    folder = {"shards": f"folder:{tmp_path}/classes", "caption": {"type": "text", "key": "class"}}
+    classes = by_label(batches(indexed([], "pad", sources={"t": folder}, batch=4, lanes=2), "class", 1))
+    assert len(classes) == 2 and set(classes) <= set(found)
+
+
+def test_labels_of_a_pass_are_those_of_reading(tmp_path: Path) -> None:
+    paths = shards(tmp_path / "tars", 23, 9, 16)
+    for settings in (data(paths), indexed(paths, "wrap", workers=2)):
+        store = write_store(tmp_path / settings.sampling.mode, settings, ("image", IDS))
+        live = batches(settings, SKU)
+        stored = batches(settings, SKU, features=StoredData.open(image=store))
+        for one, other in zip(live, stored, strict=True):
+            assert one.groups is not None and other.groups is not None and torch.equal(one.groups, other.groups)
+    drop = tmp_path / "drop.txt"
+    drop.write_text("0001\n")
+    section = data(paths, sources={"train": {"shards": paths, "drop": str(drop)}}).sources["train"]
+    source = Source(section, SourceContext(key="data.sources.train"))
+    labels = group_labels(source, SKU, settings, "loss.positives.by")
+    assert [len(one) for one in labels] == [23, 9, 16]
+    assert [n for one in labels for n, label in enumerate(one) if not label] == [1]
+
+
+def test_a_field_that_few_samples_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = furnish(tmp_path)
+    shards(place / "pairs", 21, 17, 19, 5)
+    runs = {SKU: "", "txt": "no two samples", "json:colour": "none of the ", "json:few": "only "}
+    for number, (field, said) in enumerate(runs.items()):
+        code = main(
+            flags(place, f"run{number}", "--loss.positives.by", field, "--data.sampling.mode", "indexed", steps=1)
+        )
+        err = capsys.readouterr().err
+        assert said in err and (code == 0) is (not said.startswith("none")), err
+        assert said or "loss.positives" not in err
