@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forks import ROOT, TIMEOUT, wait_until
+from tests.support.ranks import reserved_port
 from tests.support.runs import flags, furnish
 
 HOLD = """
@@ -92,18 +94,33 @@ def test_a_signal_while_training_is_set_up(place: Path, tmp_path: Path, number: 
     assert said.endswith(f"stopped by {number.name} before the first step: rerun the same command\n")
 
 
-def test_a_signal_while_a_rank_waits_for_another(place: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:  # of a rank 0 that does not answer
-        server.settimeout(TIMEOUT)
-        env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-        argv = flags(place, "connecting", steps=100_000)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_while_a_rank_waits_for_another(place: Path, rank: int) -> None:
+    """Rank 0 waits for a rank that never comes; rank 1 waits in torch for a rank 0 that does not answer."""
+    with contextlib.ExitStack() as opened:
+        server = None if rank == 0 else opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = opened.enter_context(reserved_port()) if server is None else server.getsockname()[1]
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        argv = flags(place, f"connecting{rank}", steps=100_000)
         process = begin(place, sys.executable, "-m", "clipstream.train", *argv, **env)
-        with server.accept()[0]:
-            time.sleep(0.2)  # so that it usually waits in torch; it may as well come before
-            process.send_signal(signal.SIGTERM)
-            said = end(process)
+        if server is None:
+            wait_until(lambda: listens(port), process)
+        else:
+            server.settimeout(TIMEOUT)
+            opened.enter_context(server.accept()[0])
+        time.sleep(0.2)  # so that it usually waits in torch; it may as well come before
+        process.send_signal(signal.SIGTERM)
+        said = end(process)
     assert process.returncode == 75 and "Traceback" not in said, said
+    assert rank == 1 or said.endswith("stopped by SIGTERM before the first step: rerun the same command\n"), said
+
+
+def listens(port: int) -> bool:
+    """Whether somebody accepts connections there."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def test_ctrl_c_while_another_verb_starts(place: Path, tmp_path: Path) -> None:

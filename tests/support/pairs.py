@@ -520,7 +520,8 @@ def check_resumed(place: Path, row: Row, whole: Outcome) -> str:
     else:
         start = ("--checkpoint.resume", f"{place}/runs/{whole.name}/checkpoints/step_{done:08d}")
         if kind == "other ranks":
-            again |= {"world": "1"} if row["world"] != "1" else {"world": "2 ddp"}
+            sharded = refusal({**row, "world": "2 fsdp"}) is None
+            again |= {"world": ("2 fsdp" if sharded else "2 ddp") if row["world"] == "1" else "1"}
     run = go(place, again, name, *start)
     assert run.code == 0, f"the resumed run ends with {run.code}: {run.error()}"
     ours, theirs = run.lines[-done:], whole.lines[-done:]

@@ -159,13 +159,15 @@ def test_images_are_upright_and_old_indexes_are_removed(place: Path, capsys: pyt
     (place / "turned").mkdir()
     image.transpose(Image.Transpose.ROTATE_90).save("turned/1.png", exif=exif)
     (place / "turned/1.txt").write_text("turned")
+    (place / "turned/again").symlink_to(place / "turned")  # a circle
     folders = [place / f"cache/search/{number:024}" for number in range(12)]
     for folder in folders:
         folder.mkdir(parents=True)
         (folder / ENDS).touch()
         os.utime(folder, (0, 0))
+    flags = ("--image-mean", "0.1", "0.5", "0.9", "--precision", "fp32")  # of queries as of images
     for query in ("pictures/1.png", "turned/1.png"):
-        assert search("local-dir:model", "turned", query, capsys=capsys) == ["1.0000  turned/1.png  turned"]
+        assert search("local-dir:model", "turned", query, *flags, capsys=capsys) == ["1.0000  turned/1.png  turned"]
     assert len([folder for folder in folders if folder.exists()]) <= 9
 
 

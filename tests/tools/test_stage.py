@@ -78,8 +78,9 @@ def command(out: str) -> list[str]:
 
 
 def process(*argv: str) -> subprocess.Popen[str]:
+    code = "import sys; sys.modules['torch'] = None; from clipstream.cli.main import main; sys.exit(main())"
     return subprocess.Popen(
-        [sys.executable, "-m", "clipstream", "stage", *argv],
+        [sys.executable, "-c", code, "stage", *argv],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         # A shell starts what goes on in the background with SIGINT ignored, and that is inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

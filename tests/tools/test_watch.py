@@ -209,6 +209,9 @@ def test_a_checkpoint_that_goes_away_is_told(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run removes step 2 when its turn has come, step 4 before; step 6 is damaged, and step 8 is whole."""
+    second = (watched := WatchedRun(run)).found()[1]
+    save(run, 4, weights=9)
+    assert watched.hold(second) is None, "its weights are others by now"
     damage(save(run, 6, weights=6) / "open_clip_model.safetensors")
     save(run, 8, weights=8)
     hold = WatchedRun.hold
