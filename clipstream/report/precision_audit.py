@@ -34,7 +34,6 @@ from clipstream.checkpoint.resume import Resumed, load_into
 from clipstream.data.batch import Batch
 from clipstream.models.execution.compile import eagerly
 from clipstream.report.sinks import AUDIT_FILE
-from clipstream.report.terminal import OFF_TERMINAL
 from clipstream.text import counted, milliseconds, percent
 from clipstream.training.parallel import local_tensor
 from clipstream.training.step import TrainStep
@@ -47,6 +46,7 @@ Phase = Literal["forward", "teacher", "loss", "backward", "optimizer", "step"]
 
 MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
 ROWS = 12  # of the table of costs
+OFF_TERMINAL = 120  # columns where there is no terminal
 NUMBERS = ("times", "time", "bytes", "share", "zero", "underflow", "subnormal", "overflow")  # columns of tables
 COLOURS = {"error": "red", "warning": "yellow"}
 FP16_ZERO, FP16_NORMAL, FP16_MOST = 2.0**-25, 2.0**-14, 65504.0

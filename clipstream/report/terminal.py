@@ -34,8 +34,6 @@ from clipstream.utils.logs import Tee, below, loading, log_displayed, logger
 
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step
-FEW = 1000  # answers, below which a line has the interval of their share
-OFF_TERMINAL = 120  # columns where there is no terminal
 IN_NOTEBOOK = 100  # columns of a notebook's cell on a common screen
 REDRAWN = 0.1  # s between two states of the bar of steps, and of one in a notebook, a message to the browser each
 BAR_WIDTHS = 4, 30  # columns of the bar, at least and at most
@@ -43,7 +41,6 @@ LOG_FILE = "out.log"
 ABOUT = ("step", "eval", "seconds", "n", "dropped")  # keys of an evaluation that are no metrics
 _URL = re.compile(r"\S+://\S+")
 _SHARE = re.compile(r"chance|(?:chance_)?(?:top\d+|(?:\w+_)?R@\d+|mAP|mean|mean_per_class_recall|(?:\w+_)?accuracy)")
-_DIRECTIONS = ("image_to_text", "text_to_image")
 
 
 class ProgressDisplay(Sink):
@@ -113,7 +110,7 @@ class ProgressDisplay(Sink):
     def write(self, record: Record) -> None:
         if "eval" in record:
             self._evaluations[record["eval"]] = record
-            self.say(short_evaluation_line(record))
+            self.say(evaluation_line(record))
         elif "health" in record:
             found = {name: problems(counts) for name, counts in record["health"].items()}
             worse = [value > 2 * self._problems.get(what, 0) for what, value in flat(found).items()]
@@ -130,10 +127,9 @@ class ProgressDisplay(Sink):
             first, last = record["profile"]["steps"]
             self.say(f"profile of steps {first} to {last}: {record['profile'].get('trace', 'not written')}")
         elif "end" in record:
-            width = OFF_TERMINAL if self._bar is None else self._bar.console.width
-            for last in self._evaluations.values():
-                if len(_metrics(last)) > len(_main_metrics(last)):
-                    self.say(evaluation_line(last, width))
+            newest = [last for last in self._evaluations.values() if "error" not in last]
+            if any(len(_metrics(last)) > len(_main_metrics(last)) for last in newest):
+                self.say(table(newest))
             if "early_stop" in record["end"]:
                 self.say(f"ended at step {record['step']}: {early_stop_line(record['end']['early_stop'])}")
         elif "loss" in record:
@@ -249,61 +245,18 @@ def _main_metrics(record: Record) -> list[str]:
     return [name for name in _metrics(record) if not is_minor(name)] or _metrics(record)[:1]
 
 
-def short_evaluation_line(record: Record) -> str:
-    """The main metrics of an evaluation, or else its first one, on one line."""
+def evaluation_line(record: Record) -> str:
+    """The main metrics of an evaluation, or else its first one, on one line; or how it failed."""
+    head = f"{record['eval']} at step {record['step']}:"
+    if "error" in record:
+        return f"{head} failed: {str(record['error']).splitlines()[0]}"
     names = _main_metrics(record)
-    if "error" in record or not names:
-        return evaluation_line(record)
     chances = [shown_chance(record, name) for name in names]
     parts = []
     for name, chance, after in zip(names, chances, [*chances[1:], ""], strict=True):
-        number = percent(record[name]) if is_share(name, record[name]) else _number(record[name], ".4g")
         told = f" (chance {chance})" if chance and chance != after else ""
-        parts.append(f"{name.replace('_to_', '->').replace('_', ' ')} {number}{told}")
-    return f"{record['eval']} at step {record['step']}: {', '.join(parts)}"
-
-
-def evaluation_line(record: Record, width: int = OFF_TERMINAL) -> str:
-    """An evaluation as text: shares in percent, with the chance level of metrics that have one; main metrics first.
-
-    It is one line if that fits into `width` columns, else a line each for both directions of retrieval, for chance and
-    for the rest, wrapped between metrics.
-    """
-    head = f"eval {record['eval']} at step {record['step']}:"
-    if "error" in record:
-        return f"{head[:-1]}: failed: {str(record['error']).splitlines()[0]}"
-    about = [f"n {record['n']}"] if "n" in record else []
-    about += [f"dropped {record['dropped']}"] if record.get("dropped") else []
-    about += [duration(record["seconds"])] if "seconds" in record else []
-    values = {name: value for name, value in record.items() if name not in ABOUT}
-    names = sorted((name for name in values if not name.startswith("chance")), key=is_minor)
-    said = {
-        name: f"{name} {percent(value) if is_share(name, value) else _number(value, '.4g')}"
-        for name, value in values.items()
-    }
-    beside = {name: f" (chance {chance})" if (chance := shown_chance(record, name)) else "" for name in names}
-    for name in names:
-        if not is_minor(name) and (found := interval(record, name)) and record["n"] < FEW:
-            said[name] += f" [{found}]"
-    line = "  ".join([head, *(said[name] + beside[name] for name in names), *about])
-    if len(line) <= width:
-        return line
-    rows: dict[str, list[str]] = {}
-    for name in names:
-        group = next((group for group in _DIRECTIONS if name.startswith(f"{group}_")), "")
-        cell = said[name].removeprefix(f"{group}_") if group else said[name] + beside[name]
-        rows.setdefault(group, []).append(cell)
-    if rows.keys() != {""}:
-        rows["chance"] = [cell.removeprefix("chance_") for name, cell in said.items() if name.startswith("chance_")]
-    lines = ["  ".join([head, *about])]
-    for group, cells in sorted(rows.items(), key=lambda row: row[0] == ""):
-        label = f"  {group:<14}" if group else "  "
-        for number, cell in enumerate(cells):
-            if number and len(lines[-1]) + 2 + len(cell) <= width:
-                lines[-1] += f"  {cell}"
-            else:
-                lines.append((" " * len(label) if number else label) + cell)
-    return "\n".join(lines)
+        parts.append(f"{name.replace('_to_', '->').replace('_', ' ')} {_shown(name, record[name], '.4g')}{told}")
+    return f"{head} {', '.join(parts) or 'no metrics'}"
 
 
 def is_minor(metric: str) -> bool:
@@ -334,8 +287,7 @@ def table(records: Sequence[Record]) -> str:
         for name, value in record.items():
             if name in ("step", "eval") or name.startswith("chance"):
                 continue
-            number = percent(value) if is_share(name, value) else f"{value:g}"
-            shown = duration(value) if name == "seconds" else number
+            shown = duration(value) if name == "seconds" else _shown(name, value, "g")
             rows.append((record["eval"], name, shown, interval(record, name), shown_chance(record, name)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(row)) for row in rows]
@@ -378,6 +330,10 @@ def shown_chance(record: Record, metric: str) -> str:
     """The chance level of a metric as text: in percent if the metric is; '' if it is not known."""
     chance = chance_of(record, metric)
     return "" if chance is None else percent(chance) if is_share(metric, record[metric]) else f"{chance:.4g}"
+
+
+def _shown(metric: str, value: Any, form: str) -> str:
+    return percent(value) if is_share(metric, value) else _number(value, form)
 
 
 def _number(value: Any, form: str) -> str:

@@ -136,7 +136,7 @@ def test_a_collective_that_breaks_is_no_failure_of_an_evaluator(pairs: Path) -> 
 
 def test_a_failed_evaluation_in_words() -> None:
     record = {"step": 5, "eval": "val", "error": "no data:\n none", "dropped": 0, "seconds": 0.1}
-    assert evaluation_line(record) == "eval val at step 5: failed: no data:"
+    assert evaluation_line(record) == "val at step 5: failed: no data:"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from PIL import Image
 from clipstream.evals.context import Example, Table
 from clipstream.report import sinks
 from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, scalars
-from clipstream.report.terminal import ProgressDisplay, evaluation_line, short_evaluation_line
+from clipstream.report.terminal import ProgressDisplay, table
 from clipstream.text import duration, percent
 
 
@@ -124,31 +124,23 @@ def test_lines_off_a_terminal() -> None:
     assert said["none"][-1] == said["lines"][-1] and not any("loss" in one for one in said["none"])
 
 
-def test_an_evaluation_is_said_with_its_chance() -> None:
-    record = {"step": 40, "eval": "val", "image_to_text_R@1": 0.083, "image_to_text_R@5": 0.2, "top1": 0.91,
-              "mine": 0.5, "val_loss": 0.5, "n": 2000, "chance_R@1": 0.0005, "chance": 1 / 12, "chance_mine": 0.25,
-              "dropped": 3, "seconds": 2.34}  # fmt: skip
-    assert evaluation_line(record, 200) == (
-        "eval val at step 40:  image_to_text_R@1 8.3% (chance 0.05%)  top1 91.0% (chance 8.3%)  image_to_text_R@5 20.0%"
-        "  mine 0.5 (chance 0.25)  val_loss 0.5  n 2000  dropped 3  2.3s"
-    )
-
-
-@pytest.mark.parametrize("width", [80, 140])
-def test_a_long_evaluation_is_cut_between_its_metrics(width: int) -> None:
+def test_an_evaluation_is_one_line_and_all_its_metrics_are_a_table_in_the_end() -> None:
     ways = ("image_to_text", "text_to_image")
-    figures = {f"{way}_{name}": 0.123 for way in ways for name in ("median_rank", "R@1", "R@5", "R@10")}
-    record = {"step": 40, "eval": "val", **figures, "chance_R@1": 0.0005, "n": 2000, "seconds": 2.34}
-    said = evaluation_line(record, width).splitlines()
-    assert said[0] == "eval val at step 40:  n 2000  2.3s"
-    assert short_evaluation_line(record) == (
-        "val at step 40: image->text R@1 12.3%, text->image R@1 12.3% (chance 0.05%)"
-    )
-    assert [line.split()[:2] for line in said[1:]] == [["image_to_text", "R@1"], ["text_to_image", "R@1"],
-                                                       ["chance", "R@1"]]  # fmt: skip
-    many = evaluation_line({"step": 1, "eval": "own", **{f"figure_{n}": float(n) for n in range(30)}}, width)
-    assert len(many.splitlines()) > 3 and max(map(len, many.splitlines())) <= width
-    assert re.findall(r"figure_(\d+)", many) == [str(n) for n in range(30)]
+    figures = {f"{way}_{name}": 0.123 for way in ways for name in ("median_rank", "R@1", "R@5")}
+    record = {"step": 40, "eval": "val", **figures, "chance_R@1": 0.0005, "n": 2000, "dropped": 3, "seconds": 2.34}
+    kinds = {"step": 40, "eval": "kinds", "top1": 0.91, "chance": 1 / 12, "n": 100}
+    own = {"step": 40, "eval": "own", "loss": 0.51239, "mine": 2, "chance_mine": 0.25}
+    stream = io.StringIO()
+    progress = ProgressDisplay(40, mode="lines", stream=stream)
+    for one in ({**record, "step": 20}, record, kinds, own, {"step": 40, "end": {"status": "done"}}):
+        progress.write(one)
+    said = stream.getvalue().splitlines()
+    assert said[1:4] == [
+        "val at step 40: image->text R@1 12.3%, text->image R@1 12.3% (chance 0.05%)",
+        "kinds at step 40: top1 91.0% (chance 8.3%)",
+        "own at step 40: loss 0.5124",
+    ]
+    assert "\n".join(said[4:]) == table([record, kinds, own]) and len(said) == 4 + 1 + 9 + 2 + 2
 
 
 class Terminal(io.StringIO):

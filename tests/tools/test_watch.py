@@ -114,7 +114,7 @@ def test_beside_a_training_process(tmp_path: Path) -> None:
         assert one["checkpoint"] == f"step_{one['step']:08d}" and one["run"] == "live"
     traced = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
     assert [one["weights"] for one in traced] == [one["weights"] for one in figures(folder)]
-    assert b"waiting for the first checkpoint" in first and b"eval val at step 22:" in said and b"has ended" in said
+    assert b"waiting for the first checkpoint" in first and b"val at step 22:" in said and b"has ended" in said
     assert names(folder / "watch") == [
         ".lock", "evaluations.csv", "evaluations.jsonl", "pictures", "report.html"
     ]  # fmt: skip
