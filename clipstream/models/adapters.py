@@ -45,15 +45,15 @@ class LowRank(nn.Module):
     """A parametrization: the frozen matrix W -> the matrix that the layer has.
 
     Args:
-        weight: [out, in].
+        weight: [out, in], or of a convolution [out, in, height, width], whose A has this kernel, and B one of 1 x 1.
         generator: of the initial A, which is that of nn.Linear and of peft; B is 0.
     """
 
     def __init__(self, weight: torch.Tensor, settings: LoraSettings, generator: torch.Generator) -> None:
         super().__init__()
-        first = torch.empty(settings.rank, weight.shape[1])
+        first = torch.empty(settings.rank, *weight.shape[1:])
         self.lora_A = nn.Parameter(nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator))
-        self.lora_B = nn.Parameter(torch.zeros(weight.shape[0], settings.rank))
+        self.lora_B = nn.Parameter(torch.zeros(weight.shape[0], settings.rank, *[1] * (weight.ndim - 2)))
         self.magnitude = nn.Parameter(weight.detach().norm(dim=1)) if settings.dora else None
         self.scale = settings.scale
 
@@ -64,11 +64,12 @@ class LowRank(nn.Module):
     def merged(
         self, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, magnitude: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The matrix [out, in] of the layer, in the dtype of `weight`, also under autocast, with these A, B and m."""
+        """The layer's weight, in the dtype and shape of `weight`, also under autocast, with these A, B and m."""
         if weight.is_meta:  # where the FLOPs of a sample are counted, and this product is made once for all samples
             return weight + first.sum() + second.sum()
         with torch.autocast(weight.device.type, enabled=False):
-            found = weight + self.scale * (second @ first)
+            product = second @ first if weight.ndim == 2 else (second.flatten(1) @ first.flatten(1)).view(weight.shape)
+            found = weight + self.scale * product
             return found if magnitude is None else (magnitude / found.detach().norm(dim=1))[:, None] * found
 
 
@@ -120,10 +121,10 @@ class Adapters:
             for name, layer in found[tower].items():
                 own = _matrix(layer)
                 weight = getattr(layer, own)
-                if settings.rank > min(weight.shape):
+                if settings.rank > (most := min(weight.flatten(1).shape)):
                     raise SettingsError(
                         f"model.{tower}.lora.rank: {settings.rank} is larger than {name}.{own}, a matrix of "
-                        f"{' x '.join(map(str, weight.shape))}: use at most {min(weight.shape)}, or other targets"
+                        f"{' x '.join(map(str, weight.flatten(1).shape))}: use at most {most}, or other targets"
                     )
                 parametrize.register_parametrization(layer, own, LowRank(weight, settings, generator))
                 weight.requires_grad_(False)
@@ -223,7 +224,7 @@ def _matrix(layer: nn.Module) -> str:
     return "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
 
 
-def _layers(clip: nn.Module, tower: Tower) -> dict[str, nn.Module]:
+def _layers(clip: nn.Module, tower: Tower, settings: LoraSettings) -> dict[str, nn.Module]:
     """The layers of a tower that can have an adapter, by name."""
     own, found, inside = members(clip, tower), {}, set[int]()
     for name, module in clip.named_modules():
@@ -233,21 +234,24 @@ def _layers(clip: nn.Module, tower: Tower) -> dict[str, nn.Module]:
             inside.update(map(id, module.modules()))
             if getattr(module, "_qkv_same_embed_dim", False):
                 found[name] = module
-        elif isinstance(module, nn.Linear) and id(module) not in inside:
-            found[name] = module
+        else:
+            convolution = isinstance(module, nn.Conv2d) and module.groups == 1 and not settings.dora
+            if convolution or (isinstance(module, nn.Linear) and id(module) not in inside):
+                found[name] = module
     return found
 
 
 def _chosen(clip: nn.Module, tower: Tower, settings: LoraSettings) -> Iterator[tuple[str, nn.Module]]:
     """The layers that get an adapter, by name."""
-    layers, key = _layers(clip, tower), f"model.{tower}.lora"
+    layers, key = _layers(clip, tower, settings), f"model.{tower}.lora"
     if not layers:
-        raise SettingsError(f"{key}: the {tower} tower has no attention or linear layer that takes an adapter")
+        raise SettingsError(f"{key}: the {tower} tower has no layer that takes an adapter")
     if isinstance(settings.targets, str):
         repeated = {id(part) for block in blocks(clip) for part in block.modules()}
         names = [name for name in layers if re.search(r"attn|attention", name.lower())]
         if settings.targets == "all":
-            names = [name for name, layer in layers.items() if name in names or id(layer) in repeated]
+            inner = [name for name, layer in layers.items() if name in names or id(layer) in repeated]
+            names = inner or list(layers)  # a ResNet with one block in each of its layers
         unmatched: Iterable[str] = () if names else (settings.targets,)
     else:
         names = [name for name in layers if any(fnmatchcase(name, pattern) for pattern in settings.targets)]

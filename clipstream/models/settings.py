@@ -76,11 +76,13 @@ class LoraSettings(Section):
     )
     targets: Literal["attention", "all"] | list[str] = Field(
         "attention",
-        description="layers with an adapter: attention, all (attention and MLP layers), or patterns of layer names as "
-        "in open_clip, such as '*.mlp.*'",
+        description="layers with an adapter: attention, all (attention and MLP layers, and convolutions), or patterns "
+        "of layer names as in open_clip, such as '*.mlp.*'",
     )
     dora: bool = Field(
-        False, description="train the length of each row apart from its direction (DoRA); not for open_clip's attention"
+        False,
+        description="train the length of each row apart from its direction (DoRA); not for open_clip's attention and "
+        "convolutions",
     )
 
     @property

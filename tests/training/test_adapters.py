@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "vit": {"image": LORA, "text": {**LORA, "rank": 2, "targets": "all"}},
     "siglip": {"image": {**LORA, "targets": ["*.mlp.*"], "dora": True}},
     "convnext": {"image": {**LORA, "targets": "all", "dora": True}},
+    "resnet": {"image": {**LORA, "targets": "all"}, "text": LORA},
     "hf": {"image": LORA, "text": {**LORA, "targets": "all"}},
 }
 
@@ -130,7 +131,8 @@ def test_a_run_writes_the_merged_model_and_resumes_on_its_own_start_alone(place:
     [
         ("vit", {"image": {"rank": 64}}, {}, "rank: 64 is larger than .* use at most 32"),
         ("vit", {"text": {"targets": ["*.mpl.*"]}}, {}, r"matches \*\.mpl\.\*; its layers are transformer"),
-        ("resnet", {"image": {}}, {}, "no attention or linear layer"),
+        ("resnet", {"image": {}}, {}, "matches attention; its layers are visual.conv1, "),
+        ("resnet", {"image": {"targets": "all", "dora": True}}, {}, "no layer that takes an adapter"),
         ("convnext", {"image": {}}, {}, "matches attention; its layers are visual"),
         ("vit", {"image": {"dora": True}}, {}, "peft has no DoRA"),
         ("vit", {"image": {}}, {"lock_image": True}, "model.lock_image freezes it"),
