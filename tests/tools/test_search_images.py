@@ -186,6 +186,10 @@ def test_a_cache_that_is_read_only_or_damaged_is_no_traceback(
         patch.setattr(images.atomic_write, "replace", full)
         assert search(*call, capsys=capsys)[-6:] == before and torn.stat().st_size == 100
     assert search(*call, capsys=capsys) == before and torn.stat().st_size > 100
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "utime", full)
+        patch.setattr(indexing, "index_folder", full)
+        assert search(*call, capsys=capsys) == before, "a read-only index is used at once"
     monkeypatch.setenv("CLIPSTREAM_CACHE", str(place / "table.csv"))
     (line,) = search(*call, capsys=capsys, code=2)[-1:]
     assert line.startswith("error: ") and "CLIPSTREAM_CACHE" in line

@@ -137,7 +137,7 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
         raise SettingsError(f"folder:{path}: the folder {folder} does not exist")
     try:
         files: list[str] = []
-        for names in _levels(folder, seen):
+        for names in levels(folder, seen):
             files += names
             if len(files) >= LOOKED:
                 break
@@ -145,7 +145,7 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
         if kind == "classes":
             return Contents(kind, what="images in one folder per class")
         if len(files) >= LOOKED:
-            files = list(chain.from_iterable(_levels(folder, seen)))
+            files = list(chain.from_iterable(levels(folder, seen)))
     except OSError as error:
         raise SettingsError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
     if kind == "pairs":
@@ -161,7 +161,7 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
     return found._replace(what=f"{found.what} (split {split})") if split else found
 
 
-def _levels(root: str, seen: dict[str, int]) -> Iterator[list[str]]:
+def levels(root: str, seen: dict[str, int]) -> Iterator[list[str]]:
     """The files of each folder, relative to the root, one level of folders after the other. Raises OSError."""
     seen.clear()
     waiting = deque([""])
@@ -391,7 +391,7 @@ class FolderShard(OpenShard):
 
 def _images(folder: Path, image_keys: Collection[str]) -> Iterator[str]:
     """Paths of the images under a folder, relative to it. Raises OSError if a part cannot be read."""
-    return (file for names in _levels(str(folder), {}) for file in names if _suffix(file) in image_keys)
+    return (file for names in levels(str(folder), {}) for file in names if _suffix(file) in image_keys)
 
 
 def _is_junk(name: str) -> bool:

@@ -71,7 +71,8 @@ def index_of(call: ImageSearch) -> Path:
     with suppress(OSError, ValueError):
         folder, watched = json.loads(memo.read_bytes())  # the index of this call, and the files that it depends on
         if (root() / folder / ENDS).is_file() and all(stamp(path) == seen for path, seen in watched):
-            os.utime(root() / folder)
+            with suppress(OSError):  # the cache may be read-only
+                os.utime(root() / folder)
             return root() / str(folder)
     loading.show("looking for the model and the images")
     from clipstream.cli.verbs.search import indexing
@@ -85,10 +86,10 @@ def index_of(call: ImageSearch) -> Path:
             hint = "set $CLIPSTREAM_CACHE to a folder that you can write to"
             raise SettingsError(f"features cannot be kept in {made} ({error.strerror}): {hint}") from error
         computed().make_index(call, made)
-        _remove_old()
-    with suppress(OSError):  # the cache may be read-only or full
+    with suppress(OSError):  # the cache may be read-only or full, and another process may remove old indexes as well
         memo.parent.mkdir(exist_ok=True)
         atomic_write.replace(memo, json.dumps([made.name, stamps]).encode())
+        _remove_old()
     return made
 
 

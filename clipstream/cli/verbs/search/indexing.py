@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import braceexpand
@@ -28,14 +29,10 @@ from clipstream.data.decode.captions import RawSample, build_caption, candidates
 from clipstream.data.order_plan import reading_of
 from clipstream.data.settings import CaptionSettings
 from clipstream.data.sources import OpenShard, SampleRef, Source, SourceContext
+from clipstream.data.sources.folders import levels
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError
-from clipstream.features.image_index import (
-    ImageRow,
-    ImageSearch,
-    root,
-    stamp,
-)  # fmt: skip
+from clipstream.features.image_index import ImageRow, ImageSearch, root, stamp
 from clipstream.models.model_config import CONFIG_FILE
 from clipstream.models.pretrained import fetch, preflight
 from clipstream.open_clip.flags import SOURCE
@@ -146,7 +143,7 @@ def _files(source: Source, image_keys: Sequence[str]) -> tuple[list[str], list[s
     """The local files of images, captions, tables and tars that a source reads, and what changes when they do."""
     suffixes = (*BESIDE, *(f".{key}" for key in image_keys))
     files: dict[str, None] = {}
-    walked, seen = set[str](), set[str]()  # a folder has many shards
+    walked = set[str]()  # a folder has many shards
     watched: dict[str, None] = {}
     for part in parts_of(source.settings.shards):
         if part.startswith("pipe:"):
@@ -166,16 +163,12 @@ def _files(source: Source, image_keys: Sequence[str]) -> tuple[list[str], list[s
         if os.path.isfile(path):
             files[path] = watched[path] = None
             watched |= {os.path.dirname(path): None} if in_folders else {}
-        if path in files or path in walked:
+        if path in walked or not os.path.isdir(path):
             continue
         walked.add(path)
-        for where, inner, names in os.walk(path, followlinks=True):
-            watched[where] = None
-            if (real := os.path.realpath(where)) in seen:  # a link to a folder above
-                inner.clear()
-                continue
-            seen.add(real)
-            files.update((os.path.join(where, name), None) for name in names if name.lower().endswith(suffixes))
+        found = chain.from_iterable(levels(path, folders := dict[str, int]()))
+        files |= {os.path.join(path, name): None for name in found if name.lower().endswith(suffixes)}
+        watched |= dict.fromkeys(folders)
     return sorted(files), [*watched]
 
 
