@@ -199,7 +199,7 @@ def with_known_epoch(settings: Settings) -> Settings:
     if settings.data.sampling.mode == "indexed" and settings.data.sources:
         from clipstream.data.order_plan import epoch_plan
 
-        if train.epoch_samples is not None:
+        if train.epoch_samples is not None and not settings._epoch_from_data:
             raise SettingsError(format_problem(settings.places, ("train", "epoch_samples"), INDEXED_EPOCH.text()))
         epochs = epoch_plan(settings.data, list(open_sources(settings).values()))
         samples = epochs.steps * settings.data.global_batch_size

@@ -190,9 +190,10 @@ def prepare_run(settings: Settings) -> Settings:
     validate_run(settings, world)
     preflight_models(settings)
     settings = with_val_split(settings)
-    if settings._split is not None and (usable := split_counts(settings._split)[1]) is not None:
-        again, lines = by_size(given, world.size, usable - split_counts(settings._split)[0])
-        settings = with_choice(settings, again._chosen)
+    held, usable = (0, None) if settings._split is None else split_counts(settings._split)
+    if usable is not None:
+        again, lines = by_size(given, world.size, usable - held)
+        settings = with_known_epoch(with_choice(settings, again._chosen))  # whose batch may be another one now
     for line in lines if world.is_main else ():
         announce(f"chosen   {line}")
     return settings

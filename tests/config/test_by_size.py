@@ -11,8 +11,9 @@ from clipstream.cli import main
 from clipstream.config import by_size
 from clipstream.config.by_size import BATCH, EVERY, LENGTHS, LR, MODE, REMAINDER, STEPS, WARMUP, Facts, choose
 from clipstream.config.dump import dump
-from clipstream.config.settings import load
+from clipstream.config.settings import load, open_sources
 from clipstream.config.validate import prepare_run
+from clipstream.data.order_plan import epoch_plan
 from tests.support.runs import furnish
 
 USUAL = {BATCH: 512, MODE: "resampled", REMAINDER: "drop", LR: 5e-4, WARMUP: 0, EVERY: 0} | dict.fromkeys(LENGTHS)
@@ -54,6 +55,17 @@ def test_a_run_has_them_and_its_configuration_repeats_them(
     assert main.main(["train", *argv, "--print-config", "--lr", "2e-3"]) == 0
     printed = capsys.readouterr().out
     assert "# chosen: warm-up 4 steps: 5% of the run; --warmup sets it\n" in printed and "  warmup: 4\n" in printed
+    with monkeypatch.context() as patch:  # fewer samples are left beside the held-out ones than were counted
+        patch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+        patch.setattr(by_size, "BATCHES", (2, 512))
+        patch.setattr(by_size, "_samples", lambda _: 100)
+        split = [*argv[:2], *argv[4:], "--val-split", "0.1", "--data.sampling.mode", "indexed"]
+        left = prepare_run(load(split))
+        assert (
+            left.data.global_batch_size == 4
+            and left.train.epoch_samples == 4 * (62 // 4)
+            and left.epochs == epoch_plan(left.data, list(open_sources(left).values()))
+        )
     # Settings of the user stay; so does everything of data that are large, or whose size is not known.
     argv += ["--steps", "40", "--batch-size", "24"]
     own = load([*argv, "--warmup", "0", "--evals.val.every-epochs", "1", "--data.sampling.remainder", "drop"])
