@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from clipstream.data.decode.class_names import class_names, prompt_templates
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.settings import ModelTokenizer
 from clipstream.data.sources import expand
 from clipstream.distributed.world import World
-from clipstream.evals.classes import class_names, prompt_templates
 from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.retrieval import recalls
 from clipstream.evals.evaluators.zero_shot import score, text_classifier

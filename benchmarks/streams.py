@@ -162,8 +162,8 @@ def _floor(options: Options, number: int, counts: Connection) -> None:
     from clipstream.data.batch import ImageSpec
     from clipstream.data.decode.captions import image_bytes
     from clipstream.data.decode.train_transform import TrainTransform
+    from clipstream.data.image_settings import AugmentSettings
     from clipstream.data.order.rng import SampleRNG
-    from clipstream.data.settings import AugmentSettings
     from clipstream.errors import Dropped
     from clipstream.storage.tar import Shard
 

@@ -22,11 +22,11 @@ from clipstream.api.run import Run
 from clipstream.checkpoint.store import locate, model_in, named, with_own_config
 from clipstream.config.settings import Settings, load
 from clipstream.data.batch import ImageSpec
+from clipstream.data.decode.class_names import class_names, prompt_templates
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError, each, wrong_type
-from clipstream.evals.classes import class_names, prompt_templates
 from clipstream.evals.context import EvalContext, context_for, evaluating
 from clipstream.evals.evaluators.zero_shot import text_classifier
 from clipstream.evals.runner import RECORD, EvalRunner

@@ -17,8 +17,9 @@ from clipstream.checkpoint.store import holds_a_run
 from clipstream.config.by_size import by_size, with_choice
 from clipstream.config.config_sources import enumerate_words, format_problem
 from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch, with_val_split
+from clipstream.data.decode.class_names import unreadable_names
 from clipstream.data.order import default_lanes
-from clipstream.data.settings import SourceSettings, split_counts
+from clipstream.data.settings import LabelCaption, SourceSettings, split_counts
 from clipstream.data.sources import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -364,6 +365,9 @@ def _shards(settings: Settings) -> Problems:
         fetch = f"; fetch it: {evaluator.fetch}" if evaluator.fetch else ""
         read += [(("evals", name, *key.split(".")), source, fetch) for key, source in sources_of(evaluator).items()]
     for path, source, fetch in read:
+        if isinstance(source.caption, LabelCaption):
+            for key, text in unreadable_names(source.caption.classes, source.caption.templates).items():
+                yield (*path[:-1], "caption", key), text
         try:
             evaluates = "train_shards" not in path and path[0] == "evals"
             expand(source.shards, source.type, write=False, evaluates=evaluates, image_key=source.image_key)

@@ -17,6 +17,7 @@ from clipstream.data.decode.labels import GroupField
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.groups import group_labels
+from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.loader.features import FeatureBatches
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
 from clipstream.data.loader.loader import BatchSource, Hosting, Loader
@@ -34,7 +35,7 @@ from clipstream.data.loader.workers import auto_workers
 from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, SourceMix, Stream, lanes_of_rank
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order
-from clipstream.data.settings import MAX_PIXELS, DataSettings, JsonCaption, SourceSettings
+from clipstream.data.settings import DataSettings, JsonCaption, SourceSettings
 from clipstream.data.sources import Source, SourceContext, expand
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World

@@ -6,10 +6,17 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from clipstream.data.image_settings import (
+    MAX_PIXELS,
+    AugmentSettings,
+    DefaultImageTransform,
+    ImageTransformSettings,
+    rgb,
+)
 from clipstream.data.json_path import parse_path
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.utils.plugins import is_plugin, load_function
@@ -21,7 +28,6 @@ IMAGE_KEY = "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;image;filepath;image_path;f
 SPLIT_FILE = "val_split.txt"  # of a run's folder: the samples that data.val_split holds out
 AUTO = "auto"  # the type of a source follows from the names of its shards
 MAX_AUTO_WORKERS = 16  # of a rank
-MAX_PIXELS = 178_956_970  # from which Pillow refuses an image as a decompression bomb (a quarter of 2 GiB of RGBX)
 
 
 def split_counts(path: Path) -> tuple[int, int | None]:
@@ -72,7 +78,7 @@ TokenizerSettings.builtin = {"model": ModelTokenizer, "hub": HubTokenizer, "path
 class CaptionSettings(PluginSection):
     """Where the caption of a sample is. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("text", description="text, json, or package.module:Name")
+    type: str = Field("text", description="text, json, label, or package.module:Name")
 
 
 class TextCaption(CaptionSettings):
@@ -139,26 +145,29 @@ class JsonCaption(CaptionSettings):
             yield "weights", f"{len(self.weights)} weights for {len(self.paths)} paths: set one weight per path"
 
 
-CaptionSettings.builtin = {"text": TextCaption, "json": JsonCaption}
+class LabelCaption(CaptionSettings):
+    """The name of the sample's class in a template is the caption."""
 
-
-class ImageTransformSettings(PluginSection):
-    """How an image becomes pixels of the model's size. `type` may be a user's own `package.module:Name`."""
-
-    type: str = Field(
-        "default",
-        description="default: the random crop of data.augment in training, the model's own preprocessing in "
-        "evaluation; or package.module:Name",
+    type: Literal["label"] = "label"
+    label: str = Field(
+        "class;cls",
+        min_length=1,
+        description="the class of a sample: suffix of a member, or column of a table, or json:PATH; of several, "
+        "separated by ';', the first that exists is used",
+    )
+    classes: PathText | list[str] | None = Field(
+        None,
+        description="names of the classes in the order of their numbers, where labels are numbers: a list, a file, or "
+        "imagenet; default: the labels are names, with _ as a space",
+    )
+    templates: PathText | list[str] = Field(
+        "openai",
+        description="templates with {c} or {}, of which training draws one: a list, a file, openai or imagenet (80), "
+        "simple (7) or plain (1)",
     )
 
 
-class DefaultImageTransform(ImageTransformSettings):
-    """The random crop of data.augment in training, the model's own preprocessing in evaluation."""
-
-    type: Literal["default"] = "default"
-
-
-ImageTransformSettings.builtin = {"default": DefaultImageTransform}
+CaptionSettings.builtin = {"text": TextCaption, "json": JsonCaption, "label": LabelCaption}
 
 
 class SourceSettings(PluginSection):
@@ -196,9 +205,8 @@ class SourceSettings(PluginSection):
     quoting: bool = Field(True, description="parse quoted fields of a CSV; false: quotes are literal")
     caption: SerializeAsAny[CaptionSettings] = Field(
         default_factory=TextCaption,
-        description="caption extractor: {type: text, key: txt} or {type: json, path: …}; default: txt; for a CSV "
-        "title, "
-        "then txt",
+        description="caption extractor: {type: text, key: txt}, {type: json, path: …} or {type: label}; default: txt; "
+        "for a CSV title, then txt",
     )
     index: PathText | None = Field(
         None,
@@ -315,21 +323,6 @@ def _which_are_csv(shards: object, type: object) -> dict[str, bool]:
     return {part: table_format(part) == "csv" for part in parts_of(shards)}  # type: ignore[arg-type]
 
 
-def rgb(name: str) -> tuple[int, int, int]:
-    """The colour of a name or #rrggbb, each part 0 to 255.
-
-    Raises:
-        ValueError: there is no such colour.
-    """
-    from PIL import ImageColor
-
-    try:
-        red, green, blue = ImageColor.getrgb(name)[:3]
-    except ValueError as error:
-        raise ValueError(f"invalid color {name!r}: use a name such as white, or #rrggbb") from error
-    return red, green, blue
-
-
 class SamplingSettings(Section):
     """The order of samples."""
 
@@ -376,69 +369,6 @@ class ShuffleSettings(Section):
     def open_shards(self) -> int | None:
         """The number of shards; None for auto."""
         return None if self.shards == "auto" else self.shards
-
-
-class AugmentSettings(Section):
-    """Training's image transform: a random crop, resized to the model's size."""
-
-    enabled: bool = Field(True, description="random augmentation; false: the preprocessing of evaluation")
-    scale: tuple[float, float] = Field((0.9, 1.0), description="area of the crop relative to the image, min and max")
-    ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of the crop, min and max")
-    interpolation: Literal["random", "bilinear", "bicubic"] = Field(
-        "bicubic", description="interpolation of the resize"
-    )
-    flip: Share = Field(0.0, description="probability of a horizontal flip")
-    color_jitter: tuple[Share, Share, Share, Share] | None = Field(
-        None,
-        description="strengths of brightness, contrast, saturation and hue (at most 0.5), as in torchvision; "
-        "one number sets the first three",
-    )
-    color_jitter_prob: Share = Field(0.0, description="probability of color jitter")
-    gray_scale_prob: Share = Field(0.0, description="probability of conversion to grayscale")
-
-    @field_validator("scale", "ratio")
-    @classmethod
-    def _ordered(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not 0 < value[0] <= value[1]:
-            raise ValueError("min and max must be positive, and min <= max")
-        return value
-
-    @field_validator("color_jitter", mode="before")
-    @classmethod
-    def _of_three(cls, value: Any) -> Any:
-        """One strength is that of brightness, contrast and saturation; three leave hue as it is (as in timm)."""
-        alike = isinstance(value, int | float) and not isinstance(value, bool)
-        found = ([value] * 3 if value else None) if alike else value
-        return [*found, 0] if isinstance(found, list | tuple) and len(found) == 3 else found
-
-    @field_validator("color_jitter")
-    @classmethod
-    def _half_a_turn(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if value is not None and value[3] > 0.5:
-            raise ValueError("the strength of hue must be at most 0.5")
-        return value
-
-    @field_validator("scale")
-    @classmethod
-    def _inside(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if value[1] > 1:
-            raise ValueError("max must be at most 1")
-        return value
-
-    pairs: ClassVar[tuple[Conflict, ...]] = (
-        Conflict({"color_jitter_prob": SET, "color_jitter": None},
-                 "requires data.augment.color_jitter, e.g. --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]'"),
-        Conflict({"color_jitter": SET, "color_jitter_prob": 0},
-                 "requires data.augment.color_jitter_prob above 0"),
-    )  # fmt: skip
-
-
-AugmentSettings.pairs += tuple(
-    Conflict({key: other_than(field.default), "enabled": False},
-             "has no effect with data.augment.enabled false: remove one of them", notice=True)
-    for key, field in AugmentSettings.model_fields.items()
-    if key != "enabled"
-)  # fmt: skip
 
 
 class DataSettings(Section):

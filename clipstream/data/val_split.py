@@ -21,10 +21,11 @@ from PIL import Image
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, split_keys
 from clipstream.data.decode.images import loaded, opaque, opened, orientation_of, turned
+from clipstream.data.image_settings import MAX_PIXELS, rgb
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
 from clipstream.data.scan import cached, identity, scan
-from clipstream.data.settings import MAX_PIXELS, DataSettings, SourceSettings, rgb, split_counts
+from clipstream.data.settings import DataSettings, LabelCaption, SourceSettings, split_counts
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.folders import with_split
 from clipstream.distributed.world import World
@@ -207,6 +208,7 @@ def _seen(source: Source, data: DataSettings) -> list[Seen]:
     def read(name: str, sample: RawSample) -> Seen:
         texts = set(itertools.chain(*candidates(caption, sample)))
         image = image_bytes(sample, section.image_key)
+        texts = set() if isinstance(section.caption, LabelCaption) else texts  # samples of a class are not alike
         captions = tuple(sorted(map(caption_hash, texts)))
         return Seen(name, captions, hash_of(image), look_of(image, background, data.max_image_pixels))
 

@@ -96,8 +96,8 @@ def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
         f"{file}:4: data.workerz: unknown key; did you mean 'workers'?",
         f"{file}:6: data.sources.a.shards: missing: required",
         f"{file}:7: data.sources.a.weight: expected a number above 0, not 0",
-        f"{file}:8: data.sources.a.caption.type: type 'jsn' is not one of json, text, nor a 'package.module:Name'; "
-        "did you mean 'json'?",
+        f"{file}:8: data.sources.a.caption.type: type 'jsn' is not one of json, label, text, nor a "
+        "'package.module:Name'; did you mean 'json'?",
         f"{file}:10: optim.lr: expected a number, not 'fast'",
         f"{file}:11: trian: unknown key; did you mean 'train'?",
         f"{file}:13: evals.z.every: expected at least 0, not -1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,24 @@ def test_labels_of_a_pass_are_those_of_reading(tmp_path: Path) -> None:
     labels = group_labels(source, SKU, settings, "loss.positives.by")
     assert [len(one) for one in labels] == [23, 9, 16]
     assert [n for one in labels for n, label in enumerate(one) if not label] == [1]
+
+
+def test_class_folders_train_by_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = furnish(tmp_path)
+    for n in range(60):
+        folder = place / "birds" / ("red_kite", "bulbul", "great tit")[n % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{n}.jpg").write_bytes(picture(n))
+    label = "--data.sources.train.caption.type=label"
+    argv = flags(
+        place, "birds", label, "--loss.positives.by=class", "--val-split=0.1", "--data.trace=3", "--workers=0", steps=2
+    )
+    argv[1] = str(place / "birds")
+    assert main(argv) == 0, "samples of a class can be held out apart"
+    told = capsys.readouterr().err
+    assert re.search(r"caption    '[^']*(red kite|bulbul|great tit)[^']*'", told), told
+    assert main([*argv, "--name", "other", "--data.sources.train.caption.templates=[a bird]"]) == 2
+    assert "caption.templates: 'a bird' has no {c} or {} where the class name goes" in capsys.readouterr().err
 
 
 def test_a_field_that_few_samples_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,8 @@ FACTORS: dict[str, dict[str, str]] = {
     "source": {"tars": TARS, "table": "--train-data {place}/pairs.csv",
                "drawn": f"{TARS} --data.sources.train.caption.type json --data.sources.train.caption.path [en,more] "
                "--data.sources.train.caption.weights [1,2]",
+               "classes": f"{TARS} --data.sources.train.caption.type label --data.sources.train.caption.templates "
+               "simple --data.sources.train.caption.classes [red,green,dog]",
                "mixed": f"{TARS} --data.sources.more.shards {{place}}/pairs.csv --data.sources.more.weight 0.5"},
     "channels": {value: f"--model.channels-last {value}" for value in ("auto", "on", "off")},
     "deterministic": {"off": "", "on": "--run.deterministic true"},

@@ -15,8 +15,9 @@ from clipstream.cli.verbs.check import look, main
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.decode.train_transform import TrainTransform
+from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
-from clipstream.data.settings import AugmentSettings, CaptionSettings, JsonCaption, SourceSettings, TextCaption
+from clipstream.data.settings import CaptionSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.errors import Dropped
 from tests.support.image_files import save, smooth
 from tests.support.tars import write_tar

@@ -13,8 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from clipstream.data.decode.captions import build_caption
-from clipstream.data.decode.labels import LabelField
+from clipstream.data.decode.captions import LabelField, build_caption
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import CaptionSettings
 from clipstream.distributed.world import World

@@ -31,8 +31,9 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
 from clipstream.data.decode.images import check_shape, converted, loaded, lost_area, opaque, opened
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile, least_tokens
+from clipstream.data.image_settings import rgb
 from clipstream.data.loader.health import Captions, lost_area_note
-from clipstream.data.settings import IMAGE_KEY, CaptionSettings, SourceSettings, rgb
+from clipstream.data.settings import IMAGE_KEY, CaptionSettings, SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext
 from clipstream.data.sources.folders import contents, named_folder
 from clipstream.data.sources.indexes import count_samples

@@ -7,7 +7,9 @@ member, or on which the user's code raises, becomes `Dropped` with a reason.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -16,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from pydantic_core import from_json
 
+from clipstream.data.decode.class_names import class_names, number_of, prompt_templates
 from clipstream.data.json_path import ABSENT as ABSENT
-from clipstream.data.json_path import parse_path, structure, values_at
-from clipstream.data.settings import CaptionSettings, JsonCaption, TextCaption
+from clipstream.data.json_path import parse_path, structure, value_at, values_at
+from clipstream.data.settings import CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.text import printable
 from clipstream.utils.plugins import called, load_function, make_plugin
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 RawSample = Mapping[str, Any]
 JsonObject = dict[str, Any]
 SampleTransform = Callable[[RawSample], RawSample]
+NUMPY = b"\x93NUMPY"  # first bytes of a .npy file
 
 
 class CaptionExtractor(Protocol):
@@ -148,6 +152,8 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
         return TextField(split_keys(settings.key), settings.lines)
     if isinstance(settings, JsonCaption):
         return JsonField(settings)
+    if isinstance(settings, LabelCaption):
+        return LabelText(settings)
     try:
         return _OwnExtractor(make_plugin("caption", settings))
     except TypeError as error:
@@ -271,6 +277,87 @@ class JsonField(_Field):
         return by_path
 
 
+class LabelField:
+    """The label of a sample for classification, as text: a number or the name of a class.
+
+    A CaptionExtractor; `LabelEncoder` makes class numbers of its texts. `label` names the member with the class by its
+    suffixes (`cls`), or is `json:PATH` into the JSON member.
+    """
+
+    def __init__(self, label: str) -> None:
+        kind, colon, path = label.partition(":")
+        self._path = parse_path(path) if colon and kind.strip().lower() == "json" else None
+        self.of_member = self._path is None
+        self.members = split_keys(label) if self.of_member else ("json",)
+
+    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
+        """The label, see `label_text`. Raises Dropped: `no_label`, `json_invalid` or `json_not_object`."""
+        found = self.value(sample)
+        if isinstance(found, list) and len(found) != 1:
+            raise Dropped("no_label", "a list: several labels per image require labels: list")
+        label = label_text(found[0] if isinstance(found, list) else found)
+        if not label or number_of(label) in (-1, -100):  # marks of data sets, and of PyTorch's losses
+            raise Dropped("no_label", "the label is missing (or -1, -100), or neither a whole number nor text")
+        return label
+
+    def value(self, sample: RawSample) -> Any:
+        """What the sample has as label or labels; a list from an array or a JSON list."""
+        if self._path is not None:
+            return value_at(object_of(sample, self.members, "no_label"), self._path)
+        value = member_of(sample, self.members)
+        if isinstance(value, bytes) and value.startswith(NUMPY):
+            try:
+                return np.load(io.BytesIO(value), allow_pickle=False).ravel().tolist()
+            except (ValueError, EOFError) as error:
+                raise Dropped("no_label", f"NumPy cannot read the array: {error}") from error
+        if not isinstance(value, (str, bytes, bytearray, memoryview)) and value is not ABSENT:
+            return value.tolist() if hasattr(value, "tolist") else value  # of a user's transform
+        text = text_of(sample, self.members, "no_label")
+        if text.startswith("[") or (text.startswith('"') and text.endswith('"')):
+            try:
+                return json.loads(text)
+            except ValueError as error:
+                raise Dropped("json_invalid", str(error)) from error
+        return text
+
+
+class LabelText(_Field):
+    """The caption is a template with the name of the sample's class in it, one of several drawn.
+
+    Reasons of dropped samples: as LabelField.
+    """
+
+    def __init__(self, settings: LabelCaption) -> None:
+        self._label = LabelField(settings.label)
+        self.members = self._label.members
+        self._templates = prompt_templates(settings.templates)
+        self._names = None if settings.classes is None else class_names(settings.classes)
+        self._folded = {name.strip().casefold(): name for name in self._names or ()}
+
+    def candidates(self, sample: RawSample) -> list[list[str]]:
+        """See `candidates`."""
+        name = self._name(self._label(sample, None))
+        return [[usable_text(template(name)) for template in self._templates]]
+
+    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
+        """What `draw_caption` gives, without the texts that are not drawn."""
+        template = rng.integer(len(self._templates)) if rng is not None and len(self._templates) > 1 else 0
+        return usable_text(self._templates[template](self._name(self._label(sample, None))))
+
+    def _name(self, label: str) -> str:
+        """The class's name. Raises Dropped: the label is no class, or a number without names."""
+        number = number_of(label)
+        if self._names is None:
+            if number is not None:
+                raise Dropped("no_label", f"{label} is a number: set the names of the classes with caption.classes")
+            return label.replace("_", " ")
+        if (name := self._folded.get(label.casefold())) is not None:
+            return name
+        if number is None or not 0 <= number < len(self._names):
+            raise Dropped("no_label", f"{label!r} is none of the {len(self._names):,} classes of caption.classes")
+        return self._names[number]
+
+
 class _OwnExtractor:
     """A user's extractor; its exceptions and wrong results drop the sample."""
 
@@ -372,6 +459,22 @@ def json_value(value: Any) -> Any:
                 raise Dropped("json_invalid", str(error)) from error
     # A text that holds JSON, or an object as Python prints it.
     return (structure(value) if isinstance(value, str) else None) or value
+
+
+def label_text(value: Any) -> str:
+    """A value as a label: the text, whole numbers without a fraction, true or false; '' if it is none.
+
+    3, 3.0, "3" and b"3", also of NumPy, are "3"; NaN, which is pandas' missing value, is none.
+    """
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, bytes):
+        value = value.decode("utf-8-sig", "replace")
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else ""
+    label = str(value).strip() if isinstance(value, (str, int)) else ""
+    if printed := re.fullmatch(r"b(['\"])(.*)\1", label):  # bytes as Python prints them
+        label = printed[2].strip()
+    return "" if label.lower() == "nan" else label.lower() if isinstance(value, bool) else label
 
 
 def _kind(value: list[Any] | JsonObject) -> str:

@@ -21,7 +21,7 @@ import simplejpeg
 from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 
 from clipstream.data.batch import ImageSpec
-from clipstream.data.settings import MAX_PIXELS, ImageTransformSettings, rgb
+from clipstream.data.image_settings import MAX_PIXELS, ImageTransformSettings, rgb
 from clipstream.errors import Dropped
 from clipstream.utils.content import describe
 from clipstream.utils.plugins import called, make_plugin

@@ -7,11 +7,9 @@ data workers.
 
 from __future__ import annotations
 
-import io
 import json
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,14 +18,12 @@ from clipstream.data.decode.captions import (
     RawSample,
     TextField,
     build_caption,
-    member_of,
-    object_of,
-    split_keys,
-    text_of,
+    label_text,
     usable_text,
 )
+from clipstream.data.decode.captions import LabelField as LabelField
+from clipstream.data.decode.class_names import number_of
 from clipstream.data.decode.tokenizers import Ids, Tokenizer
-from clipstream.data.json_path import ABSENT, parse_path, value_at
 from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import CaptionSettings
 from clipstream.errors import DataError, Dropped
@@ -35,53 +31,7 @@ from clipstream.errors import DataError, Dropped
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
 
-NUMPY = b"\x93NUMPY"  # first bytes of a .npy file
-_NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 NO_CAPTION = -1  # in the ids of missing captions
-
-
-class LabelField:
-    """The label of a sample for classification, as text: a number or the name of a class.
-
-    A CaptionExtractor; `LabelEncoder` makes class numbers of its texts. `label` names the member with the class by its
-    suffixes (`cls`), or is `json:PATH` into the JSON member.
-    """
-
-    def __init__(self, label: str) -> None:
-        kind, colon, path = label.partition(":")
-        self._path = parse_path(path) if colon and kind.strip().lower() == "json" else None
-        self.of_member = self._path is None
-        self.members = split_keys(label) if self.of_member else ("json",)
-
-    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        """The label, see `label_text`. Raises Dropped: `no_label`, `json_invalid` or `json_not_object`."""
-        found = self.value(sample)
-        if isinstance(found, list) and len(found) != 1:
-            raise Dropped("no_label", "a list: several labels per image require labels: list")
-        label = label_text(found[0] if isinstance(found, list) else found)
-        if not label or number_of(label) in (-1, -100):  # marks of data sets, and of PyTorch's losses
-            raise Dropped("no_label", "the label is missing (or -1, -100), or neither a whole number nor text")
-        return label
-
-    def value(self, sample: RawSample) -> Any:
-        """What the sample has as label or labels; a list from an array or a JSON list."""
-        if self._path is not None:
-            return value_at(object_of(sample, self.members, "no_label"), self._path)
-        value = member_of(sample, self.members)
-        if isinstance(value, bytes) and value.startswith(NUMPY):
-            try:
-                return np.load(io.BytesIO(value), allow_pickle=False).ravel().tolist()
-            except (ValueError, EOFError) as error:
-                raise Dropped("no_label", f"NumPy cannot read the array: {error}") from error
-        if not isinstance(value, (str, bytes, bytearray, memoryview)) and value is not ABSENT:
-            return value.tolist() if hasattr(value, "tolist") else value  # of a user's transform
-        text = text_of(sample, self.members, "no_label")
-        if text.startswith("[") or (text.startswith('"') and text.endswith('"')):
-            try:
-                return json.loads(text)
-            except ValueError as error:
-                raise Dropped("json_invalid", str(error)) from error
-        return text
 
 
 class GroupField:
@@ -258,27 +208,3 @@ class CaptionsEncoder:
     def decode(self, ids: Sequence[int]) -> str:
         """The first caption."""
         return self._tokenizer.decode(ids[: self._tokenizer.context_length])
-
-
-def label_text(value: Any) -> str:
-    """A value as a label: the text, whole numbers without a fraction, true or false; '' if it is none.
-
-    3, 3.0, "3" and b"3", also of NumPy, are "3"; NaN, which is pandas' missing value, is none.
-    """
-    value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, bytes):
-        value = value.decode("utf-8-sig", "replace")
-    if isinstance(value, float):
-        value = int(value) if value.is_integer() else ""
-    label = str(value).strip() if isinstance(value, (str, int)) else ""
-    if printed := re.fullmatch(r"b(['\"])(.*)\1", label):  # bytes as Python prints them
-        label = printed[2].strip()
-    return "" if label.lower() == "nan" else label.lower() if isinstance(value, bool) else label
-
-
-def number_of(label: str) -> int | None:
-    """The whole number that a label is: of 3, 03, 3.0 and 3e0 it is 3, of true 1, of false 0; None if it is none."""
-    label = label.strip().casefold()
-    if _NUMBER.fullmatch(label) and float(label).is_integer():
-        return int(label) if label.isdecimal() else int(float(label))
-    return {"true": 1, "false": 0}.get(label)

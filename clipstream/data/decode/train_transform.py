@@ -30,7 +30,7 @@ from clipstream.data.decode.images import (
     turned,
     written,
 )
-from clipstream.data.settings import MAX_PIXELS, AugmentSettings, rgb
+from clipstream.data.image_settings import MAX_PIXELS, AugmentSettings, rgb
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG

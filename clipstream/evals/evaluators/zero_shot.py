@@ -12,7 +12,8 @@ from functools import partial
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.evals.classes import Labelling, Template, prompt_templates, template_spec
+from clipstream.data.decode.class_names import Template, prompt_templates
+from clipstream.evals.classes import Labelling, template_spec
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import Kept, Matches, show_classes, show_confusions
 from clipstream.evals.metrics import figures, mean_average_precision, place

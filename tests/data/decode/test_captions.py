@@ -16,20 +16,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clipstream.data.decode.captions import (
+    LabelField,
     build_caption,
     build_transform,
     candidates,
+    draw_caption,
     draw_captions,
     image_bytes,
     json_object,
     split_keys,
 )
+from clipstream.data.decode.class_names import prompt_templates
 from clipstream.data.decode.labels import (
     NO_CAPTION,
     CaptionsEncoder,
     CaptionsField,
     LabelEncoder,
-    LabelField,
     LabelsEncoder,
     LabelsField,
 )
@@ -436,3 +438,26 @@ def test_the_ids_of_all_captions() -> None:
     assert encoder.decode(ids[1].tolist()) == "d" and encoder.encode([]).shape == (0, 48)
     with pytest.raises(DataError, match="an image has 4 captions, more than 3"):
         encoder.encode(["a\nb\nc\nd"])
+
+
+def test_a_class_becomes_a_text_of_a_drawn_template() -> None:
+    """As `draw_caption` draws among all texts; in evaluation of the first template."""
+    make = lambda **more: build_caption(CaptionSettings.model_validate({"type": "label", **more}))  # noqa: E731
+    every = [template("polar bear") for template in prompt_templates("imagenet")]
+    caption, sample = make(templates="imagenet"), raw(**{"class": b"polar_bear"}, cls=b"3")
+    assert candidates(caption, sample) == [every] and caption(sample, None) == every[0]
+    drawn = [caption(sample, SampleRNG(mix(n))) for n in range(200)]
+    assert drawn == [every[draw_caption([every], None, SampleRNG(mix(n)))] for n in range(200)]
+    assert len(set(drawn)) > 60 and set(caption.members or ()) == {"class", "cls"}
+    named = make(label="cls", classes=["tench", "red kite", "bulbul"], templates=["a {} bird"])
+    assert [named(raw(cls=label), None) for label in (b"1", b"Bulbul", "0")] == [
+        "a red kite bird", "a bulbul bird", "a tench bird",
+    ]  # fmt: skip
+    for extractor, members, detail in (
+        (caption, {"cls": b"3"}, "3 is a number: set the names of the classes with caption.classes"),
+        (named, {"cls": b"3"}, "'3' is none of the 3 classes of caption.classes"),
+        (named, {"txt": b"red kite"}, "no member .cls"),
+    ):
+        with pytest.raises(Dropped, match="no_label") as caught:
+            extractor(raw(**members), None)
+        assert caught.value.detail == detail
