@@ -20,7 +20,6 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
 from rich.console import Console
 from typing_extensions import TypedDict, Unpack
 
@@ -97,15 +96,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.samples is not None and options.samples < 0:
         parser.error(f"--samples must be 0 or more, not {options.samples}")
-    shards = "::".join(in_braces(options.shards))
-    words = ["--train-data", redact(shards)]
-    for name in ("caption_key", "caption_lines", "caption_json", "image_key", "folder", "separator"):
-        if getattr(options, name) is not None:
-            flag = name.replace("_", "-") if name not in ("folder", "separator") else f"{SHORT_FLAGS}.{name}"
-            words += [f"--{flag}", getattr(options, name)]
+    shards, flags = "::".join(in_braces(options.shards)), _flags(vars(options))
+    settings = load(["--train-data", shards, *flags])
     if every is not None:
-        return print_config(load(["--train-data", shards, *words[2:]]), "check", every)
-    print_checked(_source(options.shards, vars(options)), ["clipstream", "train", *words], options.samples)
+        return print_config(settings, "check", every)
+    command = ["clipstream", "train", "--train-data", redact(shards), *flags]
+    print_checked(settings.data.sources["train"], command, options.samples)
     return 0
 
 
@@ -165,32 +161,18 @@ def check(
         raise wrong_type("folder", "a path", folder)
     if not isinstance(samples, int | None) or (samples or 0) < 0:
         raise SettingsError(f"samples: expected a number of samples, 0 or more, not {samples!r}")
+    names = [os.fspath(one) for one in each("shards", "a pattern or a list of patterns", shards, (str, os.PathLike))]
+    words = _flags({**given, "folder": None if folder is None else os.fspath(folder)})
     with on_terminal():
-        return look(_source(shards, {**given, "folder": None if folder is None else os.fspath(folder)}), samples)
+        return look(load(["--train-data", "::".join(in_braces(names)), *words]).data.sources["train"], samples)
 
 
-def _source(shards: PathLike | Sequence[PathLike], options: Mapping[str, str | None]) -> SourceSettings:
-    """The settings of a source. Raises SettingsError: an option has an invalid value."""
-    expected = "a pattern or a list of patterns"
-    source: dict[str, Any] = {
-        "shards": [os.fspath(one) for one in each("shards", expected, shards, (str, os.PathLike))]
-    }
-    source |= {name: options[name] for name in ("image_key", "folder", "separator") if options[name]}
-    key, json = options["caption_key"], options["caption_json"]
-    if json is not None:  # with both flags, the text member is the fallback
-        source["caption"] = {"type": "json", "path": [path.strip() for path in json.split(";")], "fallback": key}
-    elif key is not None:
-        source["caption"] = {"key": key}
-    if lines := options["caption_lines"]:
-        source["caption"] = {**source.get("caption", {}), "lines": lines}
-    try:
-        return SourceSettings.model_validate(source)
-    except ValidationError as error:
-        first = error.errors()[0]
-        flag = str(first["loc"][0]).replace("_", "-")
-        if flag == "caption":
-            flag += "-key" if json is None else "-json"
-        raise SettingsError(f"--{flag}: {first['msg'].removeprefix('Value error, ')}") from error
+def _flags(options: Mapping[str, str | None]) -> list[str]:
+    """The flags of training that say how samples are read."""
+    own = {name: f"{SHORT_FLAGS}.{name}" for name in ("folder", "separator")}
+    given = {name: options[name] for name in (*ReadingFlags.__annotations__, "folder")}
+    words = ((f"--{own.get(name, name).replace('_', '-')}", value) for name, value in given.items())
+    return [word for flag, value in words if value is not None for word in (flag, value)]
 
 
 @dataclass

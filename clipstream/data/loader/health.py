@@ -82,7 +82,8 @@ class Captions:
             if len(self.seen) < FIRST_SAMPLES:
                 self.seen.setdefault(key, caption)
                 for own, theirs in ((self.flat, other.flat), (self.multilingual, other.multilingual)):
-                    own.update({key: theirs[key]} if key in theirs else {})
+                    if key in theirs:
+                        own[key] = theirs[key]
 
     def flat_warning(self) -> str:
         """The warning on images of one colour; '' if there are few."""
@@ -100,7 +101,7 @@ class Captions:
         if count <= least * len(self.seen):
             return ""
         flag = "name its field with --caption-json"
-        if isinstance(settings, TextCaption):
+        if isinstance(settings, TextCaption) and settings.lines == "all":
             flag = "set --caption-lines first, if the text has it in its first line"
         example = printable(next(iter(self.multilingual.values())), 200)
         share = f"{count:,} captions ({count / len(self.seen):.0%})"

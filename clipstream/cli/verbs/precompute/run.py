@@ -301,12 +301,9 @@ def _pass(job: Job, model: Model, name: str, source: Source, writer: StoreWriter
             for batch in loader:
                 place = places[computer.add(batch, loader.parts)]
                 samples, took = samples + len(batch), time.monotonic() - began
-                text = (
-                    f"shard {place + 1:,} of {total:,}  {samples:,}"
-                    if expected is None
-                    else f"{samples:,} of {expected:,}"
-                )
-                text += f" samples  {samples / took:,.0f} samples/s"
+                part = f"shard {place + 1:,} of {total:,}  {samples:,}"
+                part = part if expected is None else f"{samples:,} of {expected:,}"
+                text = f"{part} samples  {samples / took:,.0f} samples/s"
                 done, of = (place, total) if expected is None else (min(samples, expected), expected)
                 bar.update(done, of, text + (f"  {duration(took * (of - done) / done)} left" if done else ""))
         except torch.OutOfMemoryError as error:
