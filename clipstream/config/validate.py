@@ -76,6 +76,7 @@ _UNSHARDED = Is(
     lambda name: bool(re.search(r"^c|_c|lamb|mars|novograd|muon|adamp|sgdp", str(name).lower())),
 )
 _CHANGED = Is("not empty", lambda section: section != type(section)())
+_SEVERAL = (("per_image", Is("above 1", lambda count: count > 1)), ("negatives", SET))  # texts of a sample
 PROMPTS = Conflict({"evals.NAME.prompts": SET, "log.pictures": 0},
                    "requires log.pictures above 0")  # fmt: skip
 _NO_VIEWS = Is("without augmented views", lambda views: views == 0)
@@ -174,6 +175,26 @@ PAIRS = (
              "requires an evaluator of the target: set --val-data, or a section evals"),
     Conflict({"distill": _CHANGED, "distill.model": None, "data.teacher_features": UNSET},
              "requires a teacher: --distill-model or --teacher-features"),
+    *(
+        Conflict({f"data.sources.NAME.caption.{key}": several, other: value}, reason)
+        for key, several in _SEVERAL
+        for other, value, reason in (
+            ("data.image_features", SET, "not supported with {1}, which has one text of a sample in a step: remove it"),
+            ("data.text_features", SET, "not supported with {1}, which has one text of a sample in a step: remove it"),
+            ("distill", _CHANGED, "not supported with distillation, which compares one text of a sample: remove it"),
+            ("model.text.cache_gib", SET, "not supported with {1}: remove one of them"),
+            ("loss.duplicates", "mask", "not supported with loss.duplicates {1}: use negatives or positives"),
+        )
+    ),
+    *(
+        Conflict(
+            {f"data.sources.NAME.caption.{key}": several, "loss.duplicates": "positives",
+             "loss.duplicates_by": (None, "captions")},
+            "not supported with duplicates by captions, as a sample has several texts: use "
+            "--loss.duplicates-by pictures",
+        )
+        for key, several in _SEVERAL
+    ),
     INDEXED_EPOCH,
     *NUMBERS.values(),
 )  # fmt: skip

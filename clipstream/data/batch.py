@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -11,7 +12,14 @@ if TYPE_CHECKING:
     import torch
 
 
-TENSORS = ("pixels", "ids", "weights", "sources", "pictures", "groups", "teacher_pixels", "teacher_ids")
+TENSORS = ("pixels", "ids", "weights", "sources", "pictures", "groups", "teacher_pixels", "teacher_ids", "roles")
+
+Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
+
+
+def flat_lengths(lengths: Any) -> tuple[int, ...]:
+    """The lengths of all texts, one after the other."""
+    return tuple(chain(*lengths)) if lengths and isinstance(lengths[0], tuple) else tuple(lengths)
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class Batch:
     Attributes:
         pixels: uint8 [n, 3, H, W], not normalised, channels_last in memory; None where `features` holds the images. For
             stored features, with V views of each image, [n V, 3, H, W].
-        ids: int32 [n, T], token ids; or class ids [n, 1] of labelled data.
+        ids: int32 [n, T], token ids, with M texts of a sample [n, M T]; or class ids [n, 1] of labelled data.
         weights: float32 [n]; with weight 0 a sample does not count in loss, gradients and metrics.
         keys: n strings 'SHARD_BASENAME/KEY', which name samples in logs; '' for padding.
         sources: uint8 or int tensor [n], position of each sample's source in the sorted list of source names.
@@ -39,7 +47,10 @@ class Batch:
         teacher_ids: as `ids`, of a live teacher's tokenizer; None where the teacher takes `ids`.
         known: 'image' or 'text' where `features` has what the tower would give, as it is.
         captions: the texts that `ids` were made of, in evaluation and in the first batch of a process that trains.
-        lengths: true length of each text in tokens, counted on the host; None if nobody counted.
+        lengths: true length of each text in tokens, or those of a sample's M texts, counted on the host; None if nobody
+            counted.
+        roles: int32 [n, M], what each of the M texts of a sample is: 1 a caption, -1 a hard negative, 0 absent (a copy
+            of the first one); None for a caption of each sample.
     """
 
     pixels: torch.Tensor | None
@@ -54,9 +65,10 @@ class Batch:
     groups: torch.Tensor | None = None
     teacher_pixels: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
-    lengths: tuple[int, ...] | None = None
+    lengths: Lengths | None = None
     known: tuple[Literal["image", "text"], ...] = ()
     captions: tuple[str, ...] | None = None
+    roles: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -98,7 +110,7 @@ class Batch:
             return self
         places = kept.nonzero().flatten().tolist()
         keys = tuple(self.keys[place] for place in places)
-        lengths = None if self.lengths is None else tuple(self.lengths[place] for place in places)
+        lengths: Any = None if self.lengths is None else tuple(self.lengths[place] for place in places)
         captions = None if self.captions is None else tuple(self.captions[place] for place in places)
         return replace(self._map(lambda tensor: tensor[kept]), keys=keys, lengths=lengths, captions=captions)
 

@@ -75,13 +75,39 @@ class PathTokenizer(_HuggingFace):
 TokenizerSettings.builtin = {"model": ModelTokenizer, "hub": HubTokenizer, "path": PathTokenizer}
 
 
+SWAP = "swap"  # in place of a path to hard negatives
+
+
 class CaptionSettings(PluginSection):
     """Where the caption of a sample is. `type` may be a user's own `package.module:Name`."""
 
     type: str = Field("text", description="text, json, label, or package.module:Name")
 
 
-class TextCaption(CaptionSettings):
+class _SeveralTexts(CaptionSettings):
+    """Texts of a sample that take part in a step."""
+
+    per_image: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="different captions of an image in a training step, drawn from those that it has, all positives; "
+        "of an image with fewer, all",
+    )
+    negatives: str | None = Field(
+        None,
+        min_length=1,
+        description="a hard negative text of the image in each training step: swap (the drawn caption with two words "
+        "swapped, as NegCLIP), or for type json a path to texts, of which one is drawn",
+    )
+
+    @property
+    def texts(self) -> int:
+        """The most texts of a sample in a step, M."""
+        return self.per_image + (self.negatives is not None)
+
+
+class TextCaption(_SeveralTexts):
     """A text member holds the caption."""
 
     type: Literal["text"] = "text"
@@ -96,8 +122,15 @@ class TextCaption(CaptionSettings):
         "evaluation",
     )
 
+    @field_validator("negatives")
+    @classmethod
+    def _swapped(cls, value: str | None) -> str | None:
+        if value not in (None, SWAP):
+            raise ValueError("a text member has no paths: write swap, or use a caption of type json")
+        return value
 
-class JsonCaption(CaptionSettings):
+
+class JsonCaption(_SeveralTexts):
     """A field of the JSON member holds the caption.
 
     A path is names and list positions joined by dots (`texts.1.t`), `*` for all elements (`texts.*.t`), and filters
@@ -121,6 +154,13 @@ class JsonCaption(CaptionSettings):
     def paths(self) -> list[str]:
         """The paths as a list."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
+
+    @field_validator("negatives")
+    @classmethod
+    def _path(cls, value: str | None) -> str | None:
+        if value not in (None, SWAP):
+            parse_path(value or "")
+        return value
 
     @field_validator("path")
     @classmethod

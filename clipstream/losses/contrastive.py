@@ -71,7 +71,8 @@ class ContrastiveLoss(Protocol):
         Collective: every rank calls it, also with no rows of its own.
 
         Args:
-            features: of this rank's n samples, and the scalars of the logits.
+            features: of this rank's n samples, and the scalars of the logits; texts [n, M D] where `batch.roles` tells
+                that samples have M texts.
             batch: the samples: their weights, ids, keys, and how many there are over all ranks.
         """
 
@@ -94,12 +95,12 @@ class _BuiltinLoss:
         if by == "groups" and batch.groups is None:
             duplicates = "negatives"  # in evaluation
         labels = None if duplicates == "negatives" else _labels(batch, by)
-        total = loss_share(self.kind, features, batch.weights, world, labels, duplicates, self.gather_gib)
+        total = loss_share(self.kind, features, batch.weights, world, labels, duplicates, self.gather_gib, batch.roles)
         if not self.within or labels is None:
             return total
         self.parts = {"image_text": total.detach()}
         for name, weight in self.within.items():
-            part = share_within(name, self.kind, features, batch.weights, world, labels, self.gather_gib)
+            part = share_within(name, self.kind, features, batch, world, labels, self.gather_gib)
             self.parts[name] = part.detach()
             total = total + weight * part
         return total
@@ -113,6 +114,7 @@ def loss_share(
     labels: torch.Tensor | None = None,
     duplicates: Duplicates = "negatives",
     gather_gib: float | None = None,
+    roles: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's share of a loss. Collective.
 
@@ -121,15 +123,16 @@ def loss_share(
         labels: int64 [n], equal for duplicates; None where these are negatives.
         duplicates: 'negatives', 'mask' or 'positives'.
         gather_gib: GiB of all ranks' texts up to which they are gathered; None for 1 on a GPU and 0 on the CPU.
+        roles: as `Batch.roles`.
     """
     loss = tiled.softmax if kind == "softmax" else tiled.sigmoid
 
     def compute(wide: Leaves, gradients: bool) -> tiled.Found:
         image, text, scale, bias = wide
         ring = Ring.of(len(image), world, text.shape[1] * text.itemsize, gather_gib)
-        texts, present, same = ring.collect([text], weights, labels)
+        texts, present, same, all_roles = ring.collect([text], weights, labels, roles)
         bias = bias if kind == "sigmoid" else None
-        pairs = tiled.Pairs(image, texts, scale, bias, present.to(image.dtype), ring, same, duplicates)
+        pairs = tiled.Pairs(image, texts, scale, bias, present.to(image.dtype), ring, same, duplicates, all_roles)
         return loss(pairs, gradients=gradients)
 
     with torch.autocast(features.image.device.type, enabled=False):
@@ -140,7 +143,7 @@ def share_within(
     name: str,
     kind: Kind,
     features: Features,
-    weights: torch.Tensor,
+    batch: Batch,
     world: World,
     labels: torch.Tensor,
     gather_gib: float | None = None,
@@ -148,15 +151,23 @@ def share_within(
     """This rank's share of the term within images ('image_image') or texts ('text_text'); see `loss_share`."""
     loss = tiled.softmax if kind == "softmax" else tiled.sigmoid
 
+    weights = batch.weights
+    if name == "text_text" and batch.roles is not None:  # of the captions of a sample each counts the same
+        captions = batch.roles > 0
+        shares = captions / captions.sum(dim=1, keepdim=True).clamp_min(1)
+        weights, labels = (weights[:, None] * shares).flatten(), labels.repeat_interleave(batch.roles.shape[1])
+
     def compute(wide: Leaves, gradients: bool) -> tiled.Found:
         image, text, scale, bias = wide
-        rows = image if name == "image_image" else text
+        rows = image if name == "image_image" else text.view(-1, image.shape[1])
         ring = Ring.of(len(rows), world, rows.shape[1] * rows.itemsize, gather_gib)
         columns, present, same = ring.collect([rows], weights, labels)
         bias = bias if kind == "sigmoid" else None
         pairs = tiled.Pairs(rows, columns, scale, bias, present.to(rows.dtype), ring, same, "positives", within=True)
         found = loss(pairs, gradients=gradients)
-        return found if rows is image else found._replace(images=None, texts=found.images)
+        if rows is image or found.images is None:
+            return found
+        return found._replace(images=None, texts=found.images.view(text.shape))
 
     with torch.autocast(features.image.device.type, enabled=False):
         return with_gradients(features, compute)

@@ -25,6 +25,15 @@ Inf-CL does (arXiv:2410.17243). 4 n B D multiply-adds; dense autograd takes 6 if
 One pass, 3 n B D multiply-adds. No term is negative, and none is the difference of large numbers: a loss of 1e-7 is as
 exact as one of 1.
 
+**Several texts of a sample** (`Pairs.roles`): of its M texts, those of role 1 are captions, those of role -1 hard
+negatives, and those of role 0 are absent. The columns c are then all texts. With p captions of a sample, q_c = w / 2Wp
+for each of them and 0 for its negatives, k_i captions that match image i and k_c images that match caption c:
+
+    L = sum_i r_i R_i + sum_c q_c C_c - sum_ic t_ic (r_i / k_i + q_c / k_c) s_ic                    softmax
+    L = sum_ic (r_i u_c + q_c) softplus(z_ic s_ic),    u_c = 1 / p, of a negative 1                 sigmoid
+
+so that negatives are in the softmax of the rows only.
+
 **Terms within images or within texts** (`Pairs.within`) are the same sums with y = x, where no sample is paired with
 itself, t_ij = [equal labels, i != j], and samples that match none have r_i = 0 and w_i = 0 as anchors. As s is
 symmetric, R = C, and the softmax is SupCon's L_out (arXiv:2004.11362, equation 2), times the share of the anchors:
@@ -62,6 +71,7 @@ BUFFERS = 2  # of a loss: the tile of logits, and one for `logsumexp` and the gr
 TEMPORARIES = 2  # tiles that one operation may allocate beside the buffers
 EXACT = 40.0  # above it softplus(s) is s, to the last bit of a float64
 
+Each = tuple[torch.Tensor, torch.Tensor]  # numbers of the samples, [B], and of the texts, [B M]
 Work = Callable[[int, torch.Tensor], torch.Tensor | None]
 GIB = 2**30
 
@@ -193,13 +203,14 @@ class Pairs:
     """The inputs of a rank's logits, all of one dtype, float32 or float64."""
 
     images: torch.Tensor  # x, [n, D], of this rank
-    texts: torch.Tensor  # y as `Ring.around` takes them: of this rank, [n, D], or of all
+    texts: torch.Tensor  # y as `Ring.around` takes them: of this rank, [n, M D], or of all
     scale: torch.Tensor  # scalar
     bias: torch.Tensor | None  # scalar; None for none, and for a softmax, which it does not change
     weights: torch.Tensor  # w of all ranks' samples, [B]
     ring: Ring  # the ranks
     labels: torch.Tensor | None = None  # int64 [B], equal for duplicates; None if duplicates are negatives
     duplicates: Duplicates = "negatives"  # how a pair of two samples with the same label counts
+    roles: torch.Tensor | None = None  # of the M texts of all samples, [B, M]; None for one caption of each
     within: bool = False  # whether `texts` are `images` of all ranks; labels are then given, and duplicates positives
 
 
@@ -222,15 +233,15 @@ class Tile(NamedTuple):
     s: torch.Tensor  # the logits, [a, b]; far below all others if a sample is absent or the pair masked
     rows: slice  # its rows among this rank's images
     block: slice  # its columns among the texts of the current rank
-    columns: slice  # its columns among all samples
+    columns: slice  # its columns among all texts
 
 
 def softmax(pairs: Pairs, *, gradients: bool) -> Found:
     """This rank's share of the softmax loss, and its gradients if requested. Collective."""
     tiles, ring = Tiles(pairs), pairs.ring
-    halves, each = tiles.halves, tiles.halves / tiles.matches()
+    each = tiles.each()
     sums = LogSums(tiles)
-    right = tiles.right(each) if tiles.diagonal_targets else pairs.images.new_zeros(())
+    right = tiles.right(each[0]) if tiles.diagonal_targets else pairs.images.new_zeros(())
 
     def add(start: int, texts: torch.Tensor) -> None:
         for tile in tiles.iterate(start, texts):
@@ -241,7 +252,9 @@ def softmax(pairs: Pairs, *, gradients: bool) -> Found:
     ring.around(pairs.texts, add)
     sums.reduce()
     own, row_lse, column_lse = ring.own, sums.rows, sums.columns
-    found = tiles.begin((halves[own] * (row_lse + column_lse[own])).sum() - right, gradients=gradients)
+    halves, columns = tiles.halves[own], tiles.column_halves
+    left = halves * (row_lse + column_lse[own]) if pairs.roles is None else tiles.left(row_lse, column_lse)
+    found = tiles.begin(left.sum() - right, gradients=gradients)
     if not gradients:
         return found
 
@@ -249,9 +262,9 @@ def softmax(pairs: Pairs, *, gradients: bool) -> Found:
         of_texts = None if pairs.within else torch.zeros_like(texts)
         for tile in tiles.iterate(start, texts):
             g = torch.sub(tile.s, row_lse[tile.rows, None], out=tiles.view(1, tile.s)).exp_()
-            g *= halves[own][tile.rows, None]
+            g *= halves[tile.rows, None]
             by_column = tile.s.sub_(column_lse[None, tile.columns]).exp_()
-            g.addcmul_(by_column, halves[None, tile.columns])
+            g.addcmul_(by_column, columns[None, tile.columns])
             tiles.subtract_targets(g, each, tile)
             tiles.add(g, tile, texts, found, of_texts)
         return of_texts
@@ -262,14 +275,13 @@ def softmax(pairs: Pairs, *, gradients: bool) -> Found:
 def sigmoid(pairs: Pairs, *, gradients: bool) -> Found:
     """This rank's share of the sigmoid loss, and its gradients if requested. Collective."""
     tiles = Tiles(pairs)
-    halves = tiles.halves
     found = tiles.begin(pairs.images.new_zeros(()), gradients=gradients)
 
     def carry(start: int, texts: torch.Tensor) -> torch.Tensor | None:
         of_texts = torch.zeros_like(texts) if gradients and not pairs.within else None
         for tile in tiles.iterate(start, texts):
             tiles.negate_targets(tile.s, tile)
-            counted = tiles.sum_of(halves, tile)
+            counted = tiles.counted(tile)
             found.share.add_(F.softplus(tile.s, threshold=EXACT).mul_(counted).sum())
             if gradients:
                 g = counted.mul_(tile.s.sigmoid_())
@@ -305,33 +317,52 @@ class Tiles:
     Attributes:
         pairs: the inputs of the logits.
         halves: w_i / 2W of all samples, [B].
-        diagonal_targets: whether a sample matches only itself.
+        column_halves: the same, q, of all texts, [B M].
+        diagonal_targets: whether a sample matches only itself, and has one text.
     """
 
     def __init__(self, pairs: Pairs, buffers: int = BUFFERS) -> None:
         self.pairs = pairs
         total = pairs.weights.sum().clamp_min(torch.finfo(pairs.weights.dtype).tiny)  # 0 / 0 would be nan
         self.halves: torch.Tensor = pairs.weights / (2 * total)
-        self.diagonal_targets: bool = pairs.duplicates != "positives"
+        self.diagonal_targets: bool = pairs.duplicates != "positives" and pairs.roles is None
         rows, columns = (GPU_ROWS, GPU_COLUMNS) if pairs.images.is_cuda else (ROWS, COLUMNS)
-        self._rows, self._columns = max(1, min(rows, len(pairs.images))), min(columns, len(pairs.weights))
+        self._texts = 1 if pairs.roles is None else pairs.roles.shape[1]
+        count = len(pairs.weights) * self._texts
+        self._rows, self._columns = max(1, min(rows, len(pairs.images))), min(columns, count)
         self._buffers = [pairs.images.new_empty(self._rows * self._columns) for _ in range(buffers)]
         # Far below all logits; with -inf, rows without a present sample would give nan.
         self._low = torch.finfo(pairs.images.dtype).min / 8
         gone = pairs.weights == 0
         self._absent = None if _none_on_cpu(gone) else gone.to(pairs.images.dtype) * self._low
-        self._added = pairs.bias  # to the logits; by columns, as one kernel adds it with the product
-        if self._absent is not None:
-            self._added = self._absent if pairs.bias is None else self._absent + pairs.bias
         self._labels = pairs.labels
         if pairs.labels is not None:  # an absent sample has no duplicates
             self._labels = torch.where(gone, -1 - torch.arange(len(gone), device=gone.device), pairs.labels)
         if pairs.within:
-            self.halves = self.halves * (self._counts() > 1)
+            self.halves = self.halves * (_counts(self._labels, self._labels) > 1)
+        self.column_halves, self._column_labels, absent = self.halves, self._labels, self._absent
+        if pairs.roles is not None:
+            absent = self._take_roles(pairs.roles, gone)
+        self._added = pairs.bias  # to the logits; by columns, as one kernel adds it with the product
+        if absent is not None:
+            self._added = absent if pairs.bias is None else absent + pairs.bias
+
+    def _take_roles(self, roles: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:
+        """Set weights and labels of the texts of several of a sample; returns what is added to absent ones' logits."""
+        captions, numbers = (roles > 0) & ~gone[:, None], torch.arange(roles.numel(), device=roles.device)
+        own = 1 / captions.sum(dim=1, keepdim=True).clamp_min(1).to(self.halves.dtype)
+        self.column_halves = (captions * self.halves[:, None] * own).flatten()
+        self._shares = torch.where(captions, own, 1.0).flatten()
+        if self._labels is None:
+            self._labels = numbers[: len(roles)]
+        others = -1 - len(roles) - numbers.view(roles.shape)  # match nothing
+        self._column_labels = torch.where(captions, self._labels[:, None], others).flatten()
+        out = (roles == 0) | gone[:, None]
+        return out.flatten().to(self.halves.dtype) * self._low
 
     def iterate(self, start: int, texts: torch.Tensor) -> Iterator[Tile]:
-        """The tiles of this rank's images with the texts [m, D] from index `start`; each is valid until the next."""
-        pairs = self.pairs
+        """The tiles of this rank's images with the texts [m, M D] of samples from `start` on, each until the next."""
+        pairs, texts, start = self.pairs, self.by_text(texts), start * self._texts
         for row in range(0, len(pairs.images), self._rows):
             images = pairs.images[row : row + self._rows] * pairs.scale
             for column in range(0, len(texts), self._columns):
@@ -345,11 +376,12 @@ class Tiles:
                 )
                 if self._added is None:
                     torch.mm(images, some.T, out=s)
-                elif self._absent is None:
+                elif self._added.ndim == 0:
                     torch.addmm(self._added, images, some.T, out=s)
                 else:
                     torch.addmm(self._added[tile.columns], images, some.T, out=s)
-                    s += self._absent[self._own(tile), None]
+                    if self._absent is not None:
+                        s += self._absent[self._own(tile), None]
                 if pairs.duplicates == "mask":
                     same = self._same(tile)
                     self._at_diagonal(same, tile).fill_(False)
@@ -358,14 +390,24 @@ class Tiles:
                     self._at_diagonal(s, tile).fill_(self._low)
                 yield tile
 
+    def by_text(self, texts: torch.Tensor) -> torch.Tensor:
+        """Rows of samples [m, M D] as rows of texts [m M, D], in the same memory."""
+        return texts if self._texts == 1 else texts.view(-1, self.pairs.images.shape[1])
+
+    def left(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """r_i R_i of this rank's images and q_c C_c of their texts, [n + n M]."""
+        own = self.pairs.ring.own
+        texts = slice(own.start * self._texts, own.stop * self._texts)
+        return torch.cat([self.halves[own] * rows, self.column_halves[texts] * columns[texts]])
+
     def _own(self, tile: Tile) -> slice:
         """The tile's rows among all samples."""
         start = self.pairs.ring.start
         return slice(start + tile.rows.start, start + tile.rows.stop)
 
     def _same(self, tile: Tile) -> torch.Tensor:
-        assert self._labels is not None
-        same = self._labels[self._own(tile), None] == self._labels[None, tile.columns]
+        assert self._labels is not None and self._column_labels is not None
+        same = self._labels[self._own(tile), None] == self._column_labels[None, tile.columns]
         if self.pairs.within:
             self._at_diagonal(same, tile).fill_(False)
         return same
@@ -383,22 +425,30 @@ class Tiles:
         most = s.amax(dim=dim, keepdim=True)
         return torch.sub(s, most, out=self.view(1, s)).exp_().sum(dim=dim).log_().add_(most.squeeze(dim))
 
-    def sum_of(self, values: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """v_i + v_j of a tile, of v [B], in the second buffer."""
-        return torch.add(values[self._own(tile), None], values[None, tile.columns], out=self.view(1, tile.s))
+    def counted(self, tile: Tile) -> torch.Tensor:
+        """The weights of a tile's pairs in the sigmoid loss, in the second buffer."""
+        rows, columns, out = (
+            self.halves[self._own(tile), None],
+            self.column_halves[None, tile.columns],
+            self.view(1, tile.s),
+        )
+        if self.pairs.roles is None:
+            return torch.add(rows, columns, out=out)
+        return torch.mul(rows, self._shares[None, tile.columns], out=out).add_(columns)
 
-    def targets(self, values: torch.Tensor, tile: Tile) -> torch.Tensor:
+    def targets(self, values: Each, tile: Tile) -> torch.Tensor:
         """t_ij (v_i + v_j) of a tile, in the second buffer, with targets from labels."""
-        return self.sum_of(values, tile).mul_(self._same(tile))
+        rows, columns = values[0][self._own(tile), None], values[1][None, tile.columns]
+        return torch.add(rows, columns, out=self.view(1, tile.s)).mul_(self._same(tile))
 
-    def subtract_targets(self, g: torch.Tensor, values: torch.Tensor, tile: Tile) -> None:
+    def subtract_targets(self, g: torch.Tensor, values: Each, tile: Tile) -> None:
         """g_ij -= t_ij (v_i + v_j)."""
         if self.diagonal_targets:
             own = self._own(tile)
             first, last = max(own.start, tile.columns.start), min(own.stop, tile.columns.stop)
-            self._at_diagonal(g, tile).sub_(2 * values[first : max(first, last)])
+            self._at_diagonal(g, tile).sub_(2 * values[0][first : max(first, last)])
         else:
-            both = values[self._own(tile), None] + values[None, tile.columns]
+            both = values[0][self._own(tile), None] + values[1][None, tile.columns]
             g.sub_(both.mul_(self._same(tile)))
 
     def negate_targets(self, values: torch.Tensor, tile: Tile) -> None:
@@ -408,19 +458,16 @@ class Tiles:
         else:
             torch.where(self._same(tile), -values, values, out=values)
 
-    def matches(self) -> torch.Tensor:
-        """k_i, [B]."""
+    def each(self) -> Each:
+        """r_i / k_i of all samples, [B], and q_c / k_c of all texts, [B M]."""
         if self.diagonal_targets:
-            return torch.ones_like(self.halves)
-        counts = self._counts()
-        return (counts - 1).clamp_min(1) if self.pairs.within else counts
-
-    def _counts(self) -> torch.Tensor:
-        """Number of present samples with the label of each sample, itself included, [B]."""
-        assert self._labels is not None
-        ordered = self._labels.sort().values
-        first, after = (torch.searchsorted(ordered, self._labels, right=right) for right in (False, True))
-        return (after - first).to(self.halves.dtype)
+            return self.halves, self.halves
+        if self.pairs.roles is not None:
+            counts = _counts(self._labels, self._column_labels), _counts(self._column_labels, self._labels)
+            return self.halves / counts[0].clamp_min(1), self.column_halves / counts[1].clamp_min(1)
+        count = _counts(self._labels, self._labels).to(self.halves.dtype)
+        both = self.halves / ((count - 1).clamp_min(1) if self.pairs.within else count)
+        return both, both
 
     def right(self, values: torch.Tensor) -> torch.Tensor:
         """sum_i 2 v_i s_ii over this rank's samples, of v [B]."""
@@ -440,9 +487,9 @@ class Tiles:
     ) -> None:
         """Add the gradients of a tile's images and texts, without the factor scale, from g = dL/ds."""
         assert found.images is not None
-        found.images[tile.rows].addmm_(g, texts[tile.block])
+        found.images[tile.rows].addmm_(g, self.by_text(texts)[tile.block])
         if of_texts is not None:
-            of_texts[tile.block].addmm_(g.T, self.pairs.images[tile.rows])
+            self.by_text(of_texts)[tile.block].addmm_(g.T, self.pairs.images[tile.rows])
 
     def scaled(self, found: Found, of_texts: torch.Tensor | None) -> Found:
         """Multiply the gradients by the scale, and compute its own; without gradients, unchanged."""
@@ -473,7 +520,7 @@ class LogSums:
     def __init__(self, tiles: Tiles) -> None:
         self._tiles = tiles
         self.rows: torch.Tensor = tiles.pairs.images.new_full((len(tiles.pairs.images),), -torch.inf)
-        self.columns: torch.Tensor = tiles.pairs.images.new_full((len(tiles.pairs.weights),), -torch.inf)
+        self.columns: torch.Tensor = tiles.pairs.images.new_full((len(tiles.column_halves),), -torch.inf)
 
     def add(self, tile: Tile) -> None:
         """Add the logits of a tile."""
@@ -488,6 +535,14 @@ class LogSums:
             most = self.columns.clone()
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             self.columns = world.all_reduce_sum(torch.exp(self.columns - most)).log_().add_(most)
+
+
+def _counts(labels: torch.Tensor | None, among: torch.Tensor | None) -> torch.Tensor:
+    """How many of the labels `among` [m] equal each label, int64 [n]."""
+    assert labels is not None and among is not None
+    ordered = among.sort().values
+    first, after = (torch.searchsorted(ordered, labels, right=right) for right in (False, True))
+    return after - first
 
 
 def _none_on_cpu(flags: torch.Tensor) -> bool:

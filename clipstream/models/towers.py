@@ -37,7 +37,7 @@ class Features(NamedTuple):
 
     Attributes:
         image: [n, D], rows of length 1, float32 (float64 if the parameters are).
-        text: [n, D], likewise.
+        text: [n, D], likewise; [n, M D] of M texts of a sample.
         logit_scale: scalar, exp of the parameter.
         logit_bias: scalar; None for models of the softmax loss.
     """
@@ -129,7 +129,8 @@ class Towers(nn.Module):
 
         Args:
             images: uint8 [n, 3, H, W]; rows of a store (see `features.manifest`) where the image tower is stored.
-            texts: int [n, T]; rows of a store where the text tower is stored.
+            texts: int [n, T], or [n, M T] of M texts of an image, with features [n, M D]; rows of a store where
+                the text tower is stored.
             lengths: as `encode_text` takes them.
             known: towers that do not run, as their argument is their features.
         """
@@ -142,8 +143,15 @@ class Towers(nn.Module):
             text = texts
         else:
             begin(TEXT_FORWARD)
-            text = self._from_store(texts) if "text" in self.stored else self.encode_text(texts, lengths)
+            text = self._from_store(texts) if "text" in self.stored else self._encode_texts(texts, lengths)
         return Features(image, text, *self.scalars())
+
+    def _encode_texts(self, ids: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
+        """As `encode_text`, for int [n, M T] -> [n, M D]; `lengths` are n M."""
+        if ids.shape[1] <= self.context_length:
+            return self.encode_text(ids, lengths)
+        features = self.encode_text(ids.reshape(-1, self.context_length), lengths)
+        return features.view(len(ids), -1)
 
     def _from_store(self, rows: torch.Tensor) -> torch.Tensor:
         return self._unit(decode_rows(rows))
@@ -207,9 +215,17 @@ class Towers(nn.Module):
         with self._arithmetic("text"):
             return self._unit(self.text_buckets.encode(self.clip, ids.to(self.mean.device), lengths))
 
-    def text_lengths(self, ids: torch.Tensor) -> tuple[int, ...] | None:
-        """True lengths in tokens of ids [n, T] on the CPU; None without buckets, or for ids on another device."""
-        return None if self.text_buckets is None or "text" in self.stored else self.text_buckets.lengths(ids)
+    def text_lengths(self, ids: torch.Tensor) -> tuple[Any, ...] | None:
+        """True lengths in tokens of ids [n, T] on the CPU, of [n, M T] tuples of M; None without buckets, or for ids on
+        another device.
+        """
+        if self.text_buckets is None or "text" in self.stored:
+            return None
+        if ids.shape[1] <= self.context_length:
+            return self.text_buckets.lengths(ids)
+        found = self.text_buckets.lengths(ids.reshape(-1, self.context_length))
+        count = ids.shape[1] // self.context_length
+        return None if found is None else tuple(zip(*(found[number::count] for number in range(count)), strict=True))
 
     def train(self, mode: bool = True) -> Towers:
         """See nn.Module.train; locked towers stay in evaluation mode: no dropout, no update of batch statistics."""

@@ -250,7 +250,7 @@ class Outputs(SinkGroup):
             if batch.captions is not None:
                 texts = [marked(tokenizer, batch.captions[i]) for i in rows]
             else:
-                texts = [readable(tokenizer, ids) for ids in batch.ids[rows].tolist()]
+                texts = [readable(tokenizer, ids) for ids in batch.ids[rows, : tokenizer.context_length].tolist()]
             self.show(step, "train", list(map(Example, batch.pixels[rows], texts, [batch.keys[i] for i in rows])))
 
     def step(self, done: int) -> None:

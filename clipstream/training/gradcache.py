@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from clipstream.data.batch import Batch
+from clipstream.data.batch import Batch, Lengths, flat_lengths
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.tiled import peak_bytes
@@ -222,7 +222,7 @@ class Chunk:
 
     rows: Any  # slice, or int64 tensor on the batch's device; of an empty chunk a single sample
     size: int  # samples; 0 on a rank that has fewer samples than there are chunks, as the other ranks wait for its pass
-    lengths: tuple[int, ...] | None  # true lengths of the texts
+    lengths: Lengths | None  # true lengths of the texts
 
     def images_texts(
         self, batch: Batch, leaves: Features | None = None, known: Collection[str] = ()
@@ -234,7 +234,7 @@ class Chunk:
 
     def options(self, known: Collection[str] = ()) -> dict[str, Any]:
         """Further arguments of the towers."""
-        options: dict[str, Any] = {} if self.lengths is None else {"lengths": self.lengths}
+        options: dict[str, Any] = {} if self.lengths is None else {"lengths": flat_lengths(self.lengths)}
         return {**options, "known": known} if known else options
 
     def leaves(self, leaves: Features) -> Features:
@@ -262,7 +262,8 @@ def cut(batch: Batch, count: int, together: int = 1) -> tuple[list[Chunk], torch
     if batch.lengths is None:
         parts = [slice(start, stop) if stop > start else slice(0, 1) for start, stop in bounds]
         return [Chunk(rows, stop - start, None) for rows, (start, stop) in zip(parts, bounds, strict=True)], None
-    lengths, device = batch.lengths, batch.texts.device
+    lengths: Any = batch.lengths
+    device = batch.texts.device
     order = sorted(range(n), key=lengths.__getitem__)
     chunks = []
     for start, stop in bounds:
@@ -366,7 +367,7 @@ class AutoMicroBatch(GradCache):
             """Passes of the first samples, with zero gradients and the memory that a loss takes."""
             with same_randomness(self.world.device), self.trial_context():
                 features = self._unsummed(batch.images[:tried], batch.texts[:tried], **options_of(batch))
-                size = peak_bytes(self.loss, n, batch.global_size, features.image.shape[1], self.world)
+                size = peak_bytes(self.loss, n, batch.global_size, features.text.shape[1], self.world)
                 of_loss = features.image.new_empty(size, dtype=torch.uint8)
                 propagate(features, detached(features))
                 del of_loss

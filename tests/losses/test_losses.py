@@ -23,7 +23,7 @@ from clipstream.losses import tiled
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings, LossSettings, SiglipLossSettings
-from tests.support.losses import feature_loss, relational_loss, sigmoid_loss, softmax_loss, within_loss
+from tests.support.losses import feature_loss, relational_loss, several_loss, sigmoid_loss, softmax_loss, within_loss
 from tests.support.peak_memory import PeakMemory
 from tests.support.ranks import run_ranks
 from tests.support.steps import Features, assert_close
@@ -369,6 +369,56 @@ def test_duplicates_by_pictures() -> None:
     plain = make_loss("clip")(features, make_batch(6), World())
     assert torch.equal(loss(features, make_batch(6, pictures=torch.arange(6)), World()), plain)
     assert loss(features, make_batch(6, pictures=torch.tensor([7, 1, 7, 2, 3, 4])), World()) < plain
+
+
+SEVERAL = list(itertools.product(KINDS, ("negatives", "positives")))
+ROLES = torch.tensor(
+    [[1, 1, -1], [1, 0, -1], [1, 1, 0], [1, 1, 1], [1, -1, 0], [1, 0, 0], [1, 1, -1], [1, 1, -1], [1, -1, -1]]
+)
+
+
+def play_several(world: World, counts: list[int]) -> list[Tensors]:
+    """The shares and gradients, summed over the ranks, of 9 images with up to three texts."""
+    start, found = sum(counts[: world.rank]), []
+    rows = slice(start, start + counts[world.rank])
+    for tile, gib, (kind, duplicates) in itertools.product(((1024, 1024), (2, 5)), (0.0, 1.0), SEVERAL):
+        set_tiles(tile)
+        loss, leaves = make_loss(kind, duplicates=duplicates, gather_gib=gib, terms=(0.2, 1.5)), several_leaves()
+        features = Features(leaves["image"][rows], leaves["text"][rows], leaves["scale"], leaves["bias"])
+        ids = CAPTIONS[rows].int()
+        batch = make_batch(counts[world.rank], ids=ids, roles=ROLES[rows].int(), weights=make_weights(9)[rows])
+        share = loss(features, batch, world)
+        share.backward()
+        made = {"loss": share.detach(), **grads(leaves)}
+        found.append({name: world.all_reduce_sum(tensor) for name, tensor in made.items()})
+    return found
+
+
+def several_leaves() -> Tensors:
+    inputs = make_inputs(9)
+    inputs["text"] = torch.cat([make_inputs(9, seed=seed)["text"] for seed in range(3)], dim=1)
+    return {name: inputs[name].requires_grad_() for name in LEAVES}
+
+
+@pytest.mark.parametrize("counts", [[9], [6, 3], [4, 3, 2], [2, 5, 0, 2]], ids=len)
+def test_several_texts_of_a_sample_equal_the_dense_reference(counts: list[int]) -> None:
+    wanted, weights = [], make_weights(9)
+    for kind, duplicates in SEVERAL:
+        leaves = several_leaves()
+        image, text, scale, bias = leaves.values()
+        labels = CAPTIONS if duplicates == "positives" else torch.arange(9)
+        kwargs = {"softmax": kind == "clip"}
+        total = several_loss(image, text, (scale, bias), weights, labels, ROLES, **kwargs)
+        if duplicates == "positives":
+            shares = (ROLES > 0) / (ROLES > 0).sum(dim=1, keepdim=True)
+            of_texts = (weights[:, None] * shares).flatten(), labels.repeat_interleave(3)
+            total = total + 0.2 * within_loss(image, scale, bias, weights, labels, **kwargs)
+            total = total + 1.5 * within_loss(text.view(27, -1), scale, bias, *of_texts, **kwargs)
+        total.backward()
+        wanted.append({"loss": total.detach(), **grads(leaves)})
+    for ranks in run_ranks(len(counts), play_several, counts):
+        for found, one in zip(ranks, itertools.cycle(wanted)):
+            assert_close(found, one, 1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -57,6 +57,39 @@ def within_loss(
     return (weights * (pairs.sum(dim=0) + pairs.sum(dim=1)) / 2).sum()
 
 
+def several_loss(
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    scalars: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    labels: torch.Tensor,
+    roles: torch.Tensor,
+    *,
+    softmax: bool,
+) -> torch.Tensor:
+    """The loss of images [B, D] with M texts each, [B, M D], of `roles` [B, M], one by one."""
+    keep, (scale, bias) = (weights > 0).nonzero().flatten().tolist(), scalars
+    columns = [(i, m) for i in keep for m in range(roles.shape[1]) if roles[i, m]]
+    width = images.shape[1]
+    rows = torch.stack([texts[i, m * width : (m + 1) * width] for i, m in columns])
+    logits = scale * images[keep] @ rows.T + (0 if softmax else bias)
+    matches = torch.tensor([[bool(roles[j, m] > 0 and labels[i] == labels[j]) for j, m in columns] for i in keep])
+    total, mass = logits.new_zeros(()), weights.sum()
+    for row, i in enumerate(keep):
+        captions = {j: int((roles[j] > 0).sum()) for j in keep}
+        if softmax:
+            total = total - weights[i] / 2 * logits[row].log_softmax(0)[matches[row]].mean()
+        for column, (j, m) in enumerate(columns):
+            if not softmax:
+                share = weights[i] * (1 if roles[j, m] < 0 else 1 / captions[j])
+                share = share + (weights[j] / captions[j] if roles[j, m] > 0 else 0)
+                total = total + share / 2 * F.softplus(logits[row, column] * (1 - 2 * matches[row, column].double()))
+            elif row == 0 and roles[j, m] > 0:
+                column_loss = logits[:, column].log_softmax(0)[matches[:, column]].mean()
+                total = total - weights[j] / captions[j] / 2 * column_loss
+    return total / mass
+
+
 def _present(
     logits: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor, duplicates: Duplicates
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -120,6 +120,9 @@ FACTORS: dict[str, dict[str, str]] = {
                "--data.sources.train.caption.weights [1,2]",
                "classes": f"{TARS} --data.sources.train.caption.type label --data.sources.train.caption.templates "
                "simple --data.sources.train.caption.classes [red,green,dog]",
+               "several": f"{TARS} --data.sources.train.caption.type json --data.sources.train.caption.path [en,more] "
+               "--data.sources.train.caption.weights [1,2] --data.sources.train.caption.per-image 2 "
+               "--data.sources.train.caption.negatives swap",
                "mixed": f"{TARS} --data.sources.more.shards {{place}}/pairs.csv --data.sources.more.weight 0.5"},
     "channels": {value: f"--model.channels-last {value}" for value in ("auto", "on", "off")},
     "deterministic": {"off": "", "on": "--run.deterministic true"},
@@ -236,6 +239,10 @@ REFUSALS: list[tuple[dict[str, str], str]] = [
     ({"adapters": "lora|text|all", "stored": "text|both"}, "no adapters of the text tower can be trained"),
     ({"adapters": "lora", "model": "resnet|convnext"}, "no layer of the image tower matches attention"),
     ({"batches": "growing", "mode": "pad|wrap"}, "constant batch size"),
+    ({"source": "several", "stored": "image|text|both"}, "which has one text of a sample in a step"),
+    ({"source": "several", "distillation": "live|live alike|stored|stored alone|start"}, "one text of a sample"),
+    ({"source": "several", "duplicates": "mask|mask pictures"}, "not supported with loss.duplicates mask"),
+    ({"source": "several", "duplicates": "positives|terms"}, "as a sample has several texts"),
 ]
 
 
@@ -251,6 +258,8 @@ def refusal(row: Row) -> str | None:
             return "the (image|text) tower"
         if row["cache"] == "on" and towers[0] == "image" and row["augmentation"] != "off":
             return "features of augmented images"
+        if row["cache"] == "on" and "text" in towers and row.get("source") == "several":
+            return "not supported with"
     return None
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from pydantic_core import from_json
@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from clipstream.data.decode.class_names import class_names, number_of, prompt_templates
 from clipstream.data.json_path import ABSENT as ABSENT
 from clipstream.data.json_path import parse_path, structure, value_at, values_at
-from clipstream.data.settings import CaptionSettings, JsonCaption, LabelCaption, TextCaption
+from clipstream.data.settings import SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.text import printable
 from clipstream.utils.plugins import called, load_function, make_plugin
@@ -29,6 +29,7 @@ from clipstream.utils.plugins import called, load_function, make_plugin
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG, SampleRNGs
 
+LONG_WORD, PUNCTUATION = 4, ".,;:!?\"'()[]"  # of words that `with_swap` swaps
 RawSample = Mapping[str, Any]
 JsonObject = dict[str, Any]
 SampleTransform = Callable[[RawSample], RawSample]
@@ -93,6 +94,40 @@ def draw_caption(by_path: Sequence[list[str]], weights: Sequence[float] | None, 
     return before + (rng.integer(len(by_path[path])) if len(by_path[path]) > 1 else 0)
 
 
+def draw_several(extractor: CaptionExtractor, sample: RawSample, rng: SampleRNG) -> tuple[list[str], str | None]:
+    """The captions of a training step, and a hard negative or None; of a user's own extractor its caption."""
+    if isinstance(extractor, _Field):
+        return extractor.several(sample, rng)
+    return [extractor(sample, rng)], None
+
+
+def draw_texts(by_path: Sequence[list[str]], weights: Sequence[float] | None, rng: SampleRNG, most: int) -> list[str]:
+    """Up to `most` different captions from the candidates of a sample; the first is that of `draw_caption`."""
+    left, drawn = [list(texts) for texts in by_path], list[str]()
+    while len(drawn) < most and any(left):
+        texts = list(chain(*left))
+        drawn.append(texts[draw_caption(left, weights, rng) if len(texts) > 1 else 0])
+        left = [[text for text in texts if text != drawn[-1]] for texts in left]
+    return drawn
+
+
+def with_swap(text: str, rng: SampleRNG) -> str | None:
+    """The text with two different words swapped, those of four letters or more where there are two; None without.
+
+    NegCLIP (arXiv:2210.01936) swaps words of the same part of speech, which needs a tagger of the language.
+    """
+    words = text.split()
+    places = [place for place, word in enumerate(words) if len(word.strip(PUNCTUATION)) >= LONG_WORD]
+    places = places if len({words[place].casefold() for place in places}) > 1 else list(range(len(words)))
+    if len({words[place].casefold() for place in places}) < 2:
+        return None
+    first = places[rng.integer(len(places))]
+    others = [place for place in places if words[place].casefold() != words[first].casefold()]
+    other = others[rng.integer(len(others))]
+    words[first], words[other] = words[other], words[first]
+    return " ".join(words)
+
+
 def draw_captions(
     counts: np.ndarray[Any, Any], weights: Sequence[float] | None, rngs: SampleRNGs
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -148,10 +183,14 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
     Raises:
         SettingsError: a user's class cannot be constructed.
     """
-    if isinstance(settings, TextCaption):
-        return TextField(split_keys(settings.key), settings.lines)
-    if isinstance(settings, JsonCaption):
-        return JsonField(settings)
+    if isinstance(settings, TextCaption | JsonCaption):
+        field: _Field = (
+            JsonField(settings)
+            if isinstance(settings, JsonCaption)
+            else TextField(split_keys(settings.key), settings.lines)
+        )
+        field.per_image, field.negatives = settings.per_image, settings.negatives or ""
+        return cast(CaptionExtractor, field)
     if isinstance(settings, LabelCaption):
         return LabelText(settings)
     try:
@@ -173,6 +212,20 @@ class _Field:
     """A caption extractor that draws from its candidates."""
 
     weights: Sequence[float] | None = None  # of the paths
+    per_image, negatives = 1, ""  # of `_SeveralTexts`
+
+    def several(self, sample: RawSample, rng: SampleRNG) -> tuple[list[str], str | None]:
+        """The captions of a training step and a hard negative, None without one that differs. Raises Dropped."""
+        by_path = self.candidates(sample)
+        drawn = draw_texts(by_path, self.weights, rng, self.per_image)
+        if self.negatives == SWAP:
+            return drawn, with_swap(drawn[0], rng)
+        captions = {*drawn, *chain(*by_path)}
+        left = [text for text in self._negative_texts(sample) if text not in captions]
+        return drawn, left[rng.integer(len(left))] if left else None
+
+    def _negative_texts(self, sample: RawSample) -> list[str]:
+        return []
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
         """See `candidates`."""
@@ -231,6 +284,7 @@ class JsonField(_Field):
         self._wanted = " or ".join(settings.paths)
         self._json = split_keys(settings.key)
         self._fallback = TextField(split_keys(settings.fallback or ""))
+        self._negatives = parse_path(settings.negatives) if settings.negatives not in (None, SWAP) else None
         self.members = self._json + self._fallback.members
 
     def every(self, sample: RawSample) -> list[str]:
@@ -242,6 +296,16 @@ class JsonField(_Field):
         """See `candidates`; the text of the fallback counts to the first path."""
         by_path = self._by_path(sample)
         return self._fallback.candidates(sample) + [[]] * (len(self._paths) - 1) if by_path is None else by_path
+
+    def _negative_texts(self, sample: RawSample) -> list[str]:
+        if self._negatives is None or member_of(sample, self._json) is ABSENT:
+            return []
+        found: list[str] = []
+        for inner in values_at(object_of(sample, self._json, "no_caption"), self._negatives):
+            there = (structure(inner) if isinstance(inner, str) else None) or inner
+            texts = there if isinstance(there, list) else [there]
+            found += [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+        return found
 
     def _by_path(self, sample: RawSample) -> list[list[str]] | None:
         """The texts by path; None where the fallback, which is present, stands in for them."""

@@ -42,6 +42,7 @@ class BufferShape:
     teacher_text_width: int = 0  # ids of a live teacher's tokenizer; 0 where it takes the model's
     features: tuple[tuple[str, int], ...] = ()  # names of precomputed features, bytes of a row
     views: int = 1  # V, images of a sample
+    roles: int = 0  # M, texts of a sample; 0 for one
 
     def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         """Name -> (dtype, shape) of the arrays of a buffer."""
@@ -59,6 +60,7 @@ class BufferShape:
             "stored_views": (np.int64, (n,)),
             "teacher_pixels": (np.uint8, (n, self.teacher_height, self.teacher_width, 3)),
             "teacher_ids": (np.int32, (n, self.teacher_text_width)),
+            "roles": (np.int32, (n, self.roles)),
         }
 
     def rows(self) -> dict[str, tuple[type, tuple[int, ...]]]:
@@ -83,6 +85,7 @@ class BatchBuffer:
     groups: np.ndarray[Any, Any]  # int64 [n], labels of the samples' groups
     teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
     teacher_ids: np.ndarray[Any, Any]  # int32 [n, T']
+    roles: np.ndarray[Any, Any]  # int32 [n, M], of several texts
     stored_numbers: np.ndarray[Any, Any]  # int64 [n], numbers of the samples in a feature store
     stored_captions: np.ndarray[Any, Any]  # int64 [n], which of their captions
     stored_views: np.ndarray[Any, Any]  # int64 [n], which of their views
@@ -102,7 +105,7 @@ class BatchBuffer:
     def clear(self, slot: Any) -> None:
         """Empty a slot, or several: nothing of an earlier sample stays in it."""
         own = (self.pixels, self.ids, self.weights, self.pictures, self.groups)
-        for values in (*own, self.teacher_pixels, self.teacher_ids, *self.features.values()):
+        for values in (*own, self.teacher_pixels, self.teacher_ids, self.roles, *self.features.values()):
             values[slot] = 0
 
 

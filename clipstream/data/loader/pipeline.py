@@ -29,6 +29,7 @@ from clipstream.data.decode.captions import (
     RawSample,
     SampleTransform,
     candidates,
+    draw_several,
     image_bytes,
     split_keys,
 )
@@ -78,7 +79,8 @@ class ModelInputs:
     teacher_image: ImageSpec | None = None
     features: StoredData | None = None
     groups: str | None = None
-    text_lengths: Callable[[torch.Tensor], tuple[int, ...] | None] | None = None
+    text_lengths: Callable[[torch.Tensor], tuple[Any, ...] | None] | None = None
+    texts: int = 1  # M, texts of a sample
 
     def shape(self, samples: int, views: int = 1) -> BufferShape:
         """Of the buffers of batches of `samples` samples with `views` views of an image."""
@@ -86,10 +88,10 @@ class ModelInputs:
         teacher_width = 0 if self.teacher_tokenizer is None else self.teacher_tokenizer.context_length
         stored = {} if self.features is None else self.features.row_bytes()
         size = (0, 0) if IMAGE in stored else self.image.size
-        width = self.tokenizer.context_length
-        return BufferShape(samples, *size, width, *teacher_size, teacher_width, tuple(stored.items()), views)
+        width, roles = self.tokenizer.context_length * self.texts, self.texts if self.texts > 1 else 0
+        return BufferShape(samples, *size, width, *teacher_size, teacher_width, tuple(stored.items()), views, roles)
 
-    def lengths(self, ids: torch.Tensor) -> tuple[int, ...] | None:
+    def lengths(self, ids: torch.Tensor) -> tuple[Any, ...] | None:
         """The true lengths of texts; counted before the copy to the device, where ids would be waited for."""
         return None if self.text_lengths is None else self.text_lengths(ids)
 
@@ -144,6 +146,7 @@ class Slot:
     rng: SampleRNG | None = None  # its random numbers; None in evaluation
     trace: SampleTrace | None = None  # of it, if it is traced
     caption: str | None = None  # of it; None where the slot stays empty
+    texts: dict[str, int] = field(default_factory=dict)  # of several: text -> role, as in Batch.roles
     candidates: list[list[str]] = field(default_factory=list)  # its texts by path, where all of them are collected
     data: bytes = b""  # the image file
     group: int = 0  # label of its group
@@ -229,6 +232,7 @@ class Pipeline:
         self._reasons = {} if every is None else every.dropped
         keys: dict[int, str] = {}
         shown: dict[int, str] = {}
+        several: list[str] = []  # of the slots in `captions`
         wanted = [(lane, self.stream.slots.of(lane.number, step)) for lane in self.lanes]
         for turn in range(max((len(mine) for _, mine in wanted), default=0)):
             # One slot of each lane at a time, so that a lane's next sample can replace a dropped one.
@@ -245,6 +249,10 @@ class Pipeline:
                 else:
                     buffer.weights[slot.index] = 1.0
                     captions[slot.index] = slot.caption
+                    if self.inputs.texts > 1:
+                        free = self.inputs.texts - len(slot.texts)
+                        several += [*slot.texts] + [slot.caption] * free
+                        buffer.roles[slot.index] = [*slot.texts.values()] + [0] * free
                     if self._first or slot.rng is None:
                         shown[slot.index] = slot.caption
                     if every is not None:
@@ -254,7 +262,8 @@ class Pipeline:
             if every is not None:
                 every.ids = tokenizer.encode([text for paths in every.texts.values() for x in paths for text in x])
             elif buffer.ids.shape[1]:  # else features take the place of texts
-                buffer.ids[list(captions)] = tokenizer.encode(list(captions.values()))
+                ids = tokenizer.encode(several or list(captions.values()))
+                buffer.ids[list(captions)] = ids.reshape(len(captions), -1)
             if (teacher := self.inputs.teacher_tokenizer) is not None:
                 buffer.teacher_ids[list(captions)] = teacher.encode(list(captions.values()))
         lanes = {lane.number: lane.state() for lane in self.lanes}
@@ -363,6 +372,10 @@ class Pipeline:
     def _caption(self, slot: Slot, sample: RawSample) -> str:
         """The caption of a raw sample; with stored features one of theirs, and the image's view is drawn as well."""
         reader, stored = slot.reader, slot.reader.stored
+        if stored is None and self.inputs.texts > 1 and slot.rng is not None:
+            drawn, negative = draw_several(reader.caption, sample, slot.rng)
+            slot.texts = ({} if negative is None else {negative: -1}) | dict.fromkeys(drawn, 1)
+            return drawn[0]
         if stored is None:
             return reader.caption(sample, slot.rng)
         assert slot.sample is not None and slot.rng is not None
@@ -508,6 +521,7 @@ class SampleBatches:
             teacher_ids=torch.from_numpy(buffer.teacher_ids[rows]) if self.inputs.teacher_tokenizer else None,
             lengths=self.inputs.lengths(ids),
             captions=tuple(captions.get(slot, "") for slot in order) if captions else None,
+            roles=torch.from_numpy(buffer.roles[rows]) if self.inputs.texts > 1 else None,
         )
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -88,7 +89,7 @@ class FeatureCache:
             self._share([keys[row] for row in new], computed)
         return replace(batch, features={**batch.features, self.tower: rows}, known=(*batch.known, self.tower))
 
-    def _compute(self, inputs: torch.Tensor, lengths: Sequence[int] | None, new: list[int], size: int) -> torch.Tensor:
+    def _compute(self, inputs: torch.Tensor, lengths: Sequence[Any] | None, new: list[int], size: int) -> torch.Tensor:
         found = []
         for start in range(0, len(new), size):
             some = new[start : start + size]

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from clipstream.data.batch import Batch
+from clipstream.data.batch import Batch, flat_lengths
 from clipstream.distributed.world import World
 from clipstream.models.execution.checkpointing import suspended
 from clipstream.models.execution.text_buckets import STEP, TextBuckets
@@ -63,11 +63,12 @@ class Work:
             self.images += len(batch)
         if "text" in batch.features:
             return
-        lengths = batch.lengths
+        ids = batch.ids if batch.roles is None else batch.ids.reshape(batch.roles.numel(), -1)
+        lengths = None if batch.lengths is None else flat_lengths(batch.lengths)
         if lengths is None and flops.buckets is not None:
-            lengths = flops.buckets.lengths(batch.ids)
+            lengths = flops.buckets.lengths(ids)
         if lengths is None:
-            lengths = (batch.ids.shape[1],) * len(batch)
+            lengths = (ids.shape[1],) * len(ids)
         self.texts += len(lengths)
         self.tokens += sum(lengths)
         self.squared_tokens += sum(length * length for length in lengths)

@@ -22,6 +22,7 @@ from clipstream.data.decode.captions import (
     candidates,
     draw_caption,
     draw_captions,
+    draw_several,
     image_bytes,
     json_object,
     split_keys,
@@ -199,6 +200,48 @@ def test_captions_of_many_samples_are_drawn_as_those_of_one(
         )
         expected = [extractor(member, SampleRNG(k)) for member, k in zip(members, keys, strict=True)]
         assert [list(chain(*row))[i] for row, i in zip(held, drawn.tolist(), strict=True)] == expected
+
+
+def test_several_texts_of_a_sample_are_different_and_follow_from_its_random_numbers() -> None:
+    texts = {
+        "en": ["a red bird", "a bird", "a red bird", "the robin"],
+        "wrong": ["a blue bird", "a bird", "no bird", ""],
+    }
+    sample = {"json": json.dumps(texts).encode()}
+    given = {"type": "json", "path": "en.*", "per_image": 2, "negatives": "wrong"}
+    extractor = build_caption(CaptionSettings.model_validate(given))
+    drawn = [draw_several(extractor, sample, SampleRNG(key)) for key in range(200)]
+    assert drawn == [draw_several(extractor, sample, SampleRNG(key)) for key in range(200)]
+    assert {frozenset(captions) for captions, _ in drawn} == {
+        frozenset(pair) for pair in (("a red bird", "a bird"), ("a red bird", "the robin"), ("a bird", "the robin"))
+    }
+    assert {negative for _, negative in drawn} == {"a blue bird", "no bird"}  # which equal no caption
+    firsts = [build_caption(JsonCaption(path="en.*"))(sample, SampleRNG(key)) for key in range(200)]
+    assert [captions[0] for captions, _ in drawn] == firsts
+    many = build_caption(CaptionSettings.model_validate(given | {"per_image": 9, "negatives": "absent"}))
+    captions, negative = draw_several(many, sample, SampleRNG(1))
+    assert sorted(captions) == ["a bird", "a red bird", "the robin"] and negative is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a white horse eats green grass", None),
+        ("the dog and the cat", {"dog the and the cat", "and dog the the cat", "the dog and cat the"}),
+        ("Dog dog", set()),
+        ("grass", set()),
+    ],
+)
+def test_a_swapped_caption_has_two_words_in_each_others_place(text: str, expected: set[str] | None) -> None:
+    extractor = build_caption(CaptionSettings.model_validate({"type": "text", "negatives": "swap"}))
+    found = {draw_several(extractor, {"txt": text.encode()}, SampleRNG(key))[1] for key in range(300)}
+    if expected is None:  # of four letters or more
+        assert len(found) == 10 and all(one and one.split()[0] == "a" for one in found)
+        assert "a green horse eats white grass" in found
+    else:
+        assert expected <= found if expected else found == {None}
+    with pytest.raises(ValueError, match=r"a text member has no paths: write swap"):
+        CaptionSettings.model_validate({"type": "text", "negatives": "wrong"})
 
 
 class Several:
