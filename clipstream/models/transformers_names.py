@@ -160,7 +160,7 @@ def from_transformers(state: Mapping[str, torch.Tensor], path: Path) -> dict[str
 def read_config(folder: Path) -> Config | None:
     """The configuration of open_clip for a folder of transformers' CLIPModel or SiglipModel; None for other folders.
 
-    Raises SettingsError: a configuration that open_clip cannot build.
+    Raises SettingsError: a configuration that open_clip cannot build, or a damaged one of the image processor.
     """
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -172,7 +172,12 @@ def read_config(folder: Path) -> Config | None:
         raise SettingsError(f"{folder / CONFIG} has no vision_config and text_config: it is not of a whole model")
     preprocess: Config = {}
     if (folder / PREPROCESSOR).is_file():
-        preprocess = _preprocess(json.loads((folder / PREPROCESSOR).read_text(encoding="utf-8")))
+        try:
+            preprocess = _preprocess(json.loads((folder / PREPROCESSOR).read_text(encoding="utf-8")))
+        except (OSError, ValueError, AttributeError) as error:
+            raise SettingsError(
+                f"{folder / PREPROCESSOR} is no configuration of an image processor: {error}"
+            ) from error
     siglip = config["model_type"] == "siglip"
     return {"model_cfg": (_siglip if siglip else _clip)(config, folder), "preprocess_cfg": preprocess}
 
