@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from clipstream.cli.verbs.interpolate import main
 from clipstream.cli.verbs.train import main as train
 from clipstream.report.interpolation import Mixing, Point, average, mixed
 from clipstream.training.settings import InterpolateSettings
-from tests.support.ranks import end_ranks
+from tests.support.ranks import ROOT, end_ranks
 from tests.support.runs import flags, furnish, train_on, weights
 
 EVALS = ["--evals.new.type", "retrieval", "--evals.new.data.shards"]
@@ -140,3 +142,18 @@ def test_guards_decide_which_weights_may_be_chosen() -> None:
     start = Point("0", {"old": 0.5, "new": 0.1}, 0.1)
     assert mixing.keeps(Point("1", {"old": 0.45, "new": 0.9}, 0.9), start)
     assert not mixing.keeps(Point("1", {"old": 0.44, "new": 0.9}, 0.9), start)
+
+
+@pytest.mark.parametrize("name", ["lora", "full-with-guard"])
+def test_a_recipe_s_command_runs_and_chooses_weights(name: str, place: Path) -> None:
+    head = (ROOT / f"configs/recipes/{name}.yaml").read_text()
+    found = re.search(r"^#\s+clipstream train (.*)$", head, re.M)
+    assert found is not None
+    words = {"configs/": f"{ROOT}/configs/", "START": f"{place}/runs/start", "train.csv": f"{place}/pairs/00000.tar",
+             "heldout.csv": f"{place}/val/*.tar", "KNOWN": f"{place}/pairs/00001.tar"}  # fmt: skip
+    argv = shlex.split(re.sub("|".join(words), lambda match: words[match[0]], found[1]))
+    less = ["--steps", "2", "--warmup", "0", "--data.global-batch-size", "8", "--device", "cpu", "--run.threads", "1",
+            "--workers", "1", "--train.interpolate.alphas", "[1]"]  # fmt: skip
+    assert train([*argv, *less, "--logs", f"{place}/recipes", "--name", name]) == 0
+    said = figures(place / "recipes" / name / "interpolated")
+    assert said["guards"] == ["known"] and said["target"] == "val"
