@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,7 @@ from clipstream.models.numpy_text import Floats, NumpyText
 from clipstream.text import framed, printable, shortened
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import loading, on_terminal
+from clipstream.utils.section import with_home
 
 if TYPE_CHECKING:
     from clipstream.api.run import Run
@@ -191,13 +191,13 @@ class SearchResults:
         near = dict(zip(rows, self._nearest(self._features[rows], indexing.NEAR + 1), strict=True))
         heads = [(query, _content(query) if is_image(query) else None) for query in self.queries]
         found = list(zip(heads, self._hits, strict=True))
-        source = partial(indexing.source_in, self._call)
+        call, data = self._call, self._call.data
 
         def card(row: int) -> Card:
-            shown = (image := self._image(row)).shown(data := self._call.data)
-            return indexing.card(image, shown.removeprefix(os.path.join(data, "")), source)
+            shown = (image := self._image(row)).shown(data).removeprefix(os.path.join(with_home(data), ""))
+            return indexing.card(image, shown, lambda: indexing.opened(call)[1])
 
-        return indexing.render_gallery(found, near, card, f"{self._call.data} by {self._call.model}")
+        return indexing.render_gallery(found, near, card, f"{data} by {call.model}")
 
     def _nearest(self, queries: Floats, k: int) -> list[list[tuple[int, float]]]:
         """(row, cosine) of the k best rows for each query, best first."""

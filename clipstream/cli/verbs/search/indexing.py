@@ -105,11 +105,6 @@ def opened(call: ImageSearch) -> tuple[Settings, Source]:
     return settings, Source(sources[NAME], SourceContext(ShardCache(cache), cache, f"data.sources.{NAME}"))
 
 
-def source_in(call: ImageSearch) -> Source:
-    """The source of a call's data, opened once. Raises ClipstreamError: as `opened`."""
-    return opened(call)[1]
-
-
 def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
     """The folder of a call's index, and the files and folders that it depends on.
 
