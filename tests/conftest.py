@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import shutil
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from clipstream.utils.logs import on_terminal
 from tests.support.environment import hide
 
 HOME = hide()  # before a test module imports torch or the Hub's client
+HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 with suppress(ImportError):  # tests/gpu runs without
     from hypothesis import settings
@@ -111,6 +113,14 @@ def _one_thread() -> Iterator[None]:
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """Handle signals as at the start again: a verb that ends ignores SIGTERM, and so would processes forked later."""
+    for number, handler in HANDLERS.items():
+        signal.signal(number, handler)
+    yield
 
 
 @pytest.fixture(autouse=True)
