@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,39 @@ from clipstream.utils import atomic_write
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".txt")
 GROUP = 1 << 16  # rows of a row group of Parquet, at most
 SAMPLE = (("source", pa.string()), ("shard", pa.string()), ("key", pa.string()))  # columns
+
+
+class Column(NamedTuple):
+    """A further column of an exported part: its type in pyarrow, and the values of rows.
+
+    `values` takes the columns of a block of rows (source, shard, key, …), and the number of its first row.
+    """
+
+    type: Any
+    values: Callable[[Mapping[str, list[Any]], int], Any]
+
+
+def positions(store: FeatureStore, part: str) -> dict[str, Column]:
+    """Columns x and y: positions of a part's rows in two dimensions by UMAP (arXiv:1802.03426) on cosines.
+
+    The same features give the same positions. All features are held in memory.
+
+    Raises SettingsError: umap-learn is not installed, or the part has too few rows.
+    """
+    try:
+        import umap
+    except ImportError as error:
+        raise SettingsError("--umap needs umap-learn: pip install 'clipstream[umap]'") from error
+    found = np.concatenate([features for _, _, features in _blocks(StoredRows(store, part), False)])
+    if len(found) < 4:
+        raise SettingsError(f"--umap: part {part} has {len(found)} rows, and UMAP needs at least 4")
+    places = umap.UMAP(n_neighbors=min(15, len(found) - 1), metric="cosine", random_state=0, n_jobs=1, init="random")
+    xy = places.fit_transform(found).astype(np.float32)
+
+    def axis(number: int) -> Column:
+        return Column(pa.float32(), lambda columns, first: xy[first : first + len(columns["key"]), number])
+
+    return {"x": axis(0), "y": axis(1)}
 
 
 class TableWriter:
@@ -115,6 +148,8 @@ def export(
     dtype: str | None = None,
     captions: bool = False,
     file_rows: int | None = None,
+    *,
+    more: Mapping[str, Column] | None = None,
 ) -> list[Path]:
     """Export a part, and return the files.
 
@@ -123,6 +158,7 @@ def export(
         dtype: 'float16' or 'float32'; float16 for features that are stored so, float32 for all others.
         captions: whether to write the captions of each image or text too.
         file_rows: rows of a Parquet file, about; all of a source unless set.
+        more: further columns of Parquet files, by name.
 
     Raises:
         SettingsError: no such part, or the folder cannot be written.
@@ -136,7 +172,7 @@ def export(
         raise SettingsError(f"{out} cannot be made: {error.strerror}") from error
     if form == "npy":
         return _numpy(rows, out, kind, captions)
-    return list(_parquet(rows, out, kind, captions, file_rows))
+    return list(_parquet(rows, out, kind, captions, file_rows, more or {}))
 
 
 def _columns(rows: StoredRows, captions: bool) -> dict[str, Any]:
@@ -168,9 +204,18 @@ def _blocks(rows: StoredRows, captions: bool) -> Iterator[tuple[str, dict[str, l
             yield shard.source.name, {name: values[name] for name in names_of}, block.features.numpy()
 
 
-def _parquet(rows: StoredRows, out: Path, kind: np.dtype[Any], captions: bool, file_rows: int | None) -> Iterator[Path]:
+def _parquet(
+    rows: StoredRows,
+    out: Path,
+    kind: np.dtype[Any],
+    captions: bool,
+    file_rows: int | None,
+    more: Mapping[str, Column],
+) -> Iterator[Path]:
     features_type = pa.list_(pa.from_numpy_dtype(kind), rows.width)
-    schema = pa.schema([*_columns(rows, captions).items(), ("features", features_type)])
+    others = [(name, column.type) for name, column in more.items()]
+    schema = pa.schema([*_columns(rows, captions).items(), *others, ("features", features_type)])
+    done = 0
     with contextlib.ExitStack() as stack:
         writer: TableWriter | None = None
         before, number = "", 0
@@ -183,7 +228,9 @@ def _parquet(rows: StoredRows, out: Path, kind: np.dtype[Any], captions: bool, f
                 writer, before = stack.enter_context(TableWriter(path, schema)), source
                 yield path
             flat = pa.array(features.astype(kind).reshape(-1))
-            writer.write({**columns, "features": pa.FixedSizeListArray.from_arrays(flat, rows.width)})
+            added = {name: column.values(columns, done) for name, column in more.items()}
+            done += len(features)
+            writer.write({**columns, **added, "features": pa.FixedSizeListArray.from_arrays(flat, rows.width)})
 
 
 def _numpy(rows: StoredRows, out: Path, kind: np.dtype[Any], captions: bool) -> list[Path]:

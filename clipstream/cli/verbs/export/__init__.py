@@ -64,6 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="dtype of the features (default: float16 if stored as float16, else float32)",
     )
     add("--captions", action="store_true", help="also write the captions")
+    add("--images", type=with_home, metavar="DATA", help="also write thumbnails of the images of this data (Parquet)")
+    add("--umap", action="store_true", help="also write positions x and y in two dimensions by UMAP (Parquet)")
     add(
         "--rows",
         type=int,
