@@ -1,4 +1,4 @@
-"""A Hub on loopback: the part of its protocol that lists and serves files.
+"""A Hub on loopback: the part of its protocol that lists and serves files, and takes small ones.
 
 Files lie in a folder a repository and revision: SERVED/ORG/NAME/REVISION/FILE, where `main` names the newest commit.
 Data sets lie below SERVED/datasets.
@@ -7,6 +7,7 @@ Large files are redirected to another path, as the Hub sends them to its storage
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.server
 import json
@@ -65,6 +66,33 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.answer(body=True)
+
+    def do_POST(self) -> None:
+        """Takes a new repository, and a commit of files, which are small enough to be part of it."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        self.state.asked.append(("POST", self.path, ""))
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if self.headers.get("Authorization") != f"Bearer {self.state.token}":
+            return self.reply(401, **{"X-Error-Message": "Invalid username or password."})
+        if parts[1:] == ["repos", "create"]:
+            told = json.loads(body)
+            name = "/".join(filter(None, (told.get("organization"), told["name"])))
+            return self.say({"url": f"http://127.0.0.1:{self.server.server_address[1]}/{name}"})
+        if parts[1] == "validate-yaml":
+            return self.say({"errors": [], "warnings": []})
+        repo = "/".join(parts[2:4])
+        if parts[4] == "preupload":
+            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
+            return self.say({"files": [{**file, "shouldIgnore": False} for file in files]})
+        commit = self.folder / repo / ("c" * 40)
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                file = commit / line["value"]["path"]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(base64.b64decode(line["value"]["content"]))
+        (commit.parent / "main").symlink_to(commit)
+        url = f"http://127.0.0.1:{self.server.server_address[1]}/{repo}/commit/{commit.name}"
+        return self.say({"commitUrl": url, "commitOid": commit.name, "pullRequestUrl": None, "success": True})
 
     def answer(self, body: bool) -> None:
         self.state.asked.append((self.command, self.path, self.headers.get("Range", "")))

@@ -19,8 +19,9 @@ from clipstream.cli.verbs.export import _add_model_flags, main
 from clipstream.cli.verbs.export import run as export_run
 from clipstream.cli.verbs.export.proof import drawn, prove
 from clipstream.errors import ClipstreamError, SettingsError
-from tests.support import hubtree, model_files
+from tests.support import hubserver, hubtree, model_files
 from tests.support.model_files import TEXT, VIT
+from tests.support.ranks import python
 
 
 @timm.models.register_model
@@ -149,6 +150,33 @@ def test_refusals(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ):
         with pytest.raises(SettingsError, match=said):
             export_run.export_model(parsed(argv))
+
+
+PUSH = """
+import sys
+from clipstream.cli.verbs.export.run import _push
+from pathlib import Path
+_push(Path(sys.argv[1]), "me/mine", False)
+"""
+
+
+def test_push_to_hub(tmp_path: Path) -> None:
+    """The files are those of the repository then; a Hub that refuses is told."""
+    (tmp_path / "served").mkdir()
+    (tmp_path / "out/1_Part").mkdir(parents=True)
+    for name in ("README.md", "1_Part/model.safetensors"):
+        (tmp_path / "out" / name).write_text(name)
+    with hubserver.serve(tmp_path / "served") as (endpoint, behaviour):
+        env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1"}
+        said = python(PUSH, str(tmp_path / "out"), **env, HF_TOKEN=behaviour.token)
+        assert said.split() == [f"{endpoint}/me/mine/commit/{'c' * 40}"]
+        served = tmp_path / "served/me/mine/main"
+        found = {str(path.relative_to(served)): path.read_text() for path in served.rglob("*") if path.is_file()}
+        assert found == {name: name for name in ("README.md", "1_Part/model.safetensors")}
+        refused = python(
+            PUSH.replace("_push(", "try: _push(") + "except Exception as e: print(e)", str(tmp_path / "out"), **env
+        )
+        assert "--push-to-hub me/mine: " in refused and "401" in refused
 
 
 def parsed(argv: list[str]) -> Any:
