@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,6 +23,17 @@ RECIPE = ("model", "data", "tokenizer", "loss", "optim", "schedule", "train", "d
 def script(target: str) -> Path:
     """The script that uses a target's files."""
     return Path(__file__).parent / "use" / f"with_{target.replace('-', '_')}.py"
+
+
+def changed(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The values of a tree of settings that are not the defaults."""
+    found = {}
+    for key, value in tree.items():
+        usual = defaults.get(key)
+        inner = changed(value, usual) if isinstance(value, dict) and isinstance(usual, dict) else value
+        if inner != ({} if inner is not value else usual):
+            found[key] = inner
+    return found
 
 
 def shown(table: Sequence[Line]) -> str:
@@ -75,8 +87,9 @@ class Exported:
         if self.run is None:
             return ""
         tree = yaml.safe_load((self.run / "config.yaml").read_text(encoding="utf-8"))
-        wanted = {key: tree[key] for key in RECIPE if key in tree}
-        wanted.get("data", {}).pop("sources", None)
+        own = changed({key: tree[key] for key in RECIPE if key in tree}, Settings().model_dump(mode="json"))
+        wanted = {key: {k: v for k, v in part.items() if k not in ("name", "sources")} for key, part in own.items()}
+        wanted["model"] = {"name": Path(tree["model"]["name"] or "").name} | wanted.get("model", {})
         text = yaml.safe_dump(redact_tree(wanted), sort_keys=False, allow_unicode=True)
         return f"Trained with clipstream:\n\n```yaml\n{text}```"
 
