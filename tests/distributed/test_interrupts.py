@@ -233,7 +233,7 @@ def test_the_first_traceback_of_a_users_part_is_printed_and_each_drop_names_the_
     with pytest.raises(DataError, match=r"transform_error"), loader(data([], lanes=1, sources=sources)) as stream:
         next(stream)
     said = capfd.readouterr().err
-    line = inspect.getsourcelines(divide)[1] + 2
+    line = inspect.getsourcelines(divide)[1] + 1
     assert said.count("Traceback (most recent call last)") == 1
     assert f'test_interrupts.py", line {line}, in divide' in said and "ZeroDivisionError: division by zero" in said
     lost = stream.health.take_dropped()
