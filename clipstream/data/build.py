@@ -16,7 +16,7 @@ from clipstream.data.decode.key_lists import build_filter
 from clipstream.data.decode.labels import GroupField
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
-from clipstream.data.groups import group_labels
+from clipstream.data.groups import check_groups, group_labels
 from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.loader.features import FeatureBatches
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
@@ -84,11 +84,15 @@ def training_loader(
     contexts = {name: SourceContext(store, settings.cache, f"data.sources.{name}") for name in names}
     sources = {name: Source(settings.sources[name], contexts[name]) for name in names}
     stored = {} if features is None else _stored(features, settings, sources, inputs.tokenizer)
-    order = order_plan(settings, list(sources.values()), seed)  # sets the sources' counts, for the fingerprint
-    fingerprint = fingerprint_of(settings, seed, inputs.tokenizer, list(sources.values()))
+    labels, listed_sources = None, list(sources.values())
+    if settings.groups.by is not None:
+        labels = group_labels(listed_sources[0], settings.groups.by, settings, "data.groups.by")
+        check_groups(labels, settings.groups.by, told=world.is_main)
+    order = order_plan(settings, listed_sources, seed, labels)  # sets the sources' counts, for the fingerprint
+    fingerprint = fingerprint_of(settings, seed, inputs.tokenizer, listed_sources, labels)
     start = _resumed(start or DataState(), fingerprint, lanes, approximate, world)
     if start.salt:
-        order = order_plan(settings, list(sources.values()), mix(seed, SALT, start.salt))
+        order = order_plan(settings, listed_sources, mix(seed, SALT, start.salt), labels)
     start = replace(start, lanes={lane: start.lanes[lane] for lane in slots.lanes if lane in start.lanes})
     stream = Stream(names, order.mix, slots, start, remainder=order.remainder if world.is_main else None)
     most = max(slots.count(step) for step in settings.batch_changes)
@@ -225,7 +229,8 @@ def _remote_shards_in_use(settings: DataSettings, lanes: int, world: World) -> i
     for source in settings.sources.values():
         shards = expand(source.shards, source.type, image_key=source.image_key)
         if remote := len({shard for shard in shards if ShardURL(shard).is_remote}):
-            held += min(remote, source_order(settings, 0, 0, len(shards)).max_open(lanes_of_node))
+            most = source_order(settings, 0, 0, len(shards)).max_open(lanes_of_node)
+            held += remote if settings.groups.by else min(remote, most)
     return held
 
 

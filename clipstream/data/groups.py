@@ -5,6 +5,7 @@ A source and a field enter; a label of each sample leaves (see `labels.GroupFiel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from clipstream.data.order.lanes import Numbers
 from clipstream.data.scan import cached, identity, scan
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
+from clipstream.errors import SettingsError
+from clipstream.utils.logs import logger
 
 FORM = 1  # of the file and of labels: another one is another identity
 
@@ -39,3 +42,20 @@ def group_labels(source: Source, field: str, data: DataSettings, setting: str) -
     with np.load(path, allow_pickle=False) as held:
         by_name = dict(zip(names, np.split(held["labels"], held["ends"][:-1]), strict=True))
     return [by_name[name] for name in source.names]
+
+
+def check_groups(labels: Sequence[Numbers], field: str, *, told: bool) -> None:
+    """Warn if most samples have no group, where `told`. Raises SettingsError: no two samples share one."""
+    found = np.concatenate(labels)
+    found = found[found != 0]
+    grouped = found[found & 1 == 0]
+    if not len(grouped):
+        raise SettingsError(
+            f"data.groups.by: none of the {len(found):,} samples has {field!r}: name json:PATH, a member of the tars "
+            "or a column of the table that gives the group of a sample (`clipstream check` lists them)"
+        )
+    if len(np.unique(grouped)) == len(grouped):
+        raise SettingsError(f"data.groups.by: no two of the {len(found):,} samples have the same {field!r}")
+    if told and 2 * len(grouped) < len(found):
+        few = f"of {len(found):,} samples only {len(grouped):,} have {field!r}"
+        logger.warning(f"data.groups.by: {few}; each of the others is a group of its own")

@@ -13,13 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from clipstream.data.decode.images import MAX_ASPECT
 from clipstream.data.decode.tokenizers import Tokenizer
-from clipstream.data.order.lanes import Fingerprint, Mix, SourceMix
-from clipstream.data.order.windows import EpochPlan, IndexedOrder, Order, SourceOrder, group_size_for
+from clipstream.data.order.lanes import Fingerprint, Mix, Numbers, SourceMix
+from clipstream.data.order.rng import hash_of
+from clipstream.data.order.windows import EpochPlan, GroupedOrder, IndexedOrder, Order, SourceOrder, group_size_for
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
+from clipstream.errors import SettingsError
 from clipstream.storage.shard_url import redact, stable_name
 
 ORDER_VERSION = 2  # of the algorithm; another number is another order
@@ -53,21 +57,28 @@ class OrderPlan:
         return dict(zip(self.epochs.names, self.epochs.remainders(), strict=True))
 
 
-def order_plan(settings: DataSettings, sources: Sequence[Source], seed: int) -> OrderPlan:
+def order_plan(
+    settings: DataSettings, sources: Sequence[Source], seed: int, labels: Sequence[Numbers] | None = None
+) -> OrderPlan:
     """The order that the settings choose.
 
     Args:
         settings: with `lanes` resolved.
         sources: in the order of names.
+        labels: of the samples of each shard of the source, for `data.groups`; see GroupedOrder.
 
     Raises:
-        SettingsError: as `epoch_plan`.
+        SettingsError: as `epoch_plan`, or an index has other numbers of samples than there are labels.
     """
     lanes, shuffle, sampling = settings.lanes, settings.shuffle, settings.sampling
     assert isinstance(lanes, int), "resolve the settings first"
     split = sampling.shards == "split"
     if sampling.mode == "indexed":
         epochs = epoch_plan(settings, sources, seed, lanes)
+        if labels is not None:
+            if [len(one) for one in labels] != sources[0].counts:
+                raise SettingsError(f"{sources[0].context.key}: its index is not of these shards: make it again")
+            return OrderPlan(epochs, [GroupedOrder(epochs, labels, settings.groups.samples)], epochs)
         exact = [
             IndexedOrder(
                 epochs, i, source.counts or [], split=split, window=shuffle.window,
@@ -121,7 +132,13 @@ def epoch_plan(settings: DataSettings, sources: Sequence[Source], seed: int = 0,
     )
 
 
-def fingerprint_of(settings: DataSettings, seed: int, tokenizer: Tokenizer, sources: Sequence[Source]) -> Fingerprint:
+def fingerprint_of(
+    settings: DataSettings,
+    seed: int,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    labels: Sequence[Numbers] | None = None,
+) -> Fingerprint:
     """All that fixes the global batches, by the setting's name, as JSON values. The shards' folder does not matter.
 
     Args:
@@ -129,6 +146,7 @@ def fingerprint_of(settings: DataSettings, seed: int, tokenizer: Tokenizer, sour
         seed: of the run.
         tokenizer: identified by its ids of a few texts, wherever its files are.
         sources: in the order of names; in the mode `indexed` with the counts of their samples.
+        labels: as for `order_plan`.
     """
     sampling = settings.sampling
     mixed = sampling.mode == "epoch" or (sampling.mode == "resampled" and len(settings.sources) > 1)
@@ -153,6 +171,9 @@ def fingerprint_of(settings: DataSettings, seed: int, tokenizer: Tokenizer, sour
         order[f"data.sources.{name}.weight"] = settings.sources[name].weight
         if source.factors is not None:
             order[f"data.sources.{name}.upsampling_factors"] = settings.sources[name].upsampling_factors
+    if labels is not None:
+        digest = hash_of(np.concatenate(labels).tobytes())
+        order["data.groups"] = f"{settings.groups.samples} samples by {settings.groups.by}, {digest:016x}"
     found: Fingerprint = json.loads(json.dumps(order))
     return found
 

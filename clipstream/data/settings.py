@@ -411,6 +411,15 @@ class ShuffleSettings(Section):
         return None if self.shards == "auto" else self.shards
 
 
+class GroupsSettings(Section):
+    """Batches of several samples of each group, as `loss.positives` needs them."""
+
+    by: str | None = Field(
+        None, min_length=1, description="field with the group of a sample, as of loss.positives.by; mode indexed only"
+    )
+    samples: int = Field(2, ge=2, description="samples of a group that come together; divides the global batch")
+
+
 class DataSettings(Section):
     """The training data, and how samples are ordered and read."""
 
@@ -440,6 +449,7 @@ class DataSettings(Section):
         "caption or image file or nearly the same image; takes one pass over the data",
     )
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
+    groups: GroupsSettings = Field(default_factory=GroupsSettings)
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)
     decoder: Literal["fast", "exact"] = Field(
@@ -515,7 +525,23 @@ class DataSettings(Section):
         Conflict({"batch_schedule": SET, "sampling.mode": "indexed"},
                  "not supported in mode 'indexed', which requires a constant batch size: remove it, or set "
                  "--data.sampling.mode resampled"),
+        Conflict({"groups.by": SET, "sampling.mode": other_than("indexed")},
+                 "requires --data.sampling.mode indexed"),
+        Conflict({"groups.by": SET, "sampling.shards": "split"},
+                 "not supported with data.sampling.shards split, as groups are of all shards: remove one of them"),
+        Conflict({"groups.samples": other_than(2), "groups.by": None},
+                 "requires data.groups.by, e.g. --data.groups.by json:product.sku"),
     )  # fmt: skip
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Groups of several sources, or that do not fill a batch."""
+        if self.groups.by is not None and len(self.sources) > 1:
+            yield "groups", "not supported with several sources: use one source, whose shards are those of all"
+        if self.groups.by is not None and any(source.weight != 1 for source in self.sources.values()):
+            yield "groups", "not supported with the weight of a source: remove it"
+        if self.groups.by is not None and self.global_batch_size % self.groups.samples:
+            text = f"{self.groups.samples} samples of a group do not divide the global batch of"
+            yield "groups", f"{text} {self.global_batch_size}: set another number"
 
     @property
     def stored_towers(self) -> dict[str, str]:

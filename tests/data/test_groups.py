@@ -18,12 +18,14 @@ from clipstream.data.batch import Batch
 from clipstream.data.build import training_loader
 from clipstream.data.groups import group_labels
 from clipstream.data.loader.stored import StoredData
+from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
 from clipstream.features.manifest import IDS
 from tests.support.feature_stores import write_store
-from tests.support.loaders import INPUTS, OPEN, data, indexed
+from tests.support.loaders import INPUTS, OPEN, data, digest, indexed
 from tests.support.pictures import picture
 from tests.support.runs import flags, furnish
 from tests.support.tars import write_tar
@@ -133,3 +135,69 @@ def test_a_field_that_few_samples_have(tmp_path: Path, capsys: pytest.CaptureFix
         err = capsys.readouterr().err
         assert said in err and (code == 0) is (not said.startswith("none")), err
         assert said or "loss.positives" not in err
+
+
+def drawn(settings: DataSettings, ranks: int, steps: int, start: list[DataState] | None = None) -> list[Any]:
+    """The global batches of some steps, as keys and digests, and last the ranks' positions."""
+    loaders = [
+        training_loader(
+            settings, replace(INPUTS, groups=SKU), world=World(rank=rank, size=ranks), seed=3,
+            start=None if start is None else DataState.merge(start),
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    OPEN.update(loaders)
+    found: list[Any] = []
+    for _ in range(steps):
+        parts = [next(one) for one in loaders]
+        for one in loaders:
+            one.mark_trained()
+        groups = [label for part in parts if part.groups is not None for label in part.groups.tolist()]
+        found.append((digest(parts), [key for part in parts for key in part.keys], groups))
+    states = [one.state() for one in loaders]
+    for one in loaders:
+        one.close()
+    return [*found, states]
+
+
+def test_batches_of_groups_are_the_same_on_any_ranks_and_go_on(tmp_path: Path) -> None:
+    paths = shards(tmp_path, 23, 9, 16)
+    for tail in ("drop", "pad", "wrap"):
+        settings = indexed(paths, tail, batch=9, groups={"by": SKU, "samples": 3})
+        plain = drawn(settings, 1, 13)
+        for ranks, workers in ((2, 0), (3, 2)):
+            again = settings.model_copy(update={"workers": workers})
+            assert drawn(again, ranks, 13)[:13] == plain[:13]
+            states = drawn(again, ranks, 4)[-1]
+            assert drawn(settings, 1, 9, states)[:9] == plain[4:13]
+        steps = {"drop": 5}.get(tail, 6)
+        for epoch in (plain[:steps], plain[steps : 2 * steps]):
+            keys = [key for _, names, _ in epoch for key in names if key]
+            assert len(set(keys)) == {"drop": 45}.get(tail, 48) and (tail == "wrap" or len(keys) == len(set(keys)))
+            # Runs of three of a product: all that it gives, as 48 samples have 8 of each of 5 products.
+            runs = [names[n : n + 3] for _, names, _ in epoch for n in range(0, len(names), 3)]
+            assert sum(len({product(key) for key in run}) == 1 for run in runs) >= 8
+        assert plain[:steps] != plain[steps : 2 * steps]
+
+
+def product(key: str) -> str:
+    """What the sample of a key has as its product; the key itself where it has none."""
+    number = int(key.rpartition("/")[2] or 0)
+    return f"A{number % 5}" if number % 6 else key
+
+
+def test_groups_that_cannot_be(tmp_path: Path) -> None:
+    paths = shards(tmp_path, 12)
+    for field, said in (("json:colour", "none of the 12 samples has 'json:colour'"), ("txt", "no two of the 12 ")):
+        with pytest.raises(SettingsError, match=f"data.groups.by: {said}"):
+            batches(indexed(paths, groups={"by": field}), SKU, 1)
+    for changes, said in (
+        ({"groups": {"by": "cls", "samples": 5}}, "5 samples of a group do not divide the global batch of 12"),
+        ({"groups": {"by": "cls"}, "sources": {"a": {"shards": paths, "weight": 2}}}, "with the weight of a source"),
+        ({"groups": {"by": "cls"}, "sources": {n: {"shards": paths} for n in "ab"}}, "not supported with several"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            indexed(paths, **changes)
+    state = drawn(indexed(paths, groups={"by": SKU}, batch=6, lanes=6), 1, 1)[-1]
+    with pytest.raises(SettingsError, match=r"data.groups: 2 samples by json:product.sku, .* -> 3 samples by"):
+        drawn(indexed(paths, groups={"by": SKU, "samples": 3}, batch=6, lanes=6), 1, 1, state)

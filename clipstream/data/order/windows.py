@@ -451,3 +451,57 @@ class IndexedOrder(Order):
         if epoch is not None:
             shards = permutation(len(self._counts), mix(self.seed, 14, self.source, epoch, number))
         return shards, np.cumsum(self._counts[shards])
+
+
+class GroupedOrder(Order):
+    """The order of a source whose batches have `size` samples of a group each, in the mode `indexed`.
+
+    An epoch is a line of all samples, each once, that is cut into batches. It is made of runs of `size` samples of a
+    group, in random order; what is left of groups, and groups that are smaller, follow each other in further runs,
+    which are among the others. All shards are open, and a lane's slots of an epoch are one window.
+
+    Args:
+        plan: of the epochs, of one source.
+        labels: of the samples of each shard, int64; a group's are equal and even, others are of samples without one.
+        size: of a run; divides the batch.
+    """
+
+    keeps_slots = True
+
+    def __init__(self, plan: EpochPlan, labels: Sequence[Numbers], size: int) -> None:
+        self.seed, self.source, self.window = plan.seed, 0, plan.samples[0]
+        self._plan, self._size = plan, size
+        self._counts = np.array([len(one) for one in labels], dtype=np.int64)
+        self._labels: Numbers = np.concatenate(labels)
+        alone = (self._labels == 0) | (self._labels & 1 == 1)
+        self._labels[alone] = 2 * np.flatnonzero(alone) + 1
+        self._line = lru_cache(maxsize=2)(self._make_line)
+
+    def group(self, lane: int, group: int) -> list[int]:
+        return list(range(len(self._counts)))
+
+    def sizes(self, lane: int, group: int, found: Sequence[int]) -> list[int]:
+        return [len(self._plan.stretch(0, lane)), *[0] * (len(self._counts) - 1)]
+
+    def samples(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> WindowSamples:
+        plan = self._plan
+        first, count = share_of(lane, plan.lanes, plan.batch)
+        slots = (np.arange(plan.steps)[:, None] * plan.batch + first + np.arange(count)).ravel()
+        numbers = self._line(group)[slots[: sum(sizes)]]
+        ends = np.cumsum(self._counts)
+        shards = np.searchsorted(ends, numbers, "right")
+        return np.stack((shards, numbers - (ends - self._counts)[shards]), axis=1)
+
+    def _make_line(self, epoch: int) -> Numbers:
+        """The samples of an epoch in the order of its slots, by their numbers in the source."""
+        size, drawn = self._size, permutation(len(self._labels), mix(self.seed, 16, epoch))
+        groups = mix(self._labels[drawn].astype(np.uint64), state=mix(self.seed, 17, epoch))
+        drawn = drawn[np.argsort(groups, kind="stable")]
+        _, counts = np.unique(groups, return_counts=True)
+        place = np.arange(len(drawn)) - np.repeat(np.cumsum(counts) - counts, counts)
+        whole = place < np.repeat(counts // size * size, counts)
+        rest = drawn[~whole]
+        end = len(rest) // size * size
+        runs = np.concatenate((drawn[whole], rest[:end])).reshape(-1, size)
+        line = np.concatenate((runs[permutation(len(runs), mix(self.seed, 18, epoch))].ravel(), rest[end:]))
+        return np.resize(line, max(len(line), self._plan.steps * self._plan.batch))  # begins again for `wrap`
