@@ -275,6 +275,8 @@ NOT_WEIGHTS = {"input_resolution", "context_length", "vocab_size", "attn_mask", 
 # What torch puts into names at any place: compilation, FSDP and checkpointing.
 WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 TRANSFORMERS = re.compile(r"(?:vision|text)_model\..*encoder\.layers\.")  # of its CLIPModel and SiglipModel
+TEXT_POSITIONS = ("positional_embedding", "text.positional_embedding")
+KEPT_POSITIONS = 20  # which are well trained, as most captions are that short
 TIMM_POSITIONS = "visual.trunk.pos_embed"
 
 
@@ -350,8 +352,22 @@ def without_prefix(found: Mapping[str, T], fits: Callable[[str], bool], path: Pa
     return {name.removeprefix(prefix): found[old] for name, old in names.items() if name.startswith(prefix)}
 
 
+def stretched(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """Position embeddings [T, W] for more tokens, [length, W]: the first KEPT_POSITIONS as they are, the others
+    interpolated between, and beyond the last extrapolated (Long-CLIP, arXiv:2403.15378, from 77 to 248).
+    """
+    old, kept = len(positions), KEPT_POSITIONS
+    places = torch.arange(length - kept, dtype=torch.float64) * (old - kept) / (length - kept)
+    before = places.floor().long().clamp(max=old - kept - 2)
+    share = (places - before).unsqueeze(1)
+    rest = positions[kept:].double()
+    found = rest[before] * (1 - share) + rest[before + 1] * share
+    return torch.cat([positions[:kept], found.to(positions.dtype)])
+
+
 def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles) -> None:
-    """Load a checkpoint's tensors into the model; position embeddings are resampled to its image and text size.
+    """Load a checkpoint's tensors into the model; position embeddings are resampled to its image and text size, those
+    of longer texts `stretched`.
 
     Raises SettingsError: names or shapes differ; names the first of them.
     """
@@ -369,6 +385,9 @@ def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles) 
     if not problems:
         try:
             resize_pos_embed(state, clip)
+            for name in TEXT_POSITIONS:
+                if name in state and name in own and len(own[name]) > len(state[name]) > KEPT_POSITIONS + 1:
+                    state[name] = stretched(state[name], len(own[name]))
             if not hasattr(clip, "text") or hasattr(clip.text, "positional_embedding"):
                 resize_text_pos_embed(state, clip)
             old, new = state.get(TIMM_POSITIONS), own.get(TIMM_POSITIONS)

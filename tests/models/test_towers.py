@@ -121,6 +121,32 @@ def test_image_size_and_context_length_change_the_model(tmp_path: Path) -> None:
     assert_open_clip_agrees(towers, tmp_path / "larger")
 
 
+def test_longer_texts_keep_the_first_positions_as_long_clip_does(tmp_path: Path) -> None:
+    """By the loops of Long-CLIP's load_from_clip; a short caption has the same features as before."""
+
+    class Tokens:
+        type = "model"
+
+        def __init__(self, context_length: int) -> None:
+            self.context_length = context_length
+
+    saved, width = tmp_path / "saved", 32
+    before = build(write(tmp_path), tokenizer=Tokens(width))
+    before.save_pretrained(saved)
+    for custom in (False, True):
+        longer = build(f"local-dir:{saved}", tokenizer=Tokens(4 * width - 3 * 20), custom_text=custom)
+        old = before.clip.positional_embedding
+        wanted = [old[i] for i in range(20)]
+        for i in range(width - 1 - 20):
+            wanted += [((4 - k) * old[i + 20] + k * old[i + 21]) / 4 for k in range(4)]
+        wanted += [old[-1] + k * (old[-1] - old[-2]) / 4 for k in range(4)]
+        found = longer.clip.text.positional_embedding if custom else longer.clip.positional_embedding
+        torch.testing.assert_close(found, torch.stack(wanted))
+        texts = ["a red bird", "two"]
+        features = [towers.encode_text(towers.open_clip_tokenizer()(texts)) for towers in (before, longer)]
+        torch.testing.assert_close(*features)
+
+
 def test_a_siglip_model_starts_as_its_paper_says(tmp_path: Path) -> None:
     by_config, by_loss = build(write(tmp_path, init_logit_bias=-10)), build(write(tmp_path), loss_type="siglip")
     for towers in (by_config, by_loss):
