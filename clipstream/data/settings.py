@@ -41,7 +41,12 @@ class TokenizerSettings(PluginSection):
     """How a caption becomes token ids. `type` may be a user's own `package.module:Name`."""
 
     type: str = Field("model", description="model (the model's own), hub, path, or package.module:Name")
-    context_length: int | None = Field(None, ge=1, description="tokens per caption; default: the model's")
+    context_length: int | None = Field(
+        None,
+        ge=1,
+        description="tokens per caption; default: the model's; with more than the weights have, the first 20 positions "
+        "are kept and the others stretched",
+    )
 
 
 class _HuggingFace(TokenizerSettings):
