@@ -193,7 +193,7 @@ ALIASES = (
     _alias("--force-image-size", "model.image_size", "INT", "image size in pixels, overriding the model config",
            image_size_sets, many=True),
     _alias("--force-context-length", "tokenizer.context_length", "INT", "tokens per caption, overriding the model "
-           "config; position embeddings are resampled"),
+           "config; position embeddings are resampled, or stretched for longer texts"),
     _alias("--force-quick-gelu", "model.quick_gelu", "", "use QuickGELU instead of GELU", switch=True),
     _alias("--force-custom-text", "model.custom_text", "", "build the text tower as a separate module", switch=True),
     _alias("--image-mean", "model.image_mean", "R G B", "channel means", _numbers("image_mean"), many=True),
