@@ -542,7 +542,7 @@ class DataSettings(Section):
         """Groups of several sources, or that do not fill a batch."""
         if self.groups.by is not None and len(self.sources) > 1:
             yield "groups", "not supported with several sources: use one source, whose shards are those of all"
-        if self.groups.by is not None and any(source.weight != 1 for source in self.sources.values()):
+        elif self.groups.by is not None and any(source.weight != 1 for source in self.sources.values()):
             yield "groups", "not supported with the weight of a source: remove it"
         if self.groups.by is not None and self.global_batch_size % self.groups.samples:
             text = f"{self.groups.samples} samples of a group do not divide the global batch of"

@@ -26,7 +26,8 @@ NO_PATH = {
 }  # fmt: skip
 NO_PATH_ANYWHERE = {  # the last part of a key; shards have a language of their own, which `expand` reads
     "type", "shards", "train_shards", "image_key", "separator", "path", "key", "fallback", "transform", "background",
-    "fetch", "label", "grad_checkpointing", "profile"
+    "fetch", "label", "grad_checkpointing", "profile", "negatives",
+    "by", "target",
 }  # fmt: skip
 
 
