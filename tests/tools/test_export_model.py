@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import transformers
@@ -17,10 +19,13 @@ from timm.models.vision_transformer import VisionTransformer, _create_vision_tra
 import clipstream
 from clipstream.cli.verbs.export import _add_model_flags, main
 from clipstream.cli.verbs.export import run as export_run
-from clipstream.cli.verbs.export.proof import drawn, prove
+from clipstream.cli.verbs.export.card import Exported
+from clipstream.cli.verbs.export.proof import Line, _end, drawn, prove, read
+from clipstream.data.settings import SourceSettings
 from clipstream.errors import ClipstreamError, SettingsError
 from tests.support import hubserver, hubtree, model_files
 from tests.support.model_files import TEXT, VIT
+from tests.support.pictures import make_shards
 from tests.support.ranks import python
 
 
@@ -115,10 +120,22 @@ def test_preprocessing_in_the_graph_and_int8(preprocess: str, models: Any, tmp_p
     assert (out / "image-int8.onnx").stat().st_size < 0.9 * (out / "image.onnx").stat().st_size
 
 
-def test_a_wrong_processor_is_found(models: Any, tmp_path: Path) -> None:
-    """Another filter of the resize, and a tokenizer that keeps capitals."""
+def test_a_wrong_processor_is_found(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another filter of the resize, and a tokenizer that keeps capitals; what an export replaces."""
     out, wrong = tmp_path / "out", tmp_path / "wrong"
-    assert main([str(models("vit")), "--to", "transformers", str(out)]) == 0
+    argv = [str(models("vit")), "--to", "transformers", str(out)]
+    assert main(argv) == 0
+    with monkeypatch.context() as patch:  # an older export stays if a new one is wrong
+        patch.setattr(export_run, "prove", lambda *args: [Line("image", 2.0, "at most 1", False)])
+        assert main(argv) == 1 and "is left as it was" in capsys.readouterr().err
+    assert json.loads((out / "check.json").read_text())["lines"] and [*tmp_path.iterdir()] == [out]
+    (out / "README.md").unlink()
+    assert main(argv) == 0 and (out / "README.md").is_file() and [*tmp_path.iterdir()] == [out]
+    (out / "mine.txt").touch()
+    assert main(argv) == 2 and (out / "mine.txt").is_file()
+    (out / "mine.txt").unlink()
     shutil.copytree(out, wrong)
     for name, before, after in (
         ("processor_config.json", '"bicubic"', '"bilinear"'),
@@ -138,7 +155,8 @@ def test_a_wrong_processor_is_found(models: Any, tmp_path: Path) -> None:
 def test_refusals(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vit, resnet = str(models("vit")), str(models("resnet"))
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").touch()
+    for name in ("notes.txt", "check.py", "check.json"):
+        (tmp_path / "other" / name).write_text("Called by `clipstream export`")
     monkeypatch.setattr(export_run, "find_spec", lambda name: None)
     for argv, said in (
         ([resnet, "--to", "transformers", str(tmp_path / "a")], "no counterpart of open_clip's ResNet: .* --to onnx"),
@@ -146,10 +164,41 @@ def test_refusals(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ([vit, "--to", "onnx"], r"needs onnx: pip install 'clipstream\[onnx\]'"),
         ([vit, "--to", "open_clip", "--push-to-hub", "a/b"], "set the licence of the model with --license"),
         ([vit, "--to", "open_clip", str(tmp_path / "other")], "holds files that are not of an export"),
+        ([vit, "--to", "open_clip", vit], "which is to be exported: name another folder"),
+        ([vit, "--to", "open_clip", str(models("vit").parent)], "which is to be exported: name another folder"),
+        ([vit, "--to", "open_clip", "--int8"], "--int8 is of ONNX graphs: use --to onnx"),
+        ([vit, "--to", "open_clip", "--private"], "--private requires --push-to-hub"),
         ([str(tmp_path / "none"), "--to", "open_clip"], "no model"),
     ):
         with pytest.raises(SettingsError, match=said):
             export_run.export_model(parsed(argv))
+
+
+def test_samples_of_the_data_and_drawn_ones(tmp_path: Path) -> None:
+    """Without credentials of the data."""
+    (path,) = make_shards(tmp_path, [2])
+    found = read(SourceSettings(shards=[f"pipe:cat {path}; : --token abcd"]))
+    assert (len(found.images), len(found.texts)) == (100, 100) and found.texts[:2] == ["picture 0", "picture 1"]
+    assert "2 images and texts of" in found.origin and "and 98 drawn ones" in found.origin
+    assert "abcd" not in found.origin and "--token ***" in found.origin
+    same = np.ones((3, 4)) / 2
+    assert len(_end("texts", same, same)) == 1 and all(line.holds for line in _end("texts", same, same))
+
+
+def test_the_card_of_weights_beside_a_run(tmp_path: Path, models: Any) -> None:
+    run = tmp_path / "a"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("run: {name: a}\n")
+    shutil.copytree(models("vit"), run / "interpolated")
+    subject, settings = export_run._run_of(str(run / "interpolated"))
+    assert subject is not None and subject.run == run and settings.run.name == "a"
+    assert export_run._is_beside(subject)
+    records = [{"step": step, "eval": "val", "metrics": ["top1"], "top1": step / 10} for step in (2, 4, 1)]
+    (run / "evaluations.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    card = Exported("a", "onnx", "", None, replace(subject, step=2), settings, drawn(), [])  # type: ignore[arg-type]
+    assert " 20.0% " in card._evaluations() and "40.0%" not in card._evaluations()
+    (run / "interpolated" / "frontier.md").write_text("| alpha 0.5 | chosen |\n")
+    assert card._evaluations() == "| alpha 0.5 | chosen |"
 
 
 PUSH = """

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from clipstream.api.model import Model
+from clipstream.checkpoint.store import Subject
 from clipstream.cli.verbs.export.proof import Line, Samples
 from clipstream.config.settings import Settings
 from clipstream.report.eval_results import FIGURES_FILE, table_lines
@@ -44,16 +45,21 @@ def shown(table: Sequence[Line]) -> str:
 
 @dataclass(frozen=True)
 class Exported:
-    """What a card describes: the model, its run with the settings, the files, and how they were checked."""
+    """What a card describes: the model, where it is, its run's settings, the files, and how they were checked."""
 
     name: str
     target: str
     note: str
     model: Model
-    run: Path | None
+    subject: Subject | None
     settings: Settings
     samples: Samples
     proof: Sequence[Line]
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the model's run, if there is one."""
+        return None if self.subject is None else self.subject.run
 
     def card(self, licence: str | None) -> str:
         """The text of README.md. `licence` is an identifier of the Hub, such as 'mit'."""
@@ -94,11 +100,18 @@ class Exported:
         return f"Trained with clipstream:\n\n```yaml\n{text}```"
 
     def _evaluations(self) -> str:
-        path = None if self.run is None else self.run / FIGURES_FILE
+        subject = self.subject
+        if subject is None or subject.checkpoint is None:
+            return "None is recorded."
+        mixed = subject.checkpoint / "frontier.md"
+        if mixed.is_file():  # the chosen mixture of weights, among the others
+            return mixed.read_text(encoding="utf-8").strip()
+        path = None if subject.run is None else subject.run / FIGURES_FILE
         if path is None or not path.is_file():
             return "None is recorded."
-        last = {record["eval"]: record for _, record in lines(path) if "error" not in record}
-        return table_lines(*last.values(), head=True, markdown=True).strip()
+        found = [record for _, record in lines(path) if "error" not in record and record.get("step", 0) <= subject.step]
+        last = {record["eval"]: record for record in sorted(found, key=lambda record: record.get("step", 0))}
+        return table_lines(*last.values(), head=True, markdown=True).strip() if last else "None is recorded."
 
     def _limits(self) -> str:
         height, width = self.model.preprocess.size

@@ -66,7 +66,7 @@ def image_tower(towers: Towers) -> Counterpart:
     """The image tower. Raises SettingsError: it has no counterpart."""
     visual, cfg = towers.clip.visual, towers.config.model_cfg["vision_cfg"]
     if isinstance(visual, TimmModel):
-        return _siglip_image(towers, visual, cfg) if _is_siglip(visual) else _timm(visual, cfg)
+        return _siglip_image(towers, visual) if _is_siglip(visual) else _timm(visual, cfg)
     if not isinstance(visual, VisionTransformer):
         raise none("open_clip's ResNet", "it ends in attention pooling, which transformers' ResNet has not")
     _usual("vision_cfg", cfg, CLIPVisionCfg, _IMAGE)
@@ -216,7 +216,7 @@ def _is_siglip(visual: Any) -> bool:
     )
 
 
-def _siglip_image(towers: Towers, visual: Any, cfg: Mapping[str, Any]) -> Counterpart:
+def _siglip_image(towers: Towers, visual: Any) -> Counterpart:
     trunk = visual.trunk
     config = transformers.SiglipVisionConfig(
         hidden_size=trunk.embed_dim,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +21,7 @@ from huggingface_hub import HfApi
 from rich.console import Console
 
 from clipstream.api.model import load_model
-from clipstream.checkpoint.store import locate, model_at, named, with_own_config
+from clipstream.checkpoint.store import Subject, locate, model_at, named, with_own_config
 from clipstream.cli.verbs.export.card import Exported, script, shown
 from clipstream.cli.verbs.export.proof import Samples, drawn, prove, read
 from clipstream.config.settings import Settings, load
@@ -30,6 +33,7 @@ from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
 from clipstream.evals.settings import sources_of
 from clipstream.features.tables import Column, FeatureStore, export, positions
+from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.storage.download import ShardError
@@ -44,6 +48,7 @@ WRITERS = {
 }
 SIDE = 256  # pixels of a thumbnail's longer side
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])  # as Hugging Face datasets have images in Parquet
+CHECK = Path(__file__).parent / "use" / "check.py"  # copied to each export
 EXTRAS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "sentence-transformers": ("sentence_transformers",)}
 
 
@@ -54,6 +59,11 @@ def export_model(options: argparse.Namespace) -> None:
     """
     if options.push_to_hub and not options.license:
         raise SettingsError("--push-to-hub: set the licence of the model with --license, such as mit or cc-by-4.0")
+    if options.private and not options.push_to_hub:
+        raise SettingsError("--private requires --push-to-hub ORG/NAME")
+    for flag, given in (("--int8", options.int8), ("--preprocess", options.preprocess != "none")):
+        if given and options.to != "onnx":
+            raise SettingsError(f"{flag} is of ONNX graphs: use --to onnx, or remove it")
     if missing := [name for name in EXTRAS.get(options.to, ()) if find_spec(name) is None]:
         raise SettingsError(f"--to {options.to} needs {missing[0]}: pip install 'clipstream[{options.to}]'")
     if model_at(Path(options.model)) is None:
@@ -62,31 +72,34 @@ def export_model(options: argparse.Namespace) -> None:
         preflight(chosen := ModelSettings(**texts))
         if chosen.is_fresh:
             raise SettingsError(f"{options.model} names a model without weights: set --pretrained TAG, or name a run")
-    run, settings = _run_of(options.model)
-    name = options.model.rstrip("/").rpartition("/")[2] if run is None else run.name
+    subject, settings = _run_of(options.model)
+    name = options.model.rstrip("/").rpartition("/")[2]
+    if subject is not None and subject.run is not None:
+        name = subject.run.name + (f"-{subject.label}" if _is_beside(subject) else "")
     out = Path(options.out or Path("exports", f"{name}-{options.to}"))
-    _clear(out)
+    _check_free(out, options)
     model = load_model(options.model, options.pretrained, device="cpu", weights=options.weights)[0]
     samples = _samples_for(options.data, settings)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     module = import_module(f"{__package__}.{WRITERS[options.to]}")  # on use: it may import an extra
-    note = getattr(module, f"write_{options.to.replace('-', '_')}")(model.towers, out, options)
-    shutil.copy(script(options.to), out / "encoder.py")
-    shutil.copy(Path(__file__).parent / "use" / "check.py", out)
-    proof = prove(model, out, samples, options.to, ("int8",) if options.int8 else ())
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{samples.origin}, in a process without clipstream:")
-    console.print(shown(proof), markup=False)
-    for why, count in samples.left_out.items():
-        console.print(f"left out: {count} {why}", markup=False)
-    if broken := [line for line in proof if not line.holds]:
-        raise ClipstreamError(
-            f"the files in {out} give other features than the model: {broken[0].what} is {broken[0].worst:.6g}, "
-            f"{broken[0].bar} is wanted; do not use them"
-        )
-    exported = Exported(name, options.to, note, model, run, settings, samples, proof)
-    (out / "README.md").write_text(exported.card(options.license), encoding="utf-8")
+    with _replacing(out) as draft:
+        note = getattr(module, f"write_{options.to.replace('-', '_')}")(model.towers, draft, options)
+        shutil.copy(script(options.to), draft / "encoder.py")
+        shutil.copy(CHECK, draft)
+        proof = prove(model, draft, samples, options.to, ("int8",) if options.int8 else ())
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(f"{samples.origin}, in a process without clipstream:", markup=False)
+        console.print(shown(proof), markup=False)
+        for why, count in samples.left_out.items():
+            console.print(f"left out: {count} {why}", markup=False)
+        if broken := [line for line in proof if not line.holds]:
+            raise ClipstreamError(
+                f"the exported files give other features than the model: {broken[0].what} is {broken[0].worst:.6g}, "
+                f"{broken[0].bar} is wanted; {out} is left as it was"
+            )
+        exported = Exported(name, options.to, note, model, subject, settings, samples, proof)
+        (draft / "README.md").write_text(exported.card(options.license), encoding="utf-8")
     print(out)
     if options.push_to_hub:
         _push(out, options.push_to_hub, options.private)
@@ -152,23 +165,75 @@ class Thumbnails:
         return {"bytes": file.getvalue(), "path": f"{shard}/{key}.jpg"}
 
 
-def _run_of(name: str) -> tuple[Path | None, Settings]:
-    """The folder of a model's run, and its settings; None and the defaults for a model without a run."""
-    path = Path(name).expanduser()
-    folder = model_at(path)
-    run = None if folder is None else locate(str(folder)).run
-    return run, Settings() if run is None else load(["--config", str(run / "config.yaml")])
+def _run_of(name: str) -> tuple[Subject | None, Settings]:
+    """A model in a folder, and the settings of its run; None for other models, defaults for those without a run."""
+    folder = model_at(Path(name).expanduser())
+    subject = None if folder is None else locate(str(folder))
+    if subject is not None and subject.run is None:
+        parent = _parent(subject)
+        if (parent / "config.yaml").is_file() and (parent / "checkpoints").is_dir():
+            subject = replace(subject, run=parent)
+    run = None if subject is None else subject.run
+    return subject, Settings() if run is None else load(["--config", str(run / "config.yaml")])
 
 
-def _clear(out: Path) -> None:
-    """Make the folder, empty. Raises SettingsError: it holds other files than those of an export, or cannot be made."""
-    if out.is_dir() and any(out.iterdir()) and not (out / "check.py").is_file():
+def _parent(subject: Subject) -> Path:
+    assert subject.checkpoint is not None
+    return subject.checkpoint.resolve().parent
+
+
+def _is_beside(subject: Subject) -> bool:
+    """Whether a model is in its run's folder, as RUN/interpolated is, and not among the checkpoints."""
+    return _parent(subject) == subject.run
+
+
+def _check_free(out: Path, options: argparse.Namespace) -> None:
+    """Raises SettingsError: OUT is or holds the model, or holds other files than an export's, or cannot be made."""
+    final = out.resolve()
+    for name in filter(None, (options.model, options.pretrained)):
+        source = Path(name.removeprefix(LOCAL)).expanduser()
+        if source.exists() and final in (source.resolve(), *source.resolve().parents):
+            raise SettingsError(f"{out} holds {name}, which is to be exported: name another folder")
+    if out.exists() and not _is_replaceable(out):
         raise SettingsError(f"{out} holds files that are not of an export: name another folder")
     try:
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"{out} cannot be made: {error.strerror}") from error
+
+
+def _is_replaceable(out: Path) -> bool:
+    """Whether a path is a folder with nothing but the files that an export lists in its check.json."""
+    if not out.is_dir():
+        return False
+    there = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir() or path.is_symlink()}
+    there = {name for name in there if "__pycache__" not in Path(name).parts}
+    try:
+        own = json.loads((out / "check.json").read_text("utf-8")) if there else {"files": []}
+        known = not there or "Called by `clipstream export`" in (out / "check.py").read_text("utf-8")
+        return known and there <= {*own["files"], "check.json", "README.md"}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """A new folder beside `out`, which takes its place at the end, or goes if there is an error."""
+    final = out.resolve()
+    try:
+        scratch = TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent)
+    except OSError as error:
+        raise SettingsError(f"{out} cannot be made: {error.strerror}") from error
+    with scratch as name:
+        draft = Path(name, "new")
+        draft.mkdir()
+        yield draft
+        try:
+            if final.exists():
+                final.rename(Path(name, "old"))
+            draft.rename(final)
+        except OSError as error:
+            raise SettingsError(f"{out} cannot be replaced: {error.strerror}; name another folder") from error
 
 
 def _samples_for(data: str | None, settings: Settings) -> Samples:
@@ -177,11 +242,11 @@ def _samples_for(data: str | None, settings: Settings) -> Samples:
     Raises ClipstreamError: `data` cannot be read.
     """
     if data is not None:
-        return read(load(["--train-data", data]).data.sources["train"], data)
+        return read(load(["--train-data", data]).data.sources["train"])
     sections = [source for one in settings.evals.values() for source in sources_of(one).values()]
     for section in (*sections, *settings.data.sources.values()):
         try:
-            return read(section, str(section.shards))
+            return read(section)
         except ClipstreamError as error:
             logger.warning(f"the run's own data cannot be read for the check: {error}")
     return drawn()
