@@ -173,8 +173,9 @@ def read_config(folder: Path) -> Config | None:
     preprocess: Config = {}
     if (folder / PREPROCESSOR).is_file():
         try:
-            preprocess = _preprocess(json.loads((folder / PREPROCESSOR).read_text(encoding="utf-8")))
-        except (OSError, ValueError, AttributeError) as error:
+            values = json.loads((folder / PREPROCESSOR).read_text(encoding="utf-8"))
+            preprocess = _preprocess(values, folder / PREPROCESSOR)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise SettingsError(
                 f"{folder / PREPROCESSOR} is no configuration of an image processor: {error}"
             ) from error
@@ -275,11 +276,23 @@ def _siglip(config: Config, folder: Path) -> Config:
     }
 
 
-def _preprocess(values: Mapping[str, Any]) -> Config:
-    """open_clip's preprocess_cfg for the image processors of CLIP and SigLIP."""
-    size = values.get("size")
+def _preprocess(values: Mapping[str, Any], path: Path) -> Config:
+    """open_clip's preprocess_cfg for the image processors of CLIP and SigLIP.
+
+    Raises SettingsError: another filter than open_clip's, or a crop that is smaller than the resized image.
+    """
+    size, crop = values.get("size"), values.get("crop_size")
+    edge = size.get("shortest_edge") if isinstance(size, dict) else size
+    sides = set(crop.values()) if isinstance(crop, dict) else {crop}
+    if values.get("do_center_crop", True) and edge is not None and crop is not None and sides != {edge}:
+        raise SettingsError(f"{path}: open_clip does not crop images of shortest edge {edge} to {crop}")
     squash = isinstance(size, dict) and "height" in size and not values.get("do_center_crop")
     found = {"mean": values.get("image_mean"), "std": values.get("image_std")}
     filters = {number: name for name, number in RESAMPLE.items()}
-    found |= {"interpolation": filters.get(values.get("resample", 3), "bicubic")}
+    resample = 3 if values.get("resample") is None else values["resample"]
+    if resample not in filters:
+        raise SettingsError(
+            f"{path}: open_clip has no filter for resample {resample}, only 2 (bilinear) and 3 (bicubic)"
+        )
+    found |= {"interpolation": filters[resample]}
     return {key: value for key, value in found.items() if value} | {"resize_mode": "squash" if squash else "shortest"}

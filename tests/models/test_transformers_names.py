@@ -67,9 +67,15 @@ def test_the_configuration_of_a_siglip_folder(tmp_path: Path) -> None:
     found = ModelConfig.beside(tmp_path)
     assert found.model_cfg["vision_cfg"]["timm_model_name"] == "vit_base_patch16_siglip_224"
     assert found.preprocess_cfg == {"mean": [0.5, 0.5, 0.5], "interpolation": "bilinear", "resize_mode": "squash"}
-    for damaged in ("{", "[]"):
+    other = "is no configuration of an image processor"
+    for damaged, said in (
+        ("{", other),
+        ("[]", other),
+        ('{"resample": 1}', "open_clip has no filter for resample 1"),
+        ('{"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}', "does not crop images"),
+    ):
         (tmp_path / "preprocessor_config.json").write_text(damaged)
-        with pytest.raises(SettingsError, match="is no configuration of an image processor"):
+        with pytest.raises(SettingsError, match=said):
             ModelConfig.beside(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     transformers.SiglipConfig(vision_config={"hidden_size": 32, "num_attention_heads": 2}).save_pretrained(tmp_path)
