@@ -38,7 +38,7 @@ from clipstream.data.loader.workers import with_workers
 from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, Stopped
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.losses.contrastive import build_loss, warn_of_duplicates
@@ -120,8 +120,15 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
         end = store.locate(str(run.folder)).checkpoint
         assert end is not None, "the last step is saved"
         last = store.model_in(end, settings.model, tokenizer_fits=True)
+        step.optimizer.state.clear()  # the watch holds the step until the end
+        step.optimizer.zero_grad()
         del model, step  # whose memory another model takes now
-        interpolate(settings, settings.model.not_trained(), last, rule, run.folder / INTERPOLATED, world)
+        start, out, stopped = settings.model.not_trained(), run.folder / INTERPOLATED, run.signals
+        try:
+            interpolate(settings, start, last, rule, out, world, lambda: stopped.received is not None)
+        except Stopped:
+            text = f"stopped by {stopped.name()} in train.interpolate, all steps are saved"
+            raise Stopped(f"{text}; the same command with --resume latest repeats it") from None
     if world.is_main:
         print_end(settings, REPORT_FILE)
 

@@ -442,6 +442,11 @@ def _checkpoints(settings: Settings) -> Problems:
         if not evaluator.every and evaluator.every_epochs is None:
             text = f"{stop.watched.evaluator} is evaluated only at the end: set --evals.{watched}.every"
             yield stop_path, text
+    if settings.train.interpolate is not None and settings.evals:
+        try:
+            settings.train.interpolate.target_of({key: evaluator.role for key, evaluator in settings.evals.items()})
+        except SettingsError as error:
+            yield ("train", "interpolate", "target"), str(error)
     for key in (key for key, evaluator in settings.evals.items() if "averaged" in evaluator.kinds):
         if (called := eval_name(key, "averaged")) in settings.evals:
             yield ("evals", called), f"reserved for the evaluations of {key} with averaged weights: use another name"

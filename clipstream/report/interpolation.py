@@ -8,7 +8,8 @@ over what was kept, and the chosen model, which everything loads, leave.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
+from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.evals.context import RunSections, context_for
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
@@ -31,7 +32,7 @@ from clipstream.report.terminal import is_share
 from clipstream.text import percent
 from clipstream.training.settings import InterpolateSettings, Metric
 from clipstream.utils import atomic_write
-from clipstream.utils.logs import announce, logger
+from clipstream.utils.logs import announce
 
 INTERPOLATED = "interpolated"  # in a run's folder
 TABLE, PLOT, FIGURES = "frontier.md", "frontier.svg", "frontier.json"
@@ -57,28 +58,24 @@ class Mixing:
         settings: of the run, with its evaluators.
         model: whose towers take the weights.
         rule: what is best.
+        interrupt: called in evaluations; where it returns True, `Stopped` is raised.
     """
 
     settings: Any
     model: ModelSettings
     rule: InterpolateSettings
     world: World
+    interrupt: Callable[[], bool] = lambda: False
     points: list[Point] = field(default_factory=list, init=False)
+    lower: set[str] = field(default_factory=set, init=False)  # evaluators whose figure is better if smaller
 
     def __post_init__(self) -> None:
         evals: Mapping[str, EvalSettings] = self.settings.evals
         sections: RunSections = self.settings
         self.guards = [name for name, section in evals.items() if section.role == "guard"]
-        targets = [name for name in evals if name not in self.guards]
-        self.metric = Metric.of(self.rule.target, "auto")
-        if self.metric is not None and self.metric.evaluator not in evals:
-            hint = did_you_mean(self.metric.evaluator, evals)
-            raise SettingsError(f"the target {self.metric} is of no evaluator{hint}")
-        if self.metric is None and len(targets) != 1:
-            found = f"several evaluators, {', '.join(targets)}," if targets else "no evaluator"
-            raise SettingsError(f"{found} without role guard: name the target as EVALUATOR/METRIC")
-        self.target = targets[0] if self.metric is None else self.metric.evaluator
+        self.target, self.metric = self.rule.target_of({name: section.role for name, section in evals.items()})
         self.context = context_for(sections, self.model, self.world)
+        self.context.interrupt = self.interrupt
         self.towers: Any = self.context.towers
         own = {name: section.model_copy(update={"weights": "trained", "on_error": "raise"})
                for name, section in evals.items()}  # fmt: skip
@@ -88,7 +85,8 @@ class Mixing:
         """The weights of another model, on the CPU. Raises SettingsError: they do not fit the towers."""
         loss_type: str = self.towers.loss_type
         model = model.model_copy(update={"allow_mismatch": True})
-        other = build_towers(model, seed=self.settings.run.seed, loss_type=loss_type, world=self.world)
+        seed, tokenizer = self.settings.run.seed, self.settings.tokenizer
+        other = build_towers(model, seed=seed, loss_type=loss_type, tokenizer=tokenizer, world=self.world)
         found: dict[str, torch.Tensor] = other.clip.state_dict()
         own = self.towers.clip.state_dict()
         shapes = [{key: tuple(tensor.shape) for key, tensor in state.items()} for state in (own, found)]
@@ -103,22 +101,38 @@ class Mixing:
         """The figures of weights. Collective. Raises SettingsError: the target has no such metric."""
         self.towers.clip.load_state_dict(state)
         records = {str(record["eval"]): record for record in self.runner(len(self.points), last=True)}
-        figures = {one: main_figure(record) for one, record in records.items()}
-        target = figures[self.target]
+        found = {one: main_figure(record) for one, record in records.items()}
         if self.metric is not None:
             self.metric.expect("the target", {self.target: list(records[self.target])})
             value = self.metric.value(records[self.target])
             assert value is not None
-            figures[self.target], target = value, -value if self.metric.lower else value
-        point = Point(name, figures, target)
+            found[self.target] = value, self.metric.lower
+        figures = {one: figure for one, (figure, _) in found.items()}
+        self.lower = {one for one, (_, lower) in found.items() if lower}
+        target = -figures[self.target] if self.target in self.lower else figures[self.target]
+        point = Point(name, figures, target if math.isfinite(target) else -math.inf)
         self.points.append(point)
         if self.world.is_main:
             announce(f"{name:<16} " + ", ".join(f"{one} {shown(value)}" for one, value in figures.items()))
         return point
 
     def keeps(self, point: Point, start: Point) -> bool:
-        """Whether the guards have the wanted share of their figures at the start."""
-        return all(point.figures[name] >= self.rule.guard_kept * start.figures[name] for name in self.guards)
+        """Whether the guards have the wanted share of their figures at the start.
+
+        A figure that is better if smaller may grow by this factor.
+
+        Raises ClipstreamError: a guard has no figure at the start.
+        """
+        return all(self._keeps(name, point.figures[name], start.figures[name]) for name in self.guards)
+
+    def _keeps(self, name: str, figure: float, start: float) -> bool:
+        kept, lower = self.rule.guard_kept, name in self.lower
+        if not math.isfinite(start):
+            raise ClipstreamError(f"the guard {name} is {start} at the start, with which nothing can be compared")
+        if not kept:
+            return True
+        bar = start * (kept if (start < 0) == lower else 1 / kept)
+        return figure <= bar if lower else figure >= bar
 
     def write(self, folder: Path, chosen: Point, state: Tensors, rule: str = "") -> None:
         """Write the chosen model, the table and the plot. On rank 0 alone."""
@@ -153,16 +167,24 @@ class Mixing:
 
 
 def interpolate(
-    settings: Any, start: ModelSettings, end: ModelSettings, rule: InterpolateSettings, out: Path, world: World
+    settings: Any,
+    start: ModelSettings,
+    end: ModelSettings,
+    rule: InterpolateSettings,
+    out: Path,
+    world: World,
+    interrupt: Callable[[], bool] = lambda: False,
 ) -> None:
     """Evaluate the models between two, choose one and write it. Collective.
 
     Of the weights at `alphas`, start + alpha (end - start), it is the one with the best target among those whose guards
     keep `guard_kept` of their figures at the start.
 
-    Raises SettingsError: as Mixing; the models are not of the same kind.
+    Raises:
+        SettingsError: as Mixing; the models are not of the same kind.
+        Stopped: `interrupt` returned True in an evaluation.
     """
-    mixing = Mixing(settings, end, rule, world)
+    mixing = Mixing(settings, end, rule, world, interrupt)
     last, first = mixing.state(end, "END"), mixing.state(start, "START")
     alphas = sorted({0.0, *rule.alphas})
     points = {alpha: mixing.evaluate(f"alpha {alpha:g}", mixed(first, last, alpha)) for alpha in alphas}
@@ -210,6 +232,14 @@ def soup(
     world.barrier()
 
 
+def check_out(out: Path, models: Iterable[Path]) -> None:
+    """Raises SettingsError: a folder to write holds other files than those of a mixture, or one of the models."""
+    if out.exists() and not (out / FIGURES).is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise SettingsError(f"{out} holds files that are not of interpolate: name another folder with --out")
+    if out.resolve() in [path.resolve() for path in models]:
+        raise SettingsError(f"{out} is one of the models: name another folder with --out")
+
+
 def mixed(first: Tensors, last: Tensors, alpha: float) -> dict[str, torch.Tensor]:
     """first + alpha (last - first); at 0 and 1 with the bits of these; of whole numbers those of the nearer."""
     if alpha in (0, 1):
@@ -236,19 +266,22 @@ def average(states: Iterator[Tensors]) -> dict[str, torch.Tensor]:
             for name, tensor in total.items()}  # fmt: skip
 
 
-def main_figure(record: Mapping[str, Any]) -> float:
-    """The figure of an evaluation: the mean of its R@1, or its first metric. Raises ClipstreamError: it failed."""
+def main_figure(record: Mapping[str, Any]) -> tuple[float, bool]:
+    """The figure of an evaluation, and whether it is better if smaller: the mean of its R@1, or its first metric.
+
+    Raises ClipstreamError: it failed, or has no metric.
+    """
     if "error" in record:
         raise ClipstreamError(f"evals.{record['eval']}: {record['error']}")
     metrics = {name: value for name, value in record.items() if not name.startswith(("chance", "n_"))}
-    both = [value for name, value in metrics.items() if name.endswith("R@1")]
-    shares = [value for name, value in metrics.items() if is_share(name, value)]
-    if not (found := both or shares[:1]):
-        logger.debug(f"{record['eval']} has no share: its first metric counts")
-        found = [value for name, value in metrics.items() if name not in ("step", "eval", "dropped", "seconds", "n")][
-            :1
-        ]
-    return fmean(found)
+    if both := [value for name, value in metrics.items() if name.endswith("R@1")]:
+        return fmean(both), False
+    names = [name for name in metrics if name not in ("step", "eval", "dropped", "seconds", "n")]
+    if not names:
+        raise ClipstreamError(f"evals.{record['eval']} has no metric that could be compared")
+    name = next((name for name in names if is_share(name, metrics[name])), names[0])
+    metric = Metric.of(f"{record['eval']}/{name}", "auto")
+    return metrics[name], metric is not None and metric.lower
 
 
 def shown(value: float) -> str:

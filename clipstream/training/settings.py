@@ -194,6 +194,22 @@ class InterpolateSettings(Section):
 
     _whole = field_validator("target")(checked_metric)
 
+    def target_of(self, roles: Mapping[str, str]) -> tuple[str, Metric | None]:
+        """The evaluator that decides, of those with these roles by name, and its metric where one is set.
+
+        Raises SettingsError: there is no such evaluator, or several and no metric.
+        """
+        metric = Metric.of(self.target, "auto")
+        if metric is not None:
+            if metric.evaluator not in roles:
+                raise SettingsError(f"the target {metric} is of no evaluator{did_you_mean(metric.evaluator, roles)}")
+            return metric.evaluator, metric
+        targets = [name for name, role in roles.items() if role != "guard"]
+        if len(targets) != 1:
+            found = f"several evaluators, {', '.join(targets)}," if targets else "no evaluator"
+            raise SettingsError(f"{found} without role guard: name the target as EVALUATOR/METRIC")
+        return targets[0], None
+
 
 class TrainSettings(Section):
     """Length and numerics of the training. Give one of steps, samples and epochs."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import shlex
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ from safetensors.torch import load_file
 from clipstream.cli.verbs.evaluate import main as evaluate
 from clipstream.cli.verbs.interpolate import main
 from clipstream.cli.verbs.train import main as train
-from clipstream.report.interpolation import Mixing, Point, average, mixed
+from clipstream.errors import ClipstreamError
+from clipstream.report.interpolation import Mixing, Point, average, interpolate, main_figure, mixed
 from clipstream.training.settings import InterpolateSettings
 from tests.support.ranks import ROOT, end_ranks
 from tests.support.runs import flags, furnish, train_on, weights
@@ -90,6 +95,9 @@ def test_the_verb_takes_a_start_a_grid_a_target_and_soups(place: Path, tmp_path:
         "new": figures(tmp_path / "b")["points"][0]["new"],
     }
 
+    assert main([other, "--out", f"{tmp_path}/c"]) == 0
+    assert [point["weights"] for point in figures(tmp_path / "c")["points"]] == ["alpha 0", "alpha 0.5", "alpha 1"]
+
     for kind in ("uniform", "greedy"):
         assert main([end, other, "--soup", kind, "--out", f"{tmp_path}/{kind}"]) == 0
     states = [weights(place, "b", 6), weights(place, "a", 6)]
@@ -125,6 +133,10 @@ def test_several_ranks_write_what_one_writes(place: Path) -> None:
         (["{place}/runs/start"], "has no evaluators"),
         (["{place}/runs/b/checkpoints/step_00000006", "--soup", "greedy"], "CHECKPOINT CHECKPOINT"),
         (["{place}/other", "{place}/runs/b"], "is another model than"),
+        (["{place}/runs/b", "{place}/runs/b", "--soup", "greedy"], "is named twice"),
+        (["{place}/runs/b", "{place}/runs/a", "--soup", "greedy", "--alphas", "[1]"], "--alphas is not of --soup"),
+        (["{place}/runs/b", "--out", "{place}/runs/b/checkpoints/step_00000006"], "not of interpolate: name another"),
+        (["{place}/runs/a/interpolated", "{place}/runs/b", "--out", "{place}/runs/a/interpolated"], "one of the mod"),
     ],
 )
 def test_wrong_commands_are_refused_in_one_sentence(argv: list[str], words: str, place: Path, capsys: Any) -> None:
@@ -138,10 +150,39 @@ def test_wrong_commands_are_refused_in_one_sentence(argv: list[str], words: str,
 
 def test_guards_decide_which_weights_may_be_chosen() -> None:
     mixing = Mixing.__new__(Mixing)
-    mixing.guards, mixing.rule = ["old"], InterpolateSettings(guard_kept=0.9)
+    mixing.guards, mixing.rule, mixing.lower = ["old"], InterpolateSettings(guard_kept=0.9), set()
     start = Point("0", {"old": 0.5, "new": 0.1}, 0.1)
     assert mixing.keeps(Point("1", {"old": 0.45, "new": 0.9}, 0.9), start)
     assert not mixing.keeps(Point("1", {"old": 0.44, "new": 0.9}, 0.9), start)
+    figure, lower = main_figure({"eval": "old", "step": 1, "val_loss": 2.0})
+    assert (figure, lower) == (2.0, True) and main_figure({"eval": "old", "a_R@1": 0.5, "b_R@1": 1.0}) == (0.75, False)
+    for begin, kept, lost, lower in ((2.0, 2.2, 2.3, True), (-2.0, -2.2, -2.3, False), (-2.0, -1.8, -1.7, True)):
+        mixing.lower = {"old"} if lower else set()
+        first = Point("0", {"old": begin}, 0.0)
+        assert mixing.keeps(first, first)
+        assert [mixing.keeps(Point("1", {"old": one}, 0.0), first) for one in (kept, lost)] == [True, False]
+    with pytest.raises(ClipstreamError, match="the guard old is nan at the start"):
+        mixing.keeps(start, Point("0", {"old": math.nan}, 0.0))
+
+
+def test_a_signal_stops_the_choice_and_wrong_targets_stop_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    more = [*EVALS, f"{place}/val/*.tar", "--train.interpolate"]
+    assert train([*flags(place, "wrong", *more, "{target: no/R@1}", steps=3)]) == 2
+    assert "the target no/R@1 is of no evaluator" in capsys.readouterr().err and not (place / "runs" / "wrong").exists()
+
+    def signalled(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        interpolate(*args)
+
+    argv = flags(place, "stopped", *more, "{alphas: [1]}", steps=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["clipstream.train"], "interpolate", signalled)
+        assert train(argv) == 75
+    assert "stopped by SIGTERM in train.interpolate, all steps are saved" in capsys.readouterr().err
+    assert train([*argv, "--resume", "latest"]) == 0
+    assert (place / "runs" / "stopped" / "interpolated" / "frontier.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["lora", "full-with-guard"])

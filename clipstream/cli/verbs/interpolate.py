@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from clipstream.checkpoint.store import Subject, locate, model_in, named
+from clipstream.checkpoint.store import Subject, locate, model_at, model_in, named
 from clipstream.cli.verbs.evaluate_watch import has_own_tokenizer
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag
@@ -27,12 +27,14 @@ from clipstream.training.settings import InterpolateSettings
 from clipstream.utils.section import own_path
 
 OWN_FLAGS = {
-    "--alphas": "shares of END to evaluate: FIRST:LAST:STEP, or a list, '[0.3, 0.5]' (default: 0:1:0.1)",
+    "--alphas": "shares of END to evaluate: FIRST:LAST:STEP, or a list, '[0.3, 0.5]' (default: those of END's "
+    "train.interpolate, else 0:1:0.1)",
     "--target": "EVALUATOR/METRIC to be best (default: R@1, or the first metric, of the only evaluator without role: "
     "guard)",
-    "--guard-kept": "share of the start's figure that each guard must keep (default: 0.97)",
+    "--guard-kept": "share of the start's figure that each guard must keep (default: that of END's "
+    "train.interpolate, else 0.97)",
     "--soup": "average of all models named, instead: uniform, or greedy (each that makes the target no worse)",
-    "--weights": "trained (default) or averaged (train.ema) weights of the checkpoints",
+    "--weights": "trained (default) or averaged (train.ema) weights of END, or of the checkpoints of a soup",
     "--out": "folder to write (default: interpolated, or soup, in END's run)",
 }
 
@@ -54,10 +56,19 @@ def main(argv: list[str]) -> int:
     if not settings.evals:
         raise SettingsError(f"{names[-1]} has no evaluators: add --val-data SHARDS, or --config with a section evals")
     validate_evals(settings, shown=False)
-    rule = _rule(own)
+    if kind and (given := own.keys() & {"--alphas", "--guard-kept"}):
+        raise SettingsError(f"{min(given)} is not of --soup, which has no start: remove one of them")
+    rule = _rule(own, settings.train.interpolate)
     averaged = choice_flag(own, "--weights", ("trained", "averaged"), "trained") == "averaged"
     fits = bool(trained) and has_own_tokenizer(settings, trained[1])
-    models = {_label(subject): _model(subject, settings, fits, averaged=averaged) for subject in subjects}
+    labels = [_label(subject) for subject in subjects]
+    named_as = [str(subject.checkpoint) if labels.count(label) > 1 else label
+                for subject, label in zip(subjects, labels, strict=True)]  # fmt: skip
+    models = {name: _model(subject, settings, fits, averaged=averaged)
+              for name, subject in zip(named_as, subjects, strict=True)}  # fmt: skip
+    if len(models) < len(subjects):
+        twice = next(name for name in named_as if named_as.count(name) > 1)
+        raise SettingsError(f"{twice} is named twice: name each checkpoint once")
     start = _start(names, end, settings) if not kind else None
     for model in filter(None, (*models.values(), start)):
         preflight(model.model_copy(update={"allow_mismatch": True}), ask=World.from_env().local_rank == 0)
@@ -67,6 +78,8 @@ def main(argv: list[str]) -> int:
     def body(world: World, watch: FailureWatch) -> None:
         from clipstream.report import interpolation
 
+        first = None if kind or len(names) == 1 else model_at(Path(names[0]))
+        interpolation.check_out(out, filter(None, (first, *(subject.checkpoint for subject in subjects))))
         if start is None:
             interpolation.soup(settings, models, "greedy" if kind == "greedy" else "uniform", rule, out, world)
         else:
@@ -98,9 +111,11 @@ def _start(names: list[str], end: Subject, settings: Settings) -> ModelSettings:
     return model.model_copy(update={"pretrained": name})
 
 
-def _rule(own: dict[str, str]) -> InterpolateSettings:
-    """What is best, of the verb's flags. Raises SettingsError: a value is wrong."""
-    values: dict[str, Any] = {"target": own.get("--target")}
+def _rule(own: dict[str, str], trained: InterpolateSettings | None) -> InterpolateSettings:
+    """What is best, of the verb's flags, or of END's train.interpolate. Raises SettingsError: a value is wrong."""
+    values: dict[str, Any] = {} if trained is None else trained.model_dump()
+    if "--target" in own:
+        values["target"] = own["--target"]
     if "--guard-kept" in own:
         values["guard_kept"] = own["--guard-kept"]
     try:
