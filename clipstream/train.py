@@ -211,8 +211,7 @@ def own_inputs(settings: Settings, model: Model) -> ModelInputs:
     """What is made of samples; for the teacher pixels and ids of its own where those of the model do not fit it."""
     towers, teacher = model.towers, model.teacher
     inputs = ModelInputs(model.tokenizer, towers.image, features=model.stored, text_lengths=towers.text_lengths)
-    texts = max((getattr(source.caption, "texts", 1) for source in settings.data.sources.values()), default=1)
-    inputs = replace(inputs, groups=group_field(settings.loss), texts=texts)
+    inputs = replace(inputs, groups=group_field(settings.loss), texts=settings.data.texts)
     if teacher is not None and teacher.towers.image.size != towers.image.size:
         inputs = replace(inputs, teacher_image=teacher.towers.image)
     if teacher is not None and not (settings.tokenizer.type == "model" and teacher.towers.same_tokenizer(towers)):

@@ -268,6 +268,10 @@ def build_loader(
     with on_terminal():
         settings = settings_from(*_source(data, overrides, flags), ranks=world.size)
         validate_sources(settings)
+        if settings.data.texts > 1:
+            raise SettingsError(
+                "data.sources: build_loader gives one text of a sample: remove caption.per_image and caption.negatives"
+            )
         settings = with_val_split(settings)
         found = with_lanes(settings.data)
         workers, _ = resolve_workers(found, world)

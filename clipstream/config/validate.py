@@ -181,6 +181,8 @@ PAIRS = (
         for other, value, reason in (
             ("data.image_features", SET, "not supported with {1}, which has one text of a sample in a step: remove it"),
             ("data.text_features", SET, "not supported with {1}, which has one text of a sample in a step: remove it"),
+            ("data.teacher_features", SET, "not supported with stored teachers, which have one text of a sample in a "
+                "step: remove it"),
             ("distill", _CHANGED, "not supported with distillation, which compares one text of a sample: remove it"),
             ("model.text.cache_gib", SET, "not supported with {1}: remove one of them"),
             ("loss.duplicates", "mask", "not supported with loss.duplicates {1}: use negatives or positives"),

@@ -50,7 +50,7 @@ class Batch:
         lengths: true length of each text in tokens, or those of a sample's M texts, counted on the host; None if nobody
             counted.
         roles: int32 [n, M], what each of the M texts of a sample is: 1 a caption, -1 a hard negative, 0 absent (a copy
-            of the first one); None for a caption of each sample.
+            of a caption); None for a caption of each sample.
     """
 
     pixels: torch.Tensor | None

@@ -20,7 +20,7 @@ from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.order.lanes import Fingerprint, Mix, Numbers, SourceMix
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order.windows import EpochPlan, GroupedOrder, IndexedOrder, Order, SourceOrder, group_size_for
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
 from clipstream.errors import SettingsError
@@ -222,6 +222,9 @@ def reading_of(source: SourceSettings) -> dict[str, object]:
     found: dict[str, Any] = json.loads(source.model_dump_json(include=set(chosen)))
     if found["caption"].get("lines") == "all":  # stores that were made before there was this setting are the same
         del found["caption"]["lines"]
+    if isinstance(source.caption, TextCaption | JsonCaption):  # what a step draws of the texts, not what they are
+        for key in ("per_image", "negatives"):
+            del found["caption"][key]
     return found
 
 

@@ -293,7 +293,7 @@ class SourceSettings(PluginSection):
         if not isinstance(value, Mapping):
             return value
         caption = value.get("caption") or {}
-        if not isinstance(caption, Mapping) or caption.keys() - {"lines"}:
+        if not isinstance(caption, Mapping) or caption.keys() - {"lines", "per_image", "negatives"}:
             return value
         is_csv = _which_are_csv(value.get("shards"), value.get("type", AUTO))
         of_csv = {"type": "text", "key": CSV_CAPTION, **caption}
@@ -534,6 +534,12 @@ class DataSettings(Section):
                  "requires --data.sampling.mode indexed"),
         Conflict({"groups.by": SET, "sampling.shards": "split"},
                  "not supported with data.sampling.shards split, as groups are of all shards: remove one of them"),
+        *(
+            Conflict({f"shuffle.{key}": other_than(usual), "groups.by": SET},
+                     "has no effect with data.groups.by, whose order is over all samples: remove it",
+                     notice=True)
+            for key, usual in (("window", 2000), ("shards", "auto"))
+        ),
         Conflict({"groups.samples": other_than(2), "groups.by": None},
                  "requires data.groups.by, e.g. --data.groups.by json:product.sku"),
     )  # fmt: skip
@@ -547,6 +553,12 @@ class DataSettings(Section):
         if self.groups.by is not None and self.global_batch_size % self.groups.samples:
             text = f"{self.groups.samples} samples of a group do not divide the global batch of"
             yield "groups", f"{text} {self.global_batch_size}: set another number"
+
+    @property
+    def texts(self) -> int:
+        """The most texts of a sample in a training step, M."""
+        captions = [source.caption for source in self.sources.values()]
+        return max((one.texts for one in captions if isinstance(one, _SeveralTexts)), default=1)
 
     @property
     def stored_towers(self) -> dict[str, str]:

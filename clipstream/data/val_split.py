@@ -202,7 +202,10 @@ def _seen(source: Source, data: DataSettings) -> list[Seen]:
     Raises ShardError: a shard cannot be read, whose samples might have counterparts among those held out.
     """
     section = source.settings
-    caption, background = build_caption(section.caption), rgb(section.background)
+    settings, background = section.caption, rgb(section.background)
+    if isinstance(settings, LabelCaption):  # whose texts are not compared: no templates of open_clip, which needs torch
+        settings = settings.model_copy(update={"templates": "plain"})
+    caption = build_caption(settings)
     members = None if caption.members is None else (*split_keys(section.image_key), *caption.members)
 
     def read(name: str, sample: RawSample) -> Seen:

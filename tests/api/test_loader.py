@@ -166,6 +166,11 @@ def test_mistakes_are_named(shards: str, tmp_path: Path) -> None:
         (r"preprocess is a positional argument: build_loader\(data, preprocess", (shards,), {"preprocess": 16}),
         (r"tokenizer is a positional argument", (shards, 16), {"tokenizer": len}),
         (r"overrides is a positional argument", (shards, 16), {"overrides": {"data.workers": 0}}),
+        (
+            r"build_loader gives one text of a sample",
+            (shards, 16, None, {"data.sources.train.caption.negatives": "swap"}),
+            {},
+        ),
     ]
     (tmp_path / "junk.tar").write_bytes(b"no tar" * 100)
     if not torch.cuda.is_available():

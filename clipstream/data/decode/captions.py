@@ -298,13 +298,15 @@ class JsonField(_Field):
         return self._fallback.candidates(sample) + [[]] * (len(self._paths) - 1) if by_path is None else by_path
 
     def _negative_texts(self, sample: RawSample) -> list[str]:
-        if self._negatives is None or member_of(sample, self._json) is ABSENT:
-            return []
         found: list[str] = []
-        for inner in values_at(object_of(sample, self._json, "no_caption"), self._negatives):
-            there = (structure(inner) if isinstance(inner, str) else None) or inner
-            texts = there if isinstance(there, list) else [there]
-            found += [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+        if self._negatives is None:
+            return found
+        with contextlib.suppress(Dropped):  # the fallback may stand in for a broken JSON member
+            for inner in values_at(object_of(sample, self._json, "no_caption"), self._negatives):
+                there = (structure(inner) if isinstance(inner, str) else None) or inner
+                for text in there if isinstance(there, list) else [there]:
+                    with contextlib.suppress(Dropped):
+                        found += [usable_text(text)] if isinstance(text, str) else []
         return found
 
     def _by_path(self, sample: RawSample) -> list[list[str]] | None:
@@ -415,8 +417,9 @@ class LabelText(_Field):
             if number is not None:
                 raise Dropped("no_label", f"{label} is a number: set the names of the classes with caption.classes")
             return label.replace("_", " ")
-        if (name := self._folded.get(label.casefold())) is not None:
-            return name
+        for written in (label, label.replace("_", " ")):
+            if (name := self._folded.get(written.casefold())) is not None:
+                return name
         if number is None or not 0 <= number < len(self._names):
             raise Dropped("no_label", f"{label!r} is none of the {len(self._names):,} classes of caption.classes")
         return self._names[number]

@@ -36,7 +36,7 @@ from clipstream.data.decode.captions import (
 from clipstream.data.decode.images import ImageTransform
 from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
 from clipstream.data.decode.labels import GroupField
-from clipstream.data.decode.tokenizers import Tokenizer, readable
+from clipstream.data.decode.tokenizers import Ids, Tokenizer, readable
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health
 from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards
@@ -264,6 +264,8 @@ class Pipeline:
             elif buffer.ids.shape[1]:  # else features take the place of texts
                 ids = tokenizer.encode(several or list(captions.values()))
                 buffer.ids[list(captions)] = ids.reshape(len(captions), -1)
+                if several:
+                    _leave_out_equal(ids, buffer.roles, list(captions))
             if (teacher := self.inputs.teacher_tokenizer) is not None:
                 buffer.teacher_ids[list(captions)] = teacher.encode(list(captions.values()))
         lanes = {lane.number: lane.state() for lane in self.lanes}
@@ -374,7 +376,9 @@ class Pipeline:
         reader, stored = slot.reader, slot.reader.stored
         if stored is None and self.inputs.texts > 1 and slot.rng is not None:
             drawn, negative = draw_several(reader.caption, sample, slot.rng)
-            slot.texts = ({} if negative is None else {negative: -1}) | dict.fromkeys(drawn, 1)
+            slot.texts = dict.fromkeys(drawn, 1)
+            if negative is not None:
+                slot.texts.setdefault(negative, -1)
             return drawn[0]
         if stored is None:
             return reader.caption(sample, slot.rng)
@@ -444,6 +448,21 @@ class Pipeline:
             slot.name = slot.sample.name
         else:
             again.append(slot)
+
+
+def _leave_out_equal(ids: Ids, roles: np.ndarray[Any, Any], rows: list[int]) -> None:
+    """Set the role of a negative to 0 where a caption of its sample has the same ids: other case, or cut off.
+
+    Args:
+        ids: of the M texts of each of `rows`, [n M, T].
+        roles: of the texts of all rows, [N, M].
+    """
+    own = roles[rows]
+    texts = ids.reshape(*own.shape, -1)
+    negative = np.take_along_axis(texts, own.argmin(axis=1)[:, None, None], axis=1)  # at most one of a sample
+    equal = ((texts == negative).all(axis=2) & (own > 0)).any(axis=1)
+    own[(own < 0) & equal[:, None]] = 0
+    roles[rows] = own
 
 
 @dataclass

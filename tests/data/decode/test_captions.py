@@ -37,7 +37,15 @@ from clipstream.data.decode.labels import (
     LabelsField,
 )
 from clipstream.data.order.rng import SampleRNG, SampleRNGs, mix
-from clipstream.data.settings import CaptionSettings, JsonCaption
+from clipstream.data.order_plan import reading_of
+from clipstream.data.settings import (
+    CSV_CAPTION,
+    CaptionSettings,
+    DataSettings,
+    JsonCaption,
+    SourceSettings,
+    TextCaption,
+)
 from clipstream.errors import DataError, Dropped, SettingsError
 from tests.support.pictures import ByteTokenizer
 
@@ -221,6 +229,26 @@ def test_several_texts_of_a_sample_are_different_and_follow_from_its_random_numb
     many = build_caption(CaptionSettings.model_validate(given | {"per_image": 9, "negatives": "absent"}))
     captions, negative = draw_several(many, sample, SampleRNG(1))
     assert sorted(captions) == ["a bird", "a red bird", "the robin"] and negative is None
+    # Neither a JSON member that the fallback stands in for nor a text that is none costs the sample.
+    other = build_caption(CaptionSettings.model_validate(given | {"fallback": "txt", "per_image": 1}))
+    assert draw_several(other, {"json": b"[", "txt": b"a bird"}, SampleRNG(1)) == (["a bird"], None)
+    sample = {"json": json.dumps(texts | {"wrong": ["\ud800", " a cat "]}).encode()}
+    assert {draw_several(other, sample, SampleRNG(key))[1] for key in range(20)} == {"a cat"}
+
+
+def test_what_a_step_draws_is_no_other_caption() -> None:
+    several = {"per_image": 2, "negatives": "swap"}
+    plain, drawing = (SourceSettings.model_validate({"shards": "a.csv", "caption": one}) for one in ({}, several))
+    assert isinstance(drawing.caption, TextCaption) and drawing.caption.key == CSV_CAPTION
+    assert reading_of(plain) == reading_of(drawing)  # so that stores from before these settings fit
+    assert reading_of(plain)["caption"] == {"type": "text", "key": CSV_CAPTION}
+    data = DataSettings.model_validate({"sources": {"a": plain, "b": drawing}})
+    assert data.texts == 3 and data.model_copy(update={"sources": {"a": plain}}).texts == 1
+
+
+def test_a_class_is_found_by_its_name_with_underscores() -> None:
+    label = {"type": "label", "classes": ["red kite", "bulbul"], "templates": "plain"}
+    assert build_caption(CaptionSettings.model_validate(label))({"class": b"Red_kite"}, None) == "red kite"
 
 
 @pytest.mark.parametrize(
