@@ -41,6 +41,7 @@ class Facts:
     fresh: bool  # whether training begins without weights
     values: Mapping[str, Any]  # of the user, or else the defaults, by key
     free: frozenset[str]  # keys that the user did not set
+    group: int = 1  # samples whose multiple a batch is
 
 
 def choose(facts: Facts) -> Iterator[Choice]:
@@ -53,7 +54,7 @@ def choose(facts: Facts) -> Iterator[Choice]:
             yield key, value, reason
 
     batch = max(min(1 << max(n // PASS, 1).bit_length() - 1, BATCHES[1]), BATCHES[0], facts.ranks)
-    batch = batch if BATCH in facts.free else values[BATCH]
+    batch = batch + -batch % facts.group if BATCH in facts.free else values[BATCH]
     pads = values[MODE] == "indexed" and n % batch > LEFT_OUT * n and REMAINDER in facts.free
     drops = values[MODE] == "indexed" and values[REMAINDER] == "drop" and not pads
     a_pass = n // batch if drops else -(-n // batch)
@@ -97,7 +98,8 @@ def by_size(settings: Settings, ranks: int, samples: int | None = None) -> tuple
     samples = None if planned or not free else samples or _samples(settings)
     if samples is None or samples > LARGE:
         return settings, []
-    choices = [*choose(Facts(samples, ranks, settings.model.is_fresh, values, frozenset(free)))]
+    group = settings.data.groups.samples if settings.data.groups.by is not None else 1
+    choices = [*choose(Facts(samples, ranks, settings.model.is_fresh, values, frozenset(free), group))]
     for key, value, _ in choices:
         settings = _with(settings, *key.split("."), value)
     settings._chosen = {key: (value, values[key]) for key, value, _ in choices}

@@ -285,7 +285,7 @@ def _reader(
         build_filter(name, source),
         None if teacher is None else transform(teacher),
         stored,
-        None if inputs.groups is None or training is None else GroupField(inputs.groups),
+        None if inputs.groups is None or training is None else GroupField(inputs.groups, name),
     )
 
 

@@ -29,7 +29,8 @@ def group_labels(source: Source, field: str, data: DataSettings, setting: str) -
 
     Raises SettingsError: a shard cannot be read, or labels cannot be kept.
     """
-    group = GroupField(field)
+    section, name = source.settings, source.context.key.removeprefix("data.sources.")
+    group = GroupField(field, name)
     names = list(dict.fromkeys(source.names))
 
     def fill(part: Path) -> None:
@@ -38,7 +39,8 @@ def group_labels(source: Source, field: str, data: DataSettings, setting: str) -
         with part.open("wb") as file:
             np.savez(file, labels=np.concatenate(labels), ends=np.cumsum([len(one) for one in labels]))
 
-    path = cached(setting, "groups", identity(source, FORM, field, source.settings.transform), fill)
+    how = [FORM, field, name, section.transform, section.separator, section.quoting]
+    path = cached(setting, "groups", identity(source, *how), fill)
     with np.load(path, allow_pickle=False) as held:
         by_name = dict(zip(names, np.split(held["labels"], held["ends"][:-1]), strict=True))
     return [by_name[name] for name in source.names]

@@ -37,6 +37,8 @@ def test_what_is_chosen(samples: int, fresh: bool, given: dict[str, Any], chosen
     found = list(choose(Facts(samples, 1, fresh, USUAL | given, free)))
     assert {key: value for key, value, _ in found} == chosen
     assert all(reason.rpartition("; ")[2].startswith("--") for _, _, reason in found)
+    grouped = {key: value for key, value, _ in choose(Facts(samples, 1, fresh, USUAL | given, free, group=64))}
+    assert grouped.get(BATCH, 64) % 64 == 0 or BATCH in given, "samples of a group fill a batch"
 
 
 def test_a_run_has_them_and_its_configuration_repeats_them(

@@ -87,6 +87,9 @@ def test_samples_of_a_product_share_a_label_and_others_have_their_own(tmp_path: 
     folder = {"shards": f"folder:{tmp_path}/classes", "caption": {"type": "text", "key": "class"}}
     classes = by_label(batches(indexed([], "pad", sources={"t": folder}, batch=4, lanes=2), "class", 1))
     assert len(classes) == 2 and set(classes) <= set(found)
+    copies = indexed([], "pad", sources={name: {"shards": paths[1]} for name in "ab"}, batch=18)
+    alone = [label for label in by_label(batches(copies, SKU, 1)) if label % 2]
+    assert len(alone) == 4, "samples of the same name in two sources"
 
 
 def test_labels_of_a_pass_are_those_of_reading(tmp_path: Path) -> None:
@@ -104,6 +107,29 @@ def test_labels_of_a_pass_are_those_of_reading(tmp_path: Path) -> None:
     labels = group_labels(source, SKU, settings, "loss.positives.by")
     assert [len(one) for one in labels] == [23, 9, 16]
     assert [n for one in labels for n, label in enumerate(one) if not label] == [1]
+    for n in range(2):
+        (tmp_path / f"{n}.jpg").write_bytes(picture(n))
+    (tmp_path / "table.csv").write_text('filepath,title,sku\n0.jpg,t,"A ""1"""\n1.jpg,t,"A ""1"""\n')
+    for quoting, groups in ((True, 1), (False, 2)):
+        table = section.model_copy(update={"shards": str(tmp_path / "table.csv"), "drop": None, "quoting": quoting})
+        labels = group_labels(Source(table, SourceContext(key="data.sources.train")), "sku", settings, "")
+        assert len({int(label) for one in labels for label in one}) == groups, "labels of other settings of the table"
+
+
+def test_a_negative_with_the_ids_of_a_caption_is_none(tmp_path: Path) -> None:
+    texts = ("a bird on a branch", "a bird on a branch at night", "another")  # of which 16 bytes are tokens
+    samples = [
+        {"__key__": f"{n:04d}", "jpg": picture(n), "json": json.dumps({"en": texts[0], "wrong": texts[1 + n % 2]})}
+        for n in range(12)
+    ]
+    caption = {"type": "json", "path": "en", "per_image": 2, "negatives": "wrong"}
+    source = {"shards": str(write_tar(tmp_path / "0.tar", samples)), "caption": caption}
+    settings = indexed([], lanes=6, sources={"train": source})
+    (batch,) = batches(settings, SKU, 1, texts=settings.texts)
+    assert batch.roles is not None
+    for key, ids, roles in zip(batch.keys, batch.ids.view(12, 3, -1), batch.roles.tolist(), strict=True):
+        assert roles == [1, -(int(key[-1]) % 2), 0], "first the caption, and a negative of every other sample"
+        assert torch.equal(ids[0], ids[2]) and torch.equal(ids[0], ids[1]) == (roles[1] == 0)
 
 
 def test_class_folders_train_by_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +204,8 @@ def test_batches_of_groups_are_the_same_on_any_ranks_and_go_on(tmp_path: Path) -
             runs = [names[n : n + 3] for _, names, _ in epoch for n in range(0, len(names), 3)]
             assert sum(len({product(key) for key in run}) == 1 for run in runs) >= 8
         assert plain[:steps] != plain[steps : 2 * steps]
+    one = drawn(indexed(paths, "wrap", batch=9, lanes=1, groups={"by": SKU, "samples": 3}), 1, 12)
+    assert [keys for _, keys, _ in one[:6]] != [keys for _, keys, _ in one[6:12]], "one lane goes on with another epoch"
 
 
 def product(key: str) -> str:

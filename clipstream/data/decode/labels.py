@@ -38,11 +38,11 @@ class GroupField:
     """The group of a sample (a product, a class), as a label of 64 bits that is equal for the samples of a group.
 
     `field` names it as LabelField's `label` does. A sample without it is a group of its own: its label is that of its
-    name, and odd, while those of groups are even.
+    name in its source, and odd, while those of groups are even.
     """
 
-    def __init__(self, field: str) -> None:
-        self._one = LabelField(field)
+    def __init__(self, field: str, source: str) -> None:
+        self._one, self._source = LabelField(field), source
         self.members = self._one.members
 
     def __call__(self, name: str, sample: RawSample) -> int:
@@ -50,7 +50,7 @@ class GroupField:
         try:
             text, alone = self._one(sample, None), 0
         except Dropped:
-            text, alone = name, 1
+            text, alone = f"{self._source}/{name}", 1
         return ((hash_of(text.encode(errors="surrogateescape")) | 3) - 1 | alone) - (1 << 63)
 
 

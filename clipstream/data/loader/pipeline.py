@@ -451,12 +451,7 @@ class Pipeline:
 
 
 def _leave_out_equal(ids: Ids, roles: np.ndarray[Any, Any], rows: list[int]) -> None:
-    """Set the role of a negative to 0 where a caption of its sample has the same ids: other case, or cut off.
-
-    Args:
-        ids: of the M texts of each of `rows`, [n M, T].
-        roles: of the texts of all rows, [N, M].
-    """
+    """Set the role of a negative to 0 where a caption of its row has the same ids [n M, T]: other case, or cut off."""
     own = roles[rows]
     texts = ids.reshape(*own.shape, -1)
     negative = np.take_along_axis(texts, own.argmin(axis=1)[:, None, None], axis=1)  # at most one of a sample

@@ -469,7 +469,7 @@ class GroupedOrder(Order):
     keeps_slots = True
 
     def __init__(self, plan: EpochPlan, labels: Sequence[Numbers], size: int) -> None:
-        self.seed, self.source, self.window = plan.seed, 0, plan.samples[0]
+        self.seed, self.source, self.window = plan.seed, 0, plan.steps * plan.batch
         self._plan, self._size = plan, size
         self._counts = np.array([len(one) for one in labels], dtype=np.int64)
         self._labels: Numbers = np.concatenate(labels)
