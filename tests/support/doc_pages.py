@@ -15,6 +15,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ MODELS = {
     "ViT-L-14": "local-dir:model",
     "large=ViT-L-14,openai": "large=local-dir:model",
 }
+EXTRAS = {"onnx": "onnxruntime", "sentence-transformers": "sentence_transformers", "--umap": "umap"}  # word -> package
 ALIKE = {"--steps": "length", "--epochs": "length", "--train.samples": "length", "--batch-size": "batch"}
 ALIKE |= {"--data.global-batch-size": "batch", "--train.precision": "--precision"}
 
@@ -189,6 +191,8 @@ class Session:
             assert done.returncode == 0, f"{block}: {command}: {done.stderr}"
             return
         verb, flags, _ = found
+        if any(word in flags and find_spec(package) is None for word, package in EXTRAS.items()):
+            return
         out = io.StringIO()
         with contextlib.redirect_stdout(out) if into else contextlib.nullcontext():
             code = verb_module(verb).main(small(verb, flags))
@@ -217,6 +221,10 @@ def make_folder(home: Path) -> Path:
         pair.parent.mkdir(parents=True, exist_ok=True)
         pair.write_bytes(picture(number))
         pair.with_suffix(".txt").write_text(f"a photo of {number}\nfr.utf8=une photo de {number}\n")
+    for number in range(12):
+        bird = home / "birds" / ("red_kite", "owl")[number % 2] / f"{number:03d}.jpg"
+        bird.parent.mkdir(parents=True, exist_ok=True)
+        bird.write_bytes(picture(number))
     (home / "cat.jpg").write_bytes(picture(0))
     for split in ("test", "train"):
         write_benchmark(home / "sets/cars", drawn(3), split=split)
