@@ -108,7 +108,8 @@ def read(section: SourceSettings) -> Samples:
 
     Raises SettingsError: it has no usable sample.
     """
-    origin = str(redact_tree(section.shards))
+    shards = redact_tree(section.shards)
+    origin = shards if isinstance(shards, str) else ", ".join(shards)
     extract, images, texts, left = build_caption(section.caption), list[bytes](), list[str](), dict[str, int]()
     with contextlib.closing(ShardCache(None)) as cache:
         source = Source(section, SourceContext(cache))
