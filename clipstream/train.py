@@ -52,14 +52,14 @@ from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import ADAPTER, AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.models.towers import Towers
 from clipstream.report.html_report import REPORT_FILE
-from clipstream.report.interpolation import INTERPOLATED, interpolate
+from clipstream.report.interpolation import interpolate
 from clipstream.report.outputs import Ending, Outputs
 from clipstream.report.precision_audit import audit_run
 from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import RunInfo
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
-from clipstream.training.settings import EarlyStop, Metric
+from clipstream.training.settings import INTERPOLATED, EarlyStop, Metric
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
 from clipstream.training.stored_features import check_stores, open_stores, remove_towers, teacher_scales

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from clipstream.data.decode.labels import GroupField
+from clipstream.data.decode.labels import GroupField, compare_groups
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.scan import cached, identity, scan
 from clipstream.data.settings import DataSettings
@@ -48,16 +48,10 @@ def group_labels(source: Source, field: str, data: DataSettings, setting: str) -
 
 def check_groups(labels: Sequence[Numbers], field: str, *, told: bool) -> None:
     """Warn if most samples have no group, where `told`. Raises SettingsError: no two samples share one."""
-    found = np.concatenate(labels)
+    setting, found = "data.groups.by", np.concatenate(labels)
     found = found[found != 0]
-    grouped = found[found & 1 == 0]
-    if not len(grouped):
-        raise SettingsError(
-            f"data.groups.by: none of the {len(found):,} samples has {field!r}: name json:PATH, a member of the tars "
-            "or a column of the table that gives the group of a sample (`clipstream check` lists them)"
-        )
-    if len(np.unique(grouped)) == len(grouped):
-        raise SettingsError(f"data.groups.by: no two of the {len(found):,} samples have the same {field!r}")
-    if told and 2 * len(grouped) < len(found):
-        few = f"of {len(found):,} samples only {len(grouped):,} have {field!r}"
-        logger.warning(f"data.groups.by: {few}; each of the others is a group of its own")
+    shared, few = compare_groups(setting, field, found)
+    if not shared:
+        raise SettingsError(f"{setting}: no two of the {len(found):,} samples have the same {field!r}")
+    if told and few:
+        logger.warning(few)

@@ -33,11 +33,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from clipstream.data.batch import Batch
+from clipstream.data.decode.labels import compare_groups
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses import tiled
@@ -276,20 +278,16 @@ def _check_groups(field: str, batch: Batch, world: World) -> None:
     """Warn of few groups in the first batch, with `field` as loss.positives.by. Raises SettingsError: it has none."""
     assert batch.groups is not None, "training batches have groups"
     found = [label for part in world.gather_objects(batch.groups[batch.weights > 0].tolist()) for label in part]
-    grouped = [label for label in found if not label & 1]
-    if found and not grouped:
-        raise SettingsError(
-            f"loss.positives.by: none of the {len(found):,} samples of the first batch has {field!r}: name json:PATH, "
-            "a member of the tars or a column of the table that gives the group of a sample (`clipstream check` lists "
-            "them)"
-        )
-    few = f"of the {len(found):,} samples of the first batch only {len(grouped):,} have {field!r}"
-    if world.is_main and 2 * len(grouped) < len(found):
-        logger.warning(f"loss.positives.by: {few}; each of the others is a group of its own")
-    elif world.is_main and len(set(grouped)) == len(grouped):
+    if not found:
+        return
+    setting = "loss.positives.by"
+    shared, few = compare_groups(setting, field, np.array(found, dtype=np.int64), " of the first batch")
+    if world.is_main and few:
+        logger.warning(few)
+    elif world.is_main and not shared:
         logger.warning(
-            f"loss.positives.by: no two samples of the first batch have the same {field!r}, so no sample has a "
-            "further positive: use a larger batch, or a field with fewer values"
+            f"{setting}: no two samples of the first batch have the same {field!r}, so no sample has a further "
+            "positive: use a larger batch, or a field with fewer values"
         )
 
 

@@ -34,7 +34,6 @@ from clipstream.training.settings import InterpolateSettings, Metric
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce
 
-INTERPOLATED = "interpolated"  # in a run's folder
 TABLE, PLOT, FIGURES = "frontier.md", "frontier.svg", "frontier.json"
 STYLE = "text{font:10px sans-serif;fill:#666}.grid{stroke:#ddd}polyline{fill:none;stroke-width:2}.s0{stroke:#1668b4}"
 STYLE += "circle.s0{fill:#1668b4}circle.s1{fill:#d95f02}"

@@ -175,6 +175,9 @@ class EarlyStop:
         return {"metric": state.metric, "evaluations": state.stale, "best": state.best, "best_step": state.best_step}
 
 
+INTERPOLATED = "interpolated"  # in a run's folder
+
+
 class InterpolateSettings(Section):
     """Weights between the start and the end of a run (WiSE-FT, arXiv:2109.01903), of which one is chosen."""
 

@@ -23,7 +23,7 @@ from clipstream.errors import SettingsError
 from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
-from clipstream.training.settings import InterpolateSettings
+from clipstream.training.settings import INTERPOLATED, InterpolateSettings
 from clipstream.utils.section import own_path
 
 OWN_FLAGS = {
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     for model in filter(None, (*models.values(), start)):
         preflight(model.model_copy(update={"allow_mismatch": True}), ask=World.from_env().local_rank == 0)
     place = Path.cwd() if end.run is None else end.run
-    out = Path(own_path(own["--out"])) if "--out" in own else place / ("soup" if kind else "interpolated")
+    out = Path(own_path(own["--out"])) if "--out" in own else place / ("soup" if kind else INTERPOLATED)
 
     def body(world: World, watch: FailureWatch) -> None:
         from clipstream.report import interpolation

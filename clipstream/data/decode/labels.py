@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from clipstream.data.decode.class_names import number_of
 from clipstream.data.decode.tokenizers import Ids, Tokenizer
 from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import CaptionSettings
-from clipstream.errors import DataError, Dropped
+from clipstream.errors import DataError, Dropped, SettingsError
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
@@ -52,6 +52,27 @@ class GroupField:
         except Dropped:
             text, alone = f"{self._source}/{name}", 1
         return ((hash_of(text.encode(errors="surrogateescape")) | 3) - 1 | alone) - (1 << 63)
+
+
+def compare_groups(setting: str, field: str, labels: np.ndarray[Any, Any], of: str = "") -> tuple[bool, str]:
+    """Whether two samples share a group, and a warning where most samples have none, else ''.
+
+    Args:
+        setting: that names `field`, for messages.
+        labels: of GroupField, int64 [n].
+        of: what the samples are of, such as ' of the first batch'.
+
+    Raises SettingsError: no sample has a group.
+    """
+    grouped = labels[labels & 1 == 0]
+    if not len(grouped):
+        raise SettingsError(
+            f"{setting}: none of the {len(labels):,} samples{of} has {field!r}: name json:PATH, a member of the tars "
+            "or a column of the table that gives the group of a sample (`clipstream check` lists them)"
+        )
+    few = f"{setting}: of the {len(labels):,} samples{of} only {len(grouped):,} have {field!r}; each of the others is "
+    few += "a group of its own"
+    return len(np.unique(grouped)) < len(grouped), few if 2 * len(grouped) < len(labels) else ""
 
 
 class LabelsField:
