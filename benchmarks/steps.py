@@ -67,7 +67,7 @@ def _bytes(size: int) -> tuple[Make, Encode]:
 
 def _batched_ids(size: int) -> tuple[Make, Encode]:
     from clipstream.data.decode.tokenizers import build_tokenizer
-    from clipstream.data.settings import TokenizerSettings
+    from clipstream.data.text_settings import TokenizerSettings
 
     tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), tokenize(), 77)
     return _bytes(size)[0], tokenizer.encode

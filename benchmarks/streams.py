@@ -66,7 +66,8 @@ def clipstream(options: Options) -> Iterator[Batch]:
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.data.loader.pipeline import ModelInputs
     from clipstream.data.order import default_lanes
-    from clipstream.data.settings import DataSettings, TokenizerSettings
+    from clipstream.data.settings import DataSettings
+    from clipstream.data.text_settings import TokenizerSettings
     from clipstream.distributed.world import World
 
     caption = {"type": "json", "path": options.caption} if options.caption else {"type": "text"}

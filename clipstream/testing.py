@@ -27,8 +27,9 @@ from clipstream.data.decode.captions import CaptionExtractor, RawSample
 from clipstream.data.decode.images import UserImageTransform
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer
 from clipstream.data.order.rng import SampleRNG
-from clipstream.data.settings import SourceSettings, TokenizerSettings
+from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import OpenShard, ShardIndex, SourceContext, SourceType
+from clipstream.data.text_settings import TokenizerSettings
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped
 from clipstream.evals.context import EvalContext, Example, Table

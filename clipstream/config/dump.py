@@ -23,7 +23,8 @@ import braceexpand
 from clipstream.checkpoint import store
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.settings import Settings, by_key, changed, open_sources, shown, with_own_split
-from clipstream.data.settings import SPLIT_FILE, DataSettings, PathTokenizer, SourceSettings
+from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings
+from clipstream.data.text_settings import PathTokenizer
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

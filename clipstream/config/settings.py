@@ -33,8 +33,9 @@ from clipstream.config.config_sources import (
 )
 from clipstream.config.flags import flag_tree, split
 from clipstream.data.order import default_lanes
-from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, TokenizerSettings, split_counts
+from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, split_counts
 from clipstream.data.sources import Source, SourceContext
+from clipstream.data.text_settings import TokenizerSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, each, wrong_type

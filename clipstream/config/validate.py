@@ -19,8 +19,9 @@ from clipstream.config.config_sources import enumerate_words, format_problem
 from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch, with_val_split
 from clipstream.data.decode.class_names import unreadable_names
 from clipstream.data.order import default_lanes
-from clipstream.data.settings import LabelCaption, SourceSettings, split_counts
+from clipstream.data.settings import SourceSettings, split_counts
 from clipstream.data.sources import expand
+from clipstream.data.text_settings import LabelCaption
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.classes import repeated, unreadable

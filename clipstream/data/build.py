@@ -35,9 +35,10 @@ from clipstream.data.loader.workers import auto_workers
 from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, SourceMix, Stream, lanes_of_rank
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order
-from clipstream.data.settings import DataSettings, JsonCaption, SourceSettings
+from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source, SourceContext, expand
 from clipstream.data.sources.indexes import count_samples
+from clipstream.data.text_settings import JsonCaption
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS

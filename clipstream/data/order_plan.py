@@ -20,9 +20,10 @@ from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.order.lanes import Fingerprint, Mix, Numbers, SourceMix
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order.windows import EpochPlan, GroupedOrder, IndexedOrder, Order, SourceOrder, group_size_for
-from clipstream.data.settings import DataSettings, JsonCaption, SourceSettings, TextCaption
+from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
+from clipstream.data.text_settings import JsonCaption, TextCaption
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_url import redact, stable_name
 

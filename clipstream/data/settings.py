@@ -1,4 +1,4 @@
-"""Settings of the data: tokenizer, sources, captions, image transforms, order, augmentation. Imports no torch."""
+"""Settings of the data: sources, order, augmentation, reading. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from clipstream.data.image_settings import (
     ImageTransformSettings,
     rgb,
 )
-from clipstream.data.json_path import parse_path
+from clipstream.data.text_settings import CaptionSettings, SeveralTexts, TextCaption
+from clipstream.data.text_settings import TokenizerSettings as TokenizerSettings
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.utils.plugins import is_plugin, load_function
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section, other_than
@@ -35,184 +36,6 @@ def split_counts(path: Path) -> tuple[int, int | None]:
     text = path.read_bytes()
     head = re.match(rb"# (\d+) of (\d+) usable samples\n", text)
     return (int(head[1]), int(head[2])) if head else (text.count(b"\n"), None)
-
-
-class TokenizerSettings(PluginSection):
-    """How a caption becomes token ids. `type` may be a user's own `package.module:Name`."""
-
-    type: str = Field("model", description="model (the model's own), hub, path, or package.module:Name")
-    context_length: int | None = Field(
-        None,
-        ge=1,
-        description="tokens per caption; default: the model's; with more than the weights have, the first 20 positions "
-        "are kept and the others stretched",
-    )
-
-
-class _HuggingFace(TokenizerSettings):
-    """A tokenizer that may come from Hugging Face."""
-
-    trust_remote_code: bool = Field(
-        False, description="run Python code from the tokenizer's repository or folder (auto_map)"
-    )
-
-
-class ModelTokenizer(_HuggingFace):
-    """The tokenizer that belongs to the model."""
-
-    type: Literal["model"] = "model"
-
-
-class HubTokenizer(_HuggingFace):
-    """A tokenizer of the Hugging Face Hub."""
-
-    type: Literal["hub"] = "hub"
-    name: str = Field(description="repository on the Hub, e.g. timm/ViT-B-16-SigLIP")
-
-
-class PathTokenizer(_HuggingFace):
-    """A tokenizer in a local folder (tokenizer.json, tokenizer_config.json)."""
-
-    type: Literal["path"] = "path"
-    name: PathText = Field(description="folder with tokenizer.json, or that file")
-
-
-TokenizerSettings.builtin = {"model": ModelTokenizer, "hub": HubTokenizer, "path": PathTokenizer}
-
-
-SWAP = "swap"  # in place of a path to hard negatives
-
-
-class CaptionSettings(PluginSection):
-    """Where the caption of a sample is. `type` may be a user's own `package.module:Name`."""
-
-    type: str = Field("text", description="text, json, label, or package.module:Name")
-
-
-class _SeveralTexts(CaptionSettings):
-    """Texts of a sample that take part in a step."""
-
-    per_image: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="different captions of an image in a training step, drawn from those that it has, all positives; "
-        "of an image with fewer, all",
-    )
-    negatives: str | None = Field(
-        None,
-        min_length=1,
-        description="a hard negative text of the image in each training step: swap (the drawn caption with two words "
-        "swapped, as NegCLIP), or for type json a path to texts, of which one is drawn",
-    )
-
-    @property
-    def texts(self) -> int:
-        """The most texts of a sample in a step, M."""
-        return self.per_image + (self.negatives is not None)
-
-
-class TextCaption(_SeveralTexts):
-    """A text member holds the caption."""
-
-    type: Literal["text"] = "text"
-    key: str = Field(
-        "txt",
-        min_length=1,
-        description="suffix of the text member; of several, separated by ';', the first that exists is used",
-    )
-    lines: Literal["all", "first", "random"] = Field(
-        "all",
-        description="of a text of several lines: all, the first, or a random one in training and the first in "
-        "evaluation",
-    )
-
-    @field_validator("negatives")
-    @classmethod
-    def _swapped(cls, value: str | None) -> str | None:
-        if value not in (None, SWAP):
-            raise ValueError("a text member has no paths: write swap, or use a caption of type json")
-        return value
-
-
-class JsonCaption(_SeveralTexts):
-    """A field of the JSON member holds the caption.
-
-    A path is names and list positions joined by dots (`texts.1.t`), `*` for all elements (`texts.*.t`), and filters
-    (`texts[lang=en].t`). Several are tried in order, or drawn by `weights`. A path that leads to several strings, or to
-    a list of them, gives one, drawn in training, the first in evaluation.
-    """
-
-    type: Literal["json"] = "json"
-    path: str | list[str] = Field(
-        description="path into the JSON member, e.g. caption.en or texts.*.t; several are tried in order"
-    )
-    key: str = Field("json", min_length=1, description="suffix of the JSON member")
-    fallback: str | None = Field(None, description="suffix of a text member used when no path gives a caption")
-    weights: list[float] | None = Field(
-        None,
-        description="sampling weight of each path, instead of using the first path with text; paths with weight 0 are "
-        "fallbacks",
-    )
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths as a list."""
-        return [self.path] if isinstance(self.path, str) else list(self.path)
-
-    @field_validator("negatives")
-    @classmethod
-    def _path(cls, value: str | None) -> str | None:
-        if value not in (None, SWAP):
-            parse_path(value or "")
-        return value
-
-    @field_validator("path")
-    @classmethod
-    def _well_formed(cls, value: str | list[str]) -> str | list[str]:
-        paths = [value] if isinstance(value, str) else value
-        if not paths:
-            raise ValueError("name at least one path, e.g. caption.en or texts.*.t")
-        for path in paths:
-            parse_path(path)
-        return value
-
-    @field_validator("weights")
-    @classmethod
-    def _weights_fit(cls, value: list[float] | None) -> list[float] | None:
-        if value is not None and (any(w < 0 for w in value) or sum(value) <= 0):
-            raise ValueError("weights must be non-negative, at least one of them positive")
-        return value
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys of several paths."""
-        if self.weights and len(self.weights) != len(self.paths):
-            yield "weights", f"{len(self.weights)} weights for {len(self.paths)} paths: set one weight per path"
-
-
-class LabelCaption(CaptionSettings):
-    """The name of the sample's class in a template is the caption."""
-
-    type: Literal["label"] = "label"
-    label: str = Field(
-        "class;cls",
-        min_length=1,
-        description="the class of a sample: suffix of a member, or column of a table, or json:PATH; of several, "
-        "separated by ';', the first that exists is used",
-    )
-    classes: PathText | list[str] | None = Field(
-        None,
-        description="names of the classes in the order of their numbers, where labels are numbers: a list, a file, or "
-        "imagenet; default: the labels are names, with _ as a space",
-    )
-    templates: PathText | list[str] = Field(
-        "openai",
-        description="templates with {c} or {}, of which training draws one: a list, a file, openai or imagenet (80), "
-        "simple (7) or plain (1)",
-    )
-
-
-CaptionSettings.builtin = {"text": TextCaption, "json": JsonCaption, "label": LabelCaption}
 
 
 class SourceSettings(PluginSection):
@@ -558,7 +381,7 @@ class DataSettings(Section):
     def texts(self) -> int:
         """The most texts of a sample in a training step, M."""
         captions = [source.caption for source in self.sources.values()]
-        return max((one.texts for one in captions if isinstance(one, _SeveralTexts)), default=1)
+        return max((one.texts for one in captions if isinstance(one, SeveralTexts)), default=1)
 
     @property
     def stored_towers(self) -> dict[str, str]:

@@ -25,9 +25,10 @@ from clipstream.data.image_settings import MAX_PIXELS, rgb
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
 from clipstream.data.scan import cached, identity, scan
-from clipstream.data.settings import DataSettings, LabelCaption, SourceSettings, split_counts
+from clipstream.data.settings import DataSettings, SourceSettings, split_counts
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.folders import with_split
+from clipstream.data.text_settings import LabelCaption
 from clipstream.distributed.world import World
 from clipstream.storage.download import ShardError
 from clipstream.text import counted

@@ -26,7 +26,8 @@ from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, marked, readable
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.order.rng import GOLDEN, Keys, scramble
-from clipstream.data.settings import DataSettings, SourceSettings, TokenizerSettings
+from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.text_settings import TokenizerSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Interrupted, Stopped

@@ -14,8 +14,8 @@ from clipstream.config.config_sources import accepts_text
 from clipstream.config.dump import _RULES
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
-from clipstream.data.settings import PathTokenizer
 from clipstream.data.sources import expand
+from clipstream.data.text_settings import PathTokenizer
 from clipstream.utils.section import leaves
 from tests.support.tars import write_tar
 

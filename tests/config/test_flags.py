@@ -12,7 +12,7 @@ import pytest
 from clipstream.config.dump import dump
 from clipstream.config.settings import Settings, load, resolve
 from clipstream.config.validate import validate_run
-from clipstream.data.settings import JsonCaption, TextCaption
+from clipstream.data.text_settings import JsonCaption, TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import nearest
 from tests.support.settings_files import at, problems, write

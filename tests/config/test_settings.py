@@ -15,7 +15,7 @@ from clipstream.config.config_sources import NULLS
 from clipstream.config.dump import dump, portable
 from clipstream.config.settings import Settings, load, resolve
 from clipstream.config.validate import validate_evals, validate_run
-from clipstream.data.settings import JsonCaption
+from clipstream.data.text_settings import JsonCaption
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings

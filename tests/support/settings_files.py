@@ -9,7 +9,7 @@ import pytest
 
 from clipstream.config.settings import Settings, load, with_known_epoch
 from clipstream.config.validate import validate_run
-from clipstream.data.settings import CaptionSettings
+from clipstream.data.text_settings import CaptionSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type

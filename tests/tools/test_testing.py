@@ -15,7 +15,7 @@ from PIL import Image
 
 from clipstream.data.decode.captions import LabelField, build_caption
 from clipstream.data.order.rng import SampleRNG
-from clipstream.data.settings import CaptionSettings
+from clipstream.data.text_settings import CaptionSettings
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped
 from clipstream.losses.contrastive import SigmoidLoss, SoftmaxLoss

@@ -15,7 +15,7 @@ from clipstream.data.decode.captions import build_caption
 from clipstream.data.decode.images import OwnImageTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.image_settings import ImageTransformSettings
-from clipstream.data.settings import CaptionSettings, TokenizerSettings
+from clipstream.data.text_settings import CaptionSettings, TokenizerSettings
 from clipstream.errors import SettingsError
 from clipstream.evals.runner import build_evaluators
 from clipstream.evals.settings import EvalSettings

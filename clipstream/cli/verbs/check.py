@@ -32,10 +32,11 @@ from clipstream.data.decode.images import check_shape, converted, loaded, lost_a
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile, least_tokens
 from clipstream.data.image_settings import rgb
 from clipstream.data.loader.health import Captions, lost_area_note
-from clipstream.data.settings import IMAGE_KEY, CaptionSettings, SourceSettings
+from clipstream.data.settings import IMAGE_KEY, SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext
 from clipstream.data.sources.folders import contents, named_folder
 from clipstream.data.sources.indexes import count_samples
+from clipstream.data.text_settings import CaptionSettings
 from clipstream.errors import ClipstreamError, DataError, Dropped, SettingsError, each, wrong_type
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache

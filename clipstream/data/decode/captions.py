@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from clipstream.data.decode.class_names import class_names, number_of, prompt_templates
 from clipstream.data.json_path import ABSENT as ABSENT
 from clipstream.data.json_path import parse_path, structure, value_at, values_at
-from clipstream.data.settings import SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
+from clipstream.data.text_settings import SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.text import printable
 from clipstream.utils.plugins import called, load_function, make_plugin

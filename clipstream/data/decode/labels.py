@@ -25,7 +25,7 @@ from clipstream.data.decode.captions import LabelField as LabelField
 from clipstream.data.decode.class_names import number_of
 from clipstream.data.decode.tokenizers import Ids, Tokenizer
 from clipstream.data.order.rng import hash_of
-from clipstream.data.settings import CaptionSettings
+from clipstream.data.text_settings import CaptionSettings
 from clipstream.errors import DataError, Dropped, SettingsError
 
 if TYPE_CHECKING:

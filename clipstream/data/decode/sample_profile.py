@@ -19,7 +19,8 @@ import yaml
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.json_path import parse_path, step_of, structure
-from clipstream.data.settings import CSV_CAPTION, IMAGE_KEY, CaptionSettings, JsonCaption, SourceSettings, TextCaption
+from clipstream.data.settings import CSV_CAPTION, IMAGE_KEY, SourceSettings
+from clipstream.data.text_settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped
 from clipstream.storage.tar import PACKING, UNPACKING
 from clipstream.text import listed, printable

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from clipstream.data.settings import HubTokenizer, PathTokenizer, TokenizerSettings
+from clipstream.data.text_settings import HubTokenizer, PathTokenizer, TokenizerSettings
 from clipstream.errors import SettingsError
 from clipstream.text import shortened
 from clipstream.utils.plugins import make_plugin, not_trusted, raised

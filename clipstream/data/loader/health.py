@@ -22,7 +22,7 @@ import numpy as np
 
 from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.sample_profile import Profile, is_multilingual
-from clipstream.data.settings import CaptionSettings, TextCaption
+from clipstream.data.text_settings import CaptionSettings, TextCaption
 from clipstream.errors import DataError
 from clipstream.text import listed_lines, printable
 

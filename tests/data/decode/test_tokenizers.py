@@ -28,7 +28,7 @@ from clipstream.data.decode.tokenizers import (
     readable,
     wrap,
 )
-from clipstream.data.settings import TokenizerSettings
+from clipstream.data.text_settings import TokenizerSettings
 from clipstream.errors import SettingsError
 from clipstream.testing import check_tokenizer
 from tests.support.hubtree import write_code
@@ -71,7 +71,7 @@ def write_tokenizer(folder: Path, *, pad: bool = True) -> Path:
 
 LOAD = """
 import os, socket, sys
-from clipstream.data.settings import TokenizerSettings
+from clipstream.data.text_settings import TokenizerSettings
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.errors import SettingsError
 from clipstream.models.settings import ModelSettings

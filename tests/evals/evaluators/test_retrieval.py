@@ -13,7 +13,8 @@ from open_clip_train.train import get_clip_metrics
 
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import CUT
-from clipstream.data.settings import SourceSettings, TextCaption
+from clipstream.data.settings import SourceSettings
+from clipstream.data.text_settings import TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals import metrics

@@ -27,9 +27,9 @@ from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_sources
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.order_plan import reading_of
-from clipstream.data.settings import CaptionSettings
 from clipstream.data.sources import OpenShard, SampleRef, Source, SourceContext
 from clipstream.data.sources.folders import levels
+from clipstream.data.text_settings import CaptionSettings
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError
 from clipstream.features.image_index import ImageRow, ImageSearch, root, stamp

@@ -29,8 +29,8 @@ from clipstream.cli.verbs.precompute.run import precompute
 from clipstream.cli.verbs.search.indexing import image_row, opened
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
-from clipstream.data.settings import ModelTokenizer
 from clipstream.data.sources import SampleRef, Source
+from clipstream.data.text_settings import ModelTokenizer
 from clipstream.distributed.launch import run_embedded
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError
