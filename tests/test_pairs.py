@@ -69,9 +69,17 @@ def test_what_does_not_go_together_is_refused_in_one_sentence(number: int, place
     assert not run.lines
 
 
-def test_nadam_resumes_with_the_bits_of_the_undisturbed_run(place: Path) -> None:
-    row = pairs.simplest() | {"optimizer": "nadamw", "precision": "pure_bf16", "resume": "checkpoint"}
-    assert pairs.check(place, row, "nadam").endswith("resumed bit-equal")
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"optimizer": "nadamw", "precision": "pure_bf16", "resume": "checkpoint"},
+        {"adapters": "all", "mode": "groups", "duplicates": "groups", "source": "several", "resume": "kill"},
+    ],
+    ids=["nadam", "adapters with groups and negatives"],
+)
+def test_a_run_resumes_with_the_bits_of_the_undisturbed_run(values: dict[str, str], place: Path) -> None:
+    name = "again-" + values["resume"]
+    assert pairs.check(place, pairs.simplest() | values, name).endswith("resumed bit-equal")
 
 
 @pytest.mark.slow
