@@ -17,7 +17,8 @@ from pyarrow import parquet
 from clipstream.cli.verbs.export import main
 from clipstream.cli.verbs.precompute import main as precompute
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.features.tables import TableWriter, export
+from clipstream.features.tables import export
+from clipstream.utils.table_files import TableWriter
 from tests.support import model_files
 from tests.support.features import Content
 from tests.support.forks import Fork, wait_until

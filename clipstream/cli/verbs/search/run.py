@@ -40,7 +40,6 @@ from clipstream.features.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, 
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.search import Name, PairScores, StoredRows, pair_scores
 from clipstream.features.store import FeatureStore
-from clipstream.features.tables import SAMPLE, TableWriter, check_suffix
 from clipstream.models.build import build_towers
 from clipstream.models.numpy_text import Floats, NumpyText
 from clipstream.models.pretrained import fetch
@@ -50,6 +49,7 @@ from clipstream.text import printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.logs import loading, logger
+from clipstream.utils.table_files import SAMPLE, TableWriter, check_suffix
 from clipstream.utils.torch_state import restored_matmul_precision
 
 SHOWN = 25  # rows of a table
