@@ -3,14 +3,10 @@
 The variables of torchrun or Slurm enter, which are read nowhere else. A `World` is passed as an argument, so that tests
 can run many ranks in one process. torch is imported only to talk to other ranks: with one rank, every collective is the
 identity and there is no process group.
-
-`CLIPSTREAM_CAPABILITIES` overrides what is found of the machine, as `bf16,cores=4` or `no-bf16`; what it does not name
-is as it was found. A run can so be repeated as on another machine, and tests can have both answers.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets
@@ -20,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.utils.cores import capabilities
+from clipstream.utils.cores import cores as cores
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +32,6 @@ SHORTEST, LONGEST = 0.02, 0.5  # s between two looks into the store
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _NUMBER, _ANSWER, _ARRIVED = "clipstream/number/{}", "clipstream/answer/{}", "clipstream/heard/{}"  # keys of a store
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-VARIABLE = "CLIPSTREAM_CAPABILITIES"
 _BF16 = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu
 _PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
@@ -448,7 +444,7 @@ def computes_bf16(device: str) -> bool:
     """Whether a device, as 'cpu' or 'cuda:1', computes bfloat16 and does not only emulate it."""
     import torch
 
-    if given := _given().keys() & {"bf16", "no-bf16"}:
+    if given := capabilities().keys() & {"bf16", "no-bf16"}:
         return "bf16" in given
     if device.startswith("cuda"):
         with torch.cuda.device(device):  # the query is about the current device
@@ -456,29 +452,3 @@ def computes_bf16(device: str) -> bool:
     asked = (getattr(torch.cpu, name, None) for name in _BF16)
     has = any(ask is not None and bool(ask()) for ask in asked)
     return has and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # oneDNN may be told not to ($ONEDNN_MAX_CPU_ISA)
-
-
-def cores() -> int:
-    """Cores that this process may use: its affinity, and the limit of its control group (containers, Slurm)."""
-    if (number := _given().get("cores")) is not None:
-        return int(number)
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min(allowed, _quota())))
-
-
-def _quota() -> float:
-    """The control group's limit in cores; cgroup v2 writes 'max 100000' or '200000 100000'."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return math.inf if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return math.inf
-
-
-def _given() -> dict[str, str]:
-    """What the environment says. Raises SettingsError: it is not written as 'bf16,cores=4'."""
-    text = os.environ.get(VARIABLE, "")
-    parts = {part.strip() for part in text.split(",")}
-    if {"bf16", "no-bf16"} <= parts or not all(re.fullmatch("|(no-)?bf16|cores=[1-9][0-9]*", part) for part in parts):
-        raise SettingsError(f"{VARIABLE} is {text!r}: expected bf16 or no-bf16, and cores=N, separated by commas")
-    return {name: value for name, _, value in (part.partition("=") for part in parts)}

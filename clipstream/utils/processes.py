@@ -1,7 +1,8 @@
 """Child processes: their end, on the parent's request or when it dies, and a pool of them for independent tasks.
 
 `Ended` runs a child's `finally` blocks; a clean-up that hangs is cut short. The processes of a pool share the parent's
-memory, and one that the system kills loses only its current task: `concurrent.futures` gives up all tasks then.
+memory, and one that the system kills loses only its current task, which is done again: `concurrent.futures` gives up
+all tasks then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,7 @@ END = signal.SIGUSR2
 _LAST_SECONDS = 2  # for a child to clean up
 PATIENCE = 5.0  # s that a process may take to end when there is no more work
 PULSE = 0.25  # s without a message after which `run` yields None
+RETRIES = 2  # times that a task whose process died is done again
 
 
 class Ended(BaseException):
@@ -75,7 +77,7 @@ def end(process: BaseProcess, patience: float = 0.0) -> None:
 
 
 class Crashed(NamedTuple):
-    """The result of a task whose process has died."""
+    """The result of a task whose processes have died, RETRIES + 1 times."""
 
     how: str
 
@@ -96,6 +98,7 @@ def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[i
     Raises RuntimeError: `do` raised, which is a bug.
     """
     waiting = deque(range(count))
+    deaths = Counter[int]()
     idle: list[_Worker] = []
     busy: dict[Connection, tuple[_Worker, int]] = {}
     try:
@@ -114,6 +117,10 @@ def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[i
                 except (EOFError, ConnectionResetError):
                     del busy[connection]
                     worker.process.join(timeout=5)
+                    deaths[number] += 1
+                    if deaths[number] <= RETRIES:
+                        waiting.append(number)
+                        continue
                     how = f"its process ended with code {worker.process.exitcode}"
                     if worker.process.exitcode == -signal.SIGKILL:
                         how = "its process was killed (the system does that when memory runs out: use fewer of them)"

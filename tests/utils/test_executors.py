@@ -1,0 +1,45 @@
+"""Executors: what a user may name."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from clipstream.errors import SettingsError
+from clipstream.utils.executors import checked, run
+
+
+@pytest.mark.parametrize(
+    ("executor", "said"),
+    [
+        ("spark", "expected local, local:N, ray, ray://HOST:10001 or dask://HOST:8786, not 'spark'"),
+        ("local:two", "not 'local:two'"),
+        ("dask", "not 'dask'"),
+        ("dask://host", "not 'dask://host'"),
+        ("local:0", "local:0: the number of processes must be 1 or more"),
+        ("local:-2", "must be 1 or more"),
+    ],
+)
+def test_other_executors_are_refused(executor: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=f"^--executor: .*{said}"):
+        checked(executor)
+
+
+@pytest.mark.parametrize(
+    ("executor", "package", "extra"), [("ray", "ray", "ray"), ("dask://a:1", "distributed", "dask")]
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, executor: str, package: str, extra: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=rf"{executor} needs {package}: pip install 'clipstream\[{extra}\]'$"):
+        next(run(abs, 1, executor))
+
+
+def test_processes_of_this_machine_are_one_per_core_unless_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIPSTREAM_CAPABILITIES", "cores=7")
+    assert [checked(None), checked("local"), checked(None, 16), checked("local", 16), checked("local:3", 16)] == [
+        "local:7", "local:7", "local:16", "local:16", "local:3"
+    ]  # fmt: skip
+    assert dict(event for event in run(lambda number: number + 1, 3, "local:2") if event) == {0: 1, 1: 2, 2: 3}
