@@ -1,28 +1,27 @@
-"""One pass over all samples of a source: for `data.val_split` and for groups of samples (`groups`).
+"""One pass over all samples of a source: for `sample_table`, `val_split`, and groups of samples (`groups`).
 
-What is read of each sample is the caller's; results are kept in the cache by all that they depend on. Shards are read
-by one process per core, and by the first process of a node that asks; the others wait. Imports no torch.
+What is done with each shard is the caller's; results are kept in the cache by all that they depend on. Shards are
+read by one process per core, and by the first process of a node that asks; the others wait. Imports no torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from clipstream.data.decode.captions import RawSample, build_transform
-from clipstream.data.decode.key_lists import build_filter
+from clipstream.data.decode.captions import RawSample, SampleTransform, build_transform
+from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter, build_filter
 from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import DataSettings
-from clipstream.data.sources import Source
+from clipstream.data.sources import OpenShard, Source, SourceContext
 from clipstream.data.sources.folders import FolderShard, FolderSource, PairShard
-from clipstream.distributed.world import cores
 from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.download import GIB, ShardError
 from clipstream.storage.schemes import Fetcher
@@ -30,40 +29,124 @@ from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.text import counted
 from clipstream.utils.console import ProgressBar
-from clipstream.utils.processes import Crashed, run
+from clipstream.utils.executors import run
+from clipstream.utils.processes import Crashed
 
 T = TypeVar("T")
 Read = Callable[[str, RawSample], T]
 
 
-class _Look(Generic[T]):
-    """Reads the samples of a shard as training does, without augmentation; called in a process of its own."""
+@dataclass
+class ShardSamples:
+    """The samples of an open shard, as training reads them, without augmentation.
 
-    def __init__(self, source: Source, members: tuple[str, ...] | None, read: Read[T]) -> None:
-        self.source, self.read, section = source, read, source.settings
-        self.transform = build_transform(section.transform)
-        self.filter = build_filter(source.context.key.rpartition(".")[2], section)
-        self.members = None if self.transform is not None else members
+    Iterating yields each one's name 'SHARD/KEY', key, and its raw sample, or why training drops it.
+    """
 
-    def __call__(self, name: str) -> list[T | None] | Crashed:
-        """What is kept of each sample of a shard, or why it cannot be read."""
-        kind = self.source.types[name]
-        title, found = kind.title(name), list[T | None]()
+    title: str  # of the shard, in messages
+    shard: OpenShard
+    members: tuple[str, ...] | None  # that are read; None for all
+    transform: SampleTransform | None
+    keeps: SampleFilter | None
+
+    def __iter__(self) -> Iterator[tuple[str, str, RawSample | Dropped]]:
+        folder = self.title.rstrip("/").rpartition("/")[2]
+        for ref in self.shard.index.samples:
+            where = f"{folder}/{ref.key}"
+            try:
+                if self.keeps is not None and not self.keeps(where, ref.key):
+                    raise Dropped(NOT_KEPT, "")
+                sample: Any = {"__key__": ref.key, "__url__": self.title, **self.shard.load(ref, self.members)}
+                yield where, ref.key, sample if self.transform is None else self.transform(sample)
+            except Dropped as drop:
+                yield where, ref.key, drop
+
+
+class ShardPass(Generic[T]):
+    """Calls `do` with the samples of a shard, by the shard's number: in a process of its own, on any machine.
+
+    Args:
+        source: whose shards are read, each once.
+        data: settings of transfers.
+        members: of a sample that are read; None for all.
+        do: what is done; called with a shard's number and its samples. Picklable where the executor is not local.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        data: DataSettings,
+        members: tuple[str, ...] | None,
+        do: Callable[[int, ShardSamples], T],
+    ) -> None:
+        self.names = list(dict.fromkeys(source.names))
+        self._section, self._key, self._data, self._do = source.settings, source.context.key, data, do
+        self._members = None if source.settings.transform is not None else members
+
+    @cached_property
+    def opened(self) -> tuple[Source, SampleTransform | None, SampleFilter | None]:
+        """What opens and filters samples, of this process and those that are forked from it."""
+        fetcher = Fetcher(timeout=self._data.transfer_timeout, most=int(self._data.max_shard_gib * GIB))
+        context = SourceContext(ShardCache(self._data.cache, fetcher=fetcher), self._data.cache, self._key)
+        lists = build_filter(self._key.rpartition(".")[2], self._section)
+        return Source(self._section, context), build_transform(self._section.transform), lists
+
+    def close(self) -> None:
+        """Remove what was downloaded to a temporary folder."""
+        if "opened" in self.__dict__ and (store := self.opened[0].context.store) is not None:
+            store.close()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "opened"}
+
+    def __call__(self, number: int) -> T | Crashed:
+        """What `do` returned, or why the shard cannot be read."""
+        source, transform, keeps = self.opened
+        name = self.names[number]
         try:
-            shard = self.source.open(name)
+            shard = source.open(name)
         except (ShardError, OSError) as error:
             return Crashed(str(error))
-        for ref in shard.index.samples:
-            where = f"{title.rstrip('/').rpartition('/')[2]}/{ref.key}"
-            found.append(None)
-            if self.filter is not None and not self.filter(where, ref.key):
-                continue
-            with contextlib.suppress(Dropped):  # as in training, which counts it
-                sample: Any = {"__key__": ref.key, "__url__": title, **shard.load(ref, self.members)}
-                found[-1] = self.read(where, sample if self.transform is None else self.transform(sample))
-        shard.close()
-        kind.release(name)
-        return found
+        try:
+            title = source.types[name].title(name)
+            return self._do(number, ShardSamples(title, shard, self._members, transform, keeps))
+        finally:
+            shard.close()
+            source.types[name].release(name)
+
+
+def each_shard(
+    title: str, work: ShardPass[T], numbers: list[int], count: Callable[[T], int], executor: str = "local"
+) -> Iterator[tuple[int, T | Crashed]]:
+    """(number, result) of shards, as they are done; with a bar.
+
+    Args:
+        title: of the pass, for people.
+        numbers: of the shards.
+        count: the samples of a result.
+        executor: where it runs, see `executors`.
+    """
+    samples = 0
+    _ = work.opened  # before processes are forked
+    events = run(_Numbered(work, numbers), len(numbers), executor)
+    with closing(work), ProgressBar(title) as bar, closing(events):
+        done = 0
+        for event in events:
+            if event is not None:
+                place, result = event
+                done += 1
+                samples += 0 if isinstance(result, Crashed) else count(result)
+                yield numbers[place], result
+            bar.update(done, len(numbers), f"{samples:,} samples, {done:,} of {len(numbers):,} shards")
+
+
+@dataclass
+class _Numbered(Generic[T]):
+    work: ShardPass[T]
+    numbers: list[int]
+
+    def __call__(self, place: int) -> T | Crashed:
+        return self.work(self.numbers[place])
 
 
 def scan(
@@ -78,22 +161,24 @@ def scan(
 
     Raises ShardError: a shard cannot be read.
     """
-    fetcher = Fetcher(timeout=data.transfer_timeout, most=int(data.max_shard_gib * GIB))
-    names, found, faults = list(dict.fromkeys(source.names)), dict[int, list[T | None]](), list[str]()
-    with closing(ShardCache(data.cache, fetcher=fetcher)) as store, ProgressBar(title) as bar:
-        look = _Look(Source(source.settings, replace(source.context, store=store)), members, read)
-        with closing(run(lambda number: look(names[number]), len(names), min(cores(), len(names)))) as events:
-            for event in events:
-                if event is not None:
-                    number, result = event
-                    found[number] = result if isinstance(result, list) else []
-                    faults += [] if isinstance(result, list) else [f"{redact(names[number])}: {result.how}"]
-                samples = sum(map(len, found.values()))
-                bar.update(len(found), len(names), f"{samples:,} samples, {len(found):,} of {len(names):,} shards")
+
+    def do(_: int, samples: ShardSamples) -> list[T | None]:
+        found = list[T | None]()
+        for where, _key, sample in samples:
+            found.append(None)
+            if not isinstance(sample, Dropped):
+                with suppress(Dropped):  # as in training, which counts it
+                    found[-1] = read(where, sample)
+        return found
+
+    work, found, faults = ShardPass(source, data, members, do), dict[int, list[T | None]](), list[str]()
+    for number, result in each_shard(title, work, list(range(len(work.names))), len):
+        found[number] = [] if isinstance(result, Crashed) else result
+        faults += [f"{redact(work.names[number])}: {result.how}"] if isinstance(result, Crashed) else []
     if faults:
-        some = f"{len(faults):,} of {counted(len(names), 'shard', ',')} cannot be compared with the others"
+        some = f"{len(faults):,} of {counted(len(work.names), 'shard', ',')} cannot be compared with the others"
         raise ShardError(title, f"{some}: {faults[0]}: mend it, or leave it out of the training data")
-    return {name: found[number] for number, name in enumerate(names)}
+    return {name: found[number] for number, name in enumerate(work.names)}
 
 
 def cached(setting: str, folder: str, identity: str, fill: Callable[[Path], None]) -> Path:

@@ -9,19 +9,13 @@ that all nodes have the same. Imports no torch.
 from __future__ import annotations
 
 import itertools
-import unicodedata
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from PIL import Image
+from typing import Any
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, split_keys
-from clipstream.data.decode.images import loaded, opaque, opened, orientation_of, turned
-from clipstream.data.image_settings import MAX_PIXELS, rgb
+from clipstream.data.duplicates import NEAR, Seen, caption_hash, group, look_of
+from clipstream.data.image_settings import rgb
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
 from clipstream.data.scan import cached, identity, scan
@@ -35,21 +29,8 @@ from clipstream.text import counted
 from clipstream.utils.logs import announce, logger
 from clipstream.utils.plugins import is_plugin
 
-FORM = 3  # of the file and its rule: another one is another identity
+FORM = 4  # of the file and its rule: another one is another identity
 FEWEST = 2  # samples on each side
-SIDE, WAVES = 32, 9  # pixels of a side that an image is reduced to, and lowest frequencies of each side
-NEAR = 6  # differing bits of 64 up to which two images are nearly the same
-EQUAL = 3  # bands of bits that are compared at once: fewer take more comparisons, more take more passes
-Hashes = np.ndarray[Any, np.dtype[np.uint64]]
-
-
-class Seen(NamedTuple):
-    """A sample, by its name 'SHARD/KEY' and by hashes of 64 bits."""
-
-    name: str
-    captions: tuple[int, ...]  # of each text that training may draw
-    file: int  # of the bytes of the image
-    look: int  # of what the image shows: see `look_of`
 
 
 def held_out(section: SourceSettings, share: float, data: DataSettings, key: str) -> Path:
@@ -120,83 +101,6 @@ def choose(samples: Sequence[Seen], share: float) -> tuple[list[str] | None, str
     return sorted(held), f"{kept}; {len(groups):,} groups, {near:,} samples with a near-duplicate are kept together"
 
 
-def group(samples: Sequence[Seen]) -> tuple[list[int], int]:
-    """The group of each sample, by the number of one of its samples; and how many have a near-duplicate image.
-
-    Samples of the same name are one group: lists of keys do not tell them apart.
-    """
-    parents = list(range(len(samples)))
-
-    def find(number: int) -> int:
-        while parents[number] != number:
-            parents[number] = number = parents[parents[number]]
-        return number
-
-    first: dict[tuple[str, Hashable], int] = {}
-    looks: Counter[int] = Counter(sample.look for sample in samples)
-    for number, sample in enumerate(samples):
-        marks = [("name", sample.name), ("file", sample.file), ("look", sample.look)]
-        for mark in (*marks, *(("caption", caption) for caption in sample.captions)):
-            parents[find(number)] = find(first.setdefault(mark, number))
-    hashes = np.array(sorted(looks), np.uint64)
-    alike = {look for look, count in looks.items() if count > 1}
-    for some, others in near_pairs(hashes):
-        for one, other in zip(hashes[some].tolist(), hashes[others].tolist(), strict=True):
-            alike |= {one, other}
-            parents[find(first["look", one])] = find(first["look", other])
-    return [find(number) for number in range(len(samples))], sum(looks[look] for look in alike)
-
-
-def near_pairs(hashes: Hashes, most: int = NEAR) -> Iterator[tuple[Any, Any]]:
-    """Numbers of pairs of different hashes with at most `most` differing bits; a pair may come more than once.
-
-    Of `most` + EQUAL bands of bits, EQUAL are the same in such a pair: it stands together if sorted by these.
-    """
-    bands = [sum(1 << bit for bit in part.tolist()) for part in np.array_split(np.arange(64), most + EQUAL)]
-    for equal in itertools.combinations(bands, EQUAL):
-        keys = hashes & np.uint64(sum(equal))
-        order = np.argsort(keys, kind="stable")
-        keys, left = keys[order], np.arange(len(keys))
-        for distance in itertools.count(1):
-            left = left[left + distance < len(keys)]
-            left = left[keys[left] == keys[left + distance]]
-            if not len(left):
-                break
-            some, others = order[left], order[left + distance]
-            bits = np.unpackbits((hashes[some] ^ hashes[others]).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
-            yield some[bits <= most], others[bits <= most]
-
-
-def look_of(data: bytes, background: tuple[int, int, int], max_pixels: int = MAX_PIXELS) -> int:
-    """64 bits of what an image file shows: whether its 64 lowest frequencies but the mean are above their median.
-
-    A copy that was scaled, encoded again or slightly retouched differs in few of them. Raises Dropped.
-
-    Source: the perceptual hash of phash.org, by the discrete cosine transform of 32 x 32 grey pixels.
-    """
-    image = opened(data, max_pixels)
-    image.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a reduced size
-    image = turned(opaque(loaded(image), background), orientation_of(image)).convert("L")
-    pixels = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX), np.float64)
-    waves, order = _waves()
-    values = np.round((waves @ pixels @ waves.T).ravel()[order], 3)
-    return int(np.packbits(values > np.median(values)).view(">u8")[0])
-
-
-@cache
-def _waves() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The cosines [WAVES, SIDE], and the places of the 64 lowest of WAVES x WAVES frequencies without the mean."""
-    waves = np.cos(np.pi / SIDE * np.outer(np.arange(WAVES), np.arange(SIDE) + 0.5))
-    sums = np.add.outer(np.arange(WAVES), np.arange(WAVES)).ravel()
-    return waves, np.argsort(sums, kind="stable")[1:65]
-
-
-def caption_hash(text: str) -> int:
-    """64 bits of a caption, the same for other spaces, another case and other forms of the same characters."""
-    plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return hash_of(" ".join(plain.split()).encode(errors="surrogatepass"))
-
-
 def _seen(source: Source, data: DataSettings) -> list[Seen]:
     """All usable samples of a source, in the order of its shards.
 
@@ -214,7 +118,7 @@ def _seen(source: Source, data: DataSettings) -> list[Seen]:
         image = image_bytes(sample, section.image_key)
         texts = set() if isinstance(section.caption, LabelCaption) else texts  # samples of a class are not alike
         captions = tuple(sorted(map(caption_hash, texts)))
-        return Seen(name, captions, hash_of(image), look_of(image, background, data.max_image_pixels))
+        return Seen(name, captions, hash_of(image), look_of(image, background, data.max_image_pixels).hash)
 
     found = scan("val_split", source, data, members, read)
     return [sample for samples in found.values() for sample in samples if sample is not None]

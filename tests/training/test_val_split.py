@@ -19,8 +19,9 @@ from clipstream.cli.main import main
 from clipstream.config.settings import load
 from clipstream.config.validate import validate_run
 from clipstream.data.decode.key_lists import KeyList
+from clipstream.data.duplicates import NEAR, Seen, caption_hash, group, look_of, near_pairs
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.val_split import NEAR, Seen, caption_hash, choose, group, held_out, look_of, near_pairs
+from clipstream.data.val_split import choose, held_out
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from tests.support.pictures import picture
@@ -93,9 +94,9 @@ def test_a_copy_looks_alike_and_another_image_does_not() -> None:
     looks = []
     for seed in range(12):
         image = photo(seed)
-        looks.append(look_of(encoded(image, "PNG"), WHITE))
+        looks.append(look_of(encoded(image, "PNG"), WHITE).hash)
         for copy in (encoded(image, quality=40), encoded(image.resize((64, 50)), "PNG"), encoded(image.convert("L"))):
-            assert differing(looks[-1], look_of(copy, WHITE)) <= NEAR
+            assert differing(looks[-1], look_of(copy, WHITE).hash) <= NEAR
     assert all(differing(one, other) > 2 * NEAR for one, other in itertools.combinations(looks, 2))
 
 

@@ -444,7 +444,7 @@ def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Hea
     return Header(kind, image.size, orientation, image.format in ("JPEG", "MPO"), image)
 
 
-def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixels:
+def decode(data: bytes, header: Header, factor: int, background: Colour, space: str = "RGB") -> Pixels:
     """The pixels as stored, uint8 [ceil(h / factor), ceil(w / factor), c] with c = 1 (grey), 3, or 4 (with alpha).
 
     Args:
@@ -452,6 +452,7 @@ def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixe
         header: from `read_header`.
         factor: 1, or one of FACTORS if `header.scales`.
         background: colour under transparent pixels in formats that are decoded without alpha.
+        space: RGB, or GRAY to decode JPEGs without their colours.
 
     Raises:
         Dropped: `undecodable_image`.
@@ -460,7 +461,7 @@ def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixe
     try:
         if header.kind == "jpeg":
             least = {"min_height": -(-height // factor), "min_width": -(-width // factor)}
-            pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", fastupsample=True, **least)
+            pixels: Pixels = simplejpeg.decode_jpeg(data, space, fastupsample=True, **least)
             return pixels
         if header.kind == "webp":
             pixels = decode_webp(data, mode="UNCHANGED").permute(1, 2, 0).numpy()

@@ -1,0 +1,125 @@
+"""Duplicates among samples: captions, image files, and images that show nearly the same.
+
+Captions and image files enter; hashes of 64 bits, pairs of near ones, and groups leave. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import unicodedata
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from clipstream.data.decode.images import FACTORS, Colour, converted, decode, opaque, read_header, turned
+from clipstream.data.image_settings import MAX_PIXELS
+from clipstream.data.order.rng import hash_of
+
+SIDE, WAVES = 32, 9  # pixels of a side that an image is reduced to, and lowest frequencies of each side
+NEAR = 6  # differing bits of 64 up to which two images are nearly the same
+EQUAL = 3  # bands of bits that are compared at once: fewer take more comparisons, more take more passes
+Hashes = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class Seen(NamedTuple):
+    """A sample, by its name 'SHARD/KEY' and by hashes of 64 bits."""
+
+    name: str
+    captions: tuple[int, ...]  # of each text that training may draw
+    file: int  # of the bytes of the image
+    look: int  # of what the image shows: see `look_of`
+
+
+class Look(NamedTuple):
+    """What an image file shows."""
+
+    hash: int  # of 64 bits
+    one_colour: bool  # whether all its pixels are the same
+
+
+def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS) -> Look:
+    """Whether the 64 lowest frequencies of an image but the mean are above their median, and whether it is flat.
+
+    A copy that was scaled, encoded again or slightly retouched differs in few bits. A JPEG is decoded at a fraction of
+    its size, which reads all of the file: only the inverse transform and the colours of its pixels are left out.
+    Raises Dropped: the image cannot be decoded.
+
+    Source: the perceptual hash of phash.org, by the discrete cosine transform of 32 x 32 grey pixels.
+    """
+    header = read_header(data, True, max_pixels)
+    factor = next((one for one in FACTORS if header.scales and min(header.size) >= 4 * SIDE * one), 1)
+    pixels = decode(data, header, factor, background, "GRAY")
+    if pixels.shape[2] == 1 and (flat := bool((pixels == pixels[0, 0]).all())):
+        pixels = decode(data, read_header(data, True, max_pixels), factor, background)  # its colours may differ
+    image = opaque(Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels), background)
+    flat = all(low == high for low, high in np.atleast_2d(image.getextrema()))
+    image = turned(image if image.mode == "L" else converted(image, "L"), header.orientation)
+    grey = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX), np.float64)
+    waves, order = _waves()
+    values = np.round((waves @ grey @ waves.T).ravel()[order], 3)
+    return Look(int(np.packbits(values > np.median(values)).view(">u8")[0]), flat)
+
+
+@cache
+def _waves() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The cosines [WAVES, SIDE], and the places of the 64 lowest of WAVES x WAVES frequencies without the mean."""
+    waves = np.cos(np.pi / SIDE * np.outer(np.arange(WAVES), np.arange(SIDE) + 0.5))
+    sums = np.add.outer(np.arange(WAVES), np.arange(WAVES)).ravel()
+    return waves, np.argsort(sums, kind="stable")[1:65]
+
+
+def caption_hash(text: str) -> int:
+    """64 bits of a caption, the same for other spaces, another case and other forms of the same characters."""
+    plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    return hash_of(" ".join(plain.split()).encode(errors="surrogatepass"))
+
+
+def near_pairs(hashes: Hashes, most: int = NEAR) -> Iterator[tuple[Any, Any]]:
+    """Numbers of pairs of different hashes with at most `most` differing bits; a pair may come more than once.
+
+    Of `most` + EQUAL bands of bits, EQUAL are the same in such a pair: it stands together if sorted by these.
+    """
+    bands = [sum(1 << bit for bit in part.tolist()) for part in np.array_split(np.arange(64), most + EQUAL)]
+    for equal in itertools.combinations(bands, EQUAL):
+        keys = hashes & np.uint64(sum(equal))
+        order = np.argsort(keys, kind="stable")
+        keys, left = keys[order], np.arange(len(keys))
+        for distance in itertools.count(1):
+            left = left[left + distance < len(keys)]
+            left = left[keys[left] == keys[left + distance]]
+            if not len(left):
+                break
+            some, others = order[left], order[left + distance]
+            bits = np.unpackbits((hashes[some] ^ hashes[others]).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
+            yield some[bits <= most], others[bits <= most]
+
+
+def group(samples: Sequence[Seen]) -> tuple[list[int], int]:
+    """The group of each sample, by the number of one of its samples; and how many have a near-duplicate image.
+
+    Samples of the same name are one group: lists of keys do not tell them apart.
+    """
+    parents = list(range(len(samples)))
+
+    def find(number: int) -> int:
+        while parents[number] != number:
+            parents[number] = number = parents[parents[number]]
+        return number
+
+    first: dict[tuple[str, Hashable], int] = {}
+    looks: Counter[int] = Counter(sample.look for sample in samples)
+    for number, sample in enumerate(samples):
+        marks = [("name", sample.name), ("file", sample.file), ("look", sample.look)]
+        for mark in (*marks, *(("caption", caption) for caption in sample.captions)):
+            parents[find(number)] = find(first.setdefault(mark, number))
+    hashes = np.array(sorted(looks), np.uint64)
+    alike = {look for look, count in looks.items() if count > 1}
+    for some, others in near_pairs(hashes):
+        for one, other in zip(hashes[some].tolist(), hashes[others].tolist(), strict=True):
+            alike |= {one, other}
+            parents[find(first["look", one])] = find(first["look", other])
+    return [find(number) for number in range(len(samples))], sum(looks[look] for look in alike)
