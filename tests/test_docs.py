@@ -156,6 +156,8 @@ OF_OTHERS = {
     "--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal",
     "--requeue", "--open-mode", "--wait", "--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend",
     "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id", "--shutdown-timeout", "--signals-to-handle",
+    "--nodelist", "--exclude", "--overlap", "--address", "--working-dir", "--head", "--block", "--port", "--num-cpus",
+    "--nworkers", "--nthreads",
     "--write", "--minutes", "--parts", "--caption", "--kept",  # of benchmarks/gpu.py and benchmarks/text_buckets.py
 }  # fmt: skip
 FOREIGN = {"from-open_clip.md", "open_clip_flags.md"}  # name open_clip's flags, which their own test takes one by one

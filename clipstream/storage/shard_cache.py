@@ -98,8 +98,7 @@ class ShardCache:
         self.temporary: bool = cache is None
         self._finalizer: weakref.finalize[..., ShardCache] | None = None
         if cache is None:
-            self.folder, lock = _temporary_folder()
-            self._finalizer = weakref.finalize(self, _remove_folder, self.folder, lock, os.getpid())
+            self._make_temporary()
         else:
             self.folder = Path(cache).absolute()
             try:
@@ -198,6 +197,16 @@ class ShardCache:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._threads = threading.Lock()
+        if not self.folder.exists():  # on another machine
+            if self.temporary:
+                self._make_temporary()
+            else:
+                with contextlib.suppress(OSError):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _make_temporary(self) -> None:
+        self.folder, lock = _temporary_folder()
+        self._finalizer = weakref.finalize(self, _remove_folder, self.folder, lock, os.getpid())
 
     def get_or_make(self, name: str, identity: str, fill: Fill, *, version: str | None = None) -> Path:
         """The local file that `fill` writes: the first process that asks calls it, and the others wait.

@@ -44,7 +44,7 @@ SIZES = {
     "--steps": "3", "--epochs": "1", "--warmup": "1", "--batch-size": "8", "--workers": "1",
     "--train-num-samples": "16", "--seconds": "0.1", "--counts": "1",
     "--data.global-batch-size": "8", "--precision": "fp32", "--accum-freq": "1", "--train.micro-batch-size": "8",
-    "--jobs": "1", "--checkpoint.every": "1", "--val-frequency": "1", "--lr": "1e-4",
+    "--executor": "local:1", "--checkpoint.every": "1", "--val-frequency": "1", "--lr": "1e-4",
 }  # fmt: skip
 MODELS = {
     "ViT-B-32": "model.json",

@@ -161,7 +161,7 @@ def test_a_second_call_copies_what_is_missing_damaged_or_changed(site: Site, tmp
 
 
 def test_a_killed_call_leaves_whole_shards_alone(site: Site, tmp_path: Path) -> None:
-    argv = [str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar", "--jobs", "2"]
+    argv = [str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar", "--executor", "local:2"]
     gates = [site.hold(name) for name in ("00002.tar", "00004.tar")]
     killed = process(*argv)
     wait_until(lambda: site.asked["GET 00004.tar"] > 0 and len(list((tmp_path / ".parts").glob("*"))) == 2)
@@ -282,7 +282,7 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         write_tar(tmp_path / f"{number}.tar", [{"__key__": "0", "jpg": bytes(30_000), "txt": "x"}])
     (disk := tmp_path / "disk").mkdir()
     with small_disk(disk, "100k"):
-        assert main([str(disk), "--train-data", f"{tmp_path}/{{0..3}}.tar", "--jobs", "1"]) == 3
+        assert main([str(disk), "--train-data", f"{tmp_path}/{{0..3}}.tar", "--executor", "local:1"]) == 3
         err = capsys.readouterr().err
         assert f"the disk of {disk} is full" in err and "2 of 4 shards are staged" in err
         assert [*tars(disk).values()] == [(tmp_path / "0.tar").read_bytes()] * 2

@@ -1,7 +1,7 @@
 """The verb `clipstream index SHARDS`: writes the side index of each shard, for the mode `indexed`.
 
-Names of shards enter; one small file per shard is written by several processes. Indexes that exist and are not stale
-are kept. Remote shards are downloaded. Never imports torch.
+Names of shards enter; one small file per shard is written, by the workers of an executor. Indexes that exist and are
+not stale are kept. Remote shards are downloaded. Never imports torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import argparse
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from clipstream.config.entry import entry_point
 from clipstream.data.sources import indexes, typed_shards
-from clipstream.distributed.world import cores
 from clipstream.errors import DataError, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
@@ -22,7 +22,8 @@ from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
 from clipstream.text import listed_lines, printable
 from clipstream.utils.console import ProgressBar
-from clipstream.utils.processes import Crashed, run
+from clipstream.utils.executors import add_flag, checked, run
+from clipstream.utils.processes import Crashed
 from clipstream.utils.section import own_path
 
 LISTED = 10  # shards that a message names
@@ -41,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--into", type=own_path, metavar="FOLDER", help="folder for the indexes (default: beside local shards)"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
+    add_flag(parser)
     parser.add_argument("--again", action="store_true", help="also shards that have an index")
     return parser
 
@@ -51,11 +52,9 @@ def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if a shard could not be read."""
     parser = build_parser()
     options = parser.parse_intermixed_args(argv)  # flags may stand between shards
-    if options.workers is not None and options.workers < 1:
-        parser.error(f"--workers must be 1 or more, not {options.workers}")
     if options.into == "":
         parser.error("--into must name a folder")
-    make_indexes(options.shards, folder=options.into, workers=options.workers, again=options.again)
+    make_indexes(options.shards, folder=options.into, executor=checked(options.executor), again=options.again)
     return 0
 
 
@@ -69,13 +68,13 @@ class Indexed(NamedTuple):
 
 
 def make_indexes(
-    specs: Sequence[str], *, folder: str | None = None, workers: int | None = None, again: bool = False
+    specs: Sequence[str], *, folder: str | None = None, executor: str = "local", again: bool = False
 ) -> int:
     """Index the shards that `specs` name; returns the number of samples.
 
     Args:
         folder: of the indexes; None to write them beside local shards.
-        workers: number of processes; the number of cores unless given.
+        executor: what indexes the shards, as `executors.checked` has it.
         again: whether to replace indexes that are not stale.
 
     Raises:
@@ -95,10 +94,10 @@ def make_indexes(
     def summary() -> str:
         return f"{len(done):,} of {len(urls):,} shards, {sum(one.samples for one in done.values()):,} samples"
 
-    # The cache is forked into each process, so that a host that does not answer is asked once.
+    # The cache is one of each process, so that a host that does not answer is asked once.
     with contextlib.closing(ShardCache(None)) as store, ProgressBar("indexing") as bar:
-        tasks = run(lambda number: index_shard(urls[number], store, folder, again), len(urls), workers or cores())
-        with contextlib.closing(tasks) as events:
+        do = partial(index_shard, urls, store, folder, again)
+        with contextlib.closing(run(do, len(urls), executor)) as events:
             for event in events:
                 if event is not None:
                     number, result = event
@@ -118,11 +117,12 @@ def make_indexes(
     return sum(one.samples for one in done.values())
 
 
-def index_shard(url: str, store: ShardCache, folder: str | None, again: bool) -> Indexed:
-    """Index a shard, which `store` downloads and decompresses; its errors are part of the result.
+def index_shard(urls: Sequence[str], store: ShardCache, folder: str | None, again: bool, number: int) -> Indexed:
+    """Index one of the shards, which `store` downloads and decompresses; its errors are part of the result.
 
     A damaged tar is indexed with its fault; a file that is no tar at all is an error.
     """
+    url = urls[number]
     path, local = indexes.path_of(url, folder), ShardURL(url).path
     assert path is not None
     try:

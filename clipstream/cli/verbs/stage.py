@@ -13,13 +13,16 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 from urllib.parse import quote
@@ -36,7 +39,6 @@ from clipstream.data.decode.reencode import Format, Recipe, rewrite
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import entries, expand, indexes, source_type, typed_shards
 from clipstream.data.sources.tars import SIZES
-from clipstream.distributed.world import cores
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.storage.download import Monitor, ShardError
 from clipstream.storage.schemes import Fetcher
@@ -46,17 +48,18 @@ from clipstream.storage.tar import scan
 from clipstream.text import duration, listed, listed_lines, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ProgressBar
-from clipstream.utils.processes import Crashed, run
+from clipstream.utils.executors import FLAG, MEANING, checked, run
+from clipstream.utils.processes import Crashed
 from clipstream.utils.section import Tree, own_path
 
 SETTINGS_FILE = "staged.yaml"
 PARTS = ".parts"  # subfolder for incomplete copies
-COPYING = 16  # default number of processes, which mostly wait for servers and disks
+COPYING = 16  # default number of local processes, which mostly wait for servers and disks
 SHOWN = 20  # shards that a message names
 DISK_FULL = 1 << 16  # free bytes below which a disk counts as full
 PLAIN = re.compile(r"\w[\w .+=@%-]{0,180}\.tar")
 OWN_FLAGS = {
-    "--jobs": f"number of processes (default: {COPYING}; with --size or --format one per processor)",
+    FLAG: f"{MEANING} (default: local:{COPYING}; with --size or --format one per core)",
     "--size": "resize images whose shorter side is longer than this, in pixels",
     "--format": f"image format: {', '.join(get_args(Format))} (default: keep)",
     "--quality": "quality of re-encoded JPEG, WebP and AVIF images, 1 to 100 (default: 95)",
@@ -68,7 +71,7 @@ class Asked:
     """The parsed command line."""
 
     folder: Path  # of the copies, absolute
-    jobs: int  # number of processes
+    executor: str  # what copies the shards
     recipe: Recipe | None  # how images are re-encoded; None to copy shards unchanged
     flags: list[str]  # of the settings
     settings: Settings  # by those flags
@@ -171,8 +174,8 @@ def arguments(argv: Sequence[str]) -> Asked:
         recipe = Recipe(size, cast(Format, kind), 95 if quality is None else quality)
     elif quality is not None:
         raise SettingsError("--quality requires --size or --format")
-    jobs = number_flag(own, "--jobs", cores() if recipe else COPYING, least=1)
-    return Asked(folder, jobs, recipe, flags, command.load(flags))
+    executor = checked(own.get(FLAG), None if recipe else COPYING)
+    return Asked(folder, executor, recipe, flags, command.load(flags))
 
 
 def plan(settings: Settings, folder: Path) -> list[StagedSource]:
@@ -256,7 +259,7 @@ def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
 
 
 def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> dict[str, Copy]:
-    """Copy the shards by several processes; those with an intact copy are left. One failure does not stop the others.
+    """Copy the shards by the executor; those with an intact copy are left. One failure does not stop the others.
 
     Returns the results by file.
 
@@ -270,15 +273,16 @@ def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> dict[str, Copy]:
         (asked.folder / shard.file).parent.mkdir(parents=True, exist_ok=True)
     copies: dict[str, Copy] = {}
     began, copied = time.monotonic(), 0
-
-    def do(number: int) -> Copy:
-        return stage_shard(shards[number], asked.folder, asked.recipe, fetcher)
+    do = partial(stage_shard, shards, asked.folder, asked.recipe, fetcher)
 
     def count() -> str:
         return f"{sum(not copy.error for copy in copies.values()):,} of {len(shards):,} shards"
 
     try:
-        with ProgressBar("staging") as bar, contextlib.closing(run(do, len(shards), asked.jobs)) as events:
+        with (
+            ProgressBar("staging") as bar,
+            contextlib.closing(run(do, len(shards), asked.executor)) as events,
+        ):
             for event in events:
                 if event is not None:
                     shard, copy = shards[event[0]], event[1]
@@ -304,11 +308,17 @@ def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> dict[str, Copy]:
     return copies
 
 
-def stage_shard(shard: PlannedShard, folder: Path, recipe: Recipe | None, fetcher: Fetcher) -> Copy:
+def stage_shard(
+    shards: Sequence[PlannedShard], folder: Path, recipe: Recipe | None, fetcher: Fetcher, number: int
+) -> Copy:
     """Copy a shard, unless there is a copy that is intact, of the current version, and made by the same recipe."""
-    shown, target = redact(shard.url), folder / shard.file
+    shard = shards[number]
+    shown, target, parts = redact(shard.url), folder / shard.file, folder / PARTS
+    if not parts.exists():
+        return Copy(error=f"{shown}: {folder} is not on {socket.gethostname()}: use a folder that all workers share")
     index = Path(f"{target}{indexes.SUFFIX}")
-    part, changed = (folder / PARTS / f"{os.getpid()}.{name}" for name in ("part", "changed.part"))
+    own = secrets.token_hex(8)  # a shard may be copied twice at once, by a worker that was given up and another one
+    part, changed = (parts / f"{own}.{name}" for name in ("part", "changed.part"))
     made_by: dict[str, object] | None = None
     if recipe is not None:
         recipe = replace(recipe, background=shard.source.background)

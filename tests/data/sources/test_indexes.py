@@ -137,7 +137,7 @@ def test_only_what_is_missing_or_stale_is_indexed(tmp_path: Path, capsys: pytest
     spec = str(tmp_path / "{00000..00002}.tar")
     assert main([paths[1]]) == 0
     first = indexes(tmp_path)
-    assert list(first) == ["00001.tar.index"] and main(["--workers", "2", spec]) == 0
+    assert list(first) == ["00001.tar.index"] and main(["--executor", "local:2", spec]) == 0
     assert "3 of 3 shards, 12 samples; 2 indexes made" in capsys.readouterr().out
     second = indexes(tmp_path)
     assert len(second) == 3 and second["00001.tar.index"] == first["00001.tar.index"]
@@ -145,11 +145,11 @@ def test_only_what_is_missing_or_stale_is_indexed(tmp_path: Path, capsys: pytest
     os.replace(tmp_path / "new/00000.tar", paths[2])
     os.utime(paths[2], (5, 5))
     Path(f"{paths[0]}.index").write_bytes(b"clipstream-index 1 damaged")
-    assert clipstream(["index", spec, "--workers=1"]) == 0
+    assert clipstream(["index", spec, "--executor=local:1"]) == 0
     third = indexes(tmp_path)
     assert [third[name] > second[name] for name in second] == [True, False, True]
     assert counts(spec) == [5, 3, 7]
-    assert main([spec, "--again", "--workers=1"]) == 0
+    assert main([spec, "--again", "--executor=local:1"]) == 0
     assert all(new > third[name] for name, new in indexes(tmp_path).items())
 
 
@@ -160,7 +160,7 @@ def test_shards_that_cannot_be_read_are_named_and_the_others_indexed(
     bad = {"empty.tar": b"", "none.tar": b"no tar", "page.tar": b"<!DOCTYPE html><title>Access denied</title>" * 99}
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
-    assert main([str(tmp_path / "*.tar"), str(tmp_path / "gone.tar"), "--workers=1"]) == 3
+    assert main([str(tmp_path / "*.tar"), str(tmp_path / "gone.tar"), "--executor=local:1"]) == 3
     told = capsys.readouterr()
     assert "4 of 6 shards could not be indexed:" in told.err and "gone.tar: missing" in told.err
     assert all(f"{name}: " in told.err for name in bad) and "damaged" not in told.out
@@ -188,7 +188,7 @@ def test_remote_shards_are_indexed_into_a_folder_and_trained_on(tmp_path: Path, 
     paths = make_shards(tmp_path / "shards", [13, 7, 20])
     bodies = [Path(path).read_bytes() for path in paths]
     urls = [site.put(f"data/{Path(path).name}", body) for path, body in zip(paths, bodies, strict=True)]
-    into = ["--into", str(tmp_path / "i"), "--workers", "1"]
+    into = ["--into", str(tmp_path / "i"), "--executor", "local:1"]
     assert main([*urls, *into]) == main([*paths, *into]) == 0
     made = indexes(tmp_path / "i")
     assert len(made) == 6
