@@ -22,6 +22,7 @@ VERBS = {
     "index": "write an index of each shard, for exact epochs",
     "bench": "measure how fast shards are read, or with `bench train` how fast a model trains",
     "audit": "audit the dtypes of a training step",
+    "pack": "write new shards from any data: shuffled, resized, split, merged",
     "stage": "copy shards to this machine ahead of a run",
     "precompute": "compute and store features of frozen towers and teachers",
     "search": "find images by a text or an image; near-duplicates, clusters and scores of precomputed features",

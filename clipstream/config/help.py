@@ -108,6 +108,13 @@ VERBS = {
         (*_READING, "Model", "Batch", "Device and precision"),
         "STORE ",
     ),
+    "pack": Verb(
+        "Write the samples of SOURCE… (what --train-data takes: folders, tables, tars) to OUT as new tars, shuffled "
+        "over all of them, and print the command that trains on them. Rerun the same command to continue after an "
+        "interruption; the bytes are the same for any number of workers.",
+        _READING,
+        "OUT SOURCE... ",
+    ),
     "stage": Verb(
         "Copy the shards of a run's sources and evaluators to FOLDER, and print the command that trains on the copies.",
         (*_READING, "Evaluation"),

@@ -117,3 +117,22 @@ def permutation(n: int, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key & MASK)
     order: np.ndarray[Any, np.dtype[np.int64]] = np.argsort(scramble(x), kind="stable")
     return order
+
+
+def permuted(positions: np.ndarray[Any, Any], n: int, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The elements of a permutation of 0 … n - 1 at some positions, int64 [m], in memory of O(m).
+
+    A Feistel network of four rounds on the next even number of bits, walked until it ends below n (Black and Rogaway:
+    Ciphers with arbitrary finite domains, 2002).
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    found = np.asarray(positions).astype(np.uint64)
+    left = np.arange(len(found))
+    while len(left):
+        high, low = found[left] >> half, found[left] & mask
+        for turn in range(4):
+            high, low = low, high ^ (scramble(low + np.uint64(mix(key, turn))) & mask)
+        found[left] = (high << half) | low
+        left = left[found[left] >= np.uint64(n)]
+    return found.astype(np.int64)

@@ -87,6 +87,7 @@ class SourceType(Protocol):
     staged: bool = False  # a copy of a shard can be used in its place
     writes: bool = False  # listing writes the shards, if they do not exist
     cheap: bool = False  # `open` neither transfers nor scans a file
+    columns: bool = False  # members are columns of a table, which the member `json` has as well
 
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
         """Take the settings; `settings.shards` holds the entries of this type alone."""

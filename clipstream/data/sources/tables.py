@@ -53,7 +53,7 @@ Row = TypeVar("Row")
 class TableSource(SourceType):
     """The blocks of rows of tables, named `TABLE#FIRST-LAST`. Listing reads the tables."""
 
-    cheap = True
+    cheap = columns = True
 
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
         self._settings, self._context = settings, context

@@ -1,0 +1,386 @@
+"""The verb `clipstream pack OUT SOURCE…`: writes new shards of the samples of any source that trains.
+
+A command line enters; shards leave, with side indexes, `sizes.json`, `SHA256SUMS` and a data card (`README.md`). What
+the bytes depend on is kept in `pack.json`, so that the same command continues after an interruption, and another one
+is refused. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from rich.filesize import decimal
+
+from clipstream.checkpoint.store import held
+from clipstream.config.entry import command_line, entry_point
+from clipstream.config.flags import choice_flag, number_flag
+from clipstream.config.settings import Settings
+from clipstream.data.decode.reencode import Format, Recipe
+from clipstream.data.order_plan import reading_of
+from clipstream.data.packing.lists import PARTS, Corpus, Failed, Listed, ListShard, merged_source
+from clipstream.data.packing.plan import Plan, held_out, plan_of
+from clipstream.data.packing.sample import Recording
+from clipstream.data.packing.shards import Merged, Packed, PackShard
+from clipstream.data.scan import identity
+from clipstream.data.sources import Source, SourceContext
+from clipstream.data.sources.tars import SIZES
+from clipstream.errors import DataError, SettingsError, Stopped
+from clipstream.storage.shard_cache import ShardCache, total_size
+from clipstream.storage.shard_url import in_braces, redact
+from clipstream.text import counted, duration, listed_lines, printable
+from clipstream.utils import atomic_write
+from clipstream.utils.console import ProgressBar
+from clipstream.utils.executors import MEANING, checked, run
+from clipstream.utils.processes import Crashed
+from clipstream.utils.section import own_path
+
+FORM = 1  # of the shards' bytes: another one is another plan
+PLAN_FILE, SUMS, CARD = "pack.json", "SHA256SUMS", "README.md"
+SHOWN = 20  # shards that a message names
+UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+OWN_FLAGS = {
+    "--shard-size": "most samples of a shard, or its bytes with a unit, such as 500MB (default: 10000)",
+    "--order": "shuffled: over all samples, by --seed (default); source: as the sources have them",
+    "--val-split": "share of the samples for OUT/val, without near-duplicates in OUT/train (decodes all images)",
+    "--group": "with --val-split: member, column or json:PATH whose equal values stay on one side",
+    "--merge": "source with further captions, by key: tars, or a table with the columns key and caption",
+    "--check-images": "header (default), or decode: drop images that cannot be decoded, too",
+    "--size": "resize images whose shorter side is longer than this, in pixels",
+    "--format": f"image format: {', '.join(get_args(Format))} (default: keep)",
+    "--quality": "quality of re-encoded JPEG, WebP and AVIF images, 1 to 100 (default: 95)",
+    "--license": "license of the data, for the data card (default: unknown)",
+    "--executor": f"{MEANING} (default: local, one process per core)",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The parsed command line."""
+
+    folder: Path  # of the new shards, absolute
+    settings: Settings  # name the sources
+    recording: Recording
+    size: tuple[int, bool]  # of a shard, and whether that is in bytes
+    shuffled: bool
+    share: float | None  # for validation
+    group: str | None
+    merge: str | None
+    license: str
+    executor: str
+
+    @property
+    def parts(self) -> Path:
+        """The folder for what is not kept."""
+        return self.folder / PARTS
+
+
+@entry_point
+def main(argv: list[str]) -> int:
+    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if samples cannot be read or written."""
+    asked = arguments(argv)
+    folder = asked.folder
+    advice = "wait for it, or use another folder"
+    with held(folder, "the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like SIGINT
+        try:
+            pack(asked)
+        except BrokenPipeError:  # the reader of our output has ended
+            raise
+        except OSError as error:
+            raise DataError(f"cannot write to {folder}: {error.strerror or error}") from error
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def arguments(argv: Sequence[str]) -> Asked:
+    """Parse the command line. Raises SettingsError: a flag or a setting is wrong."""
+    command = command_line("pack", argv, OWN_FLAGS)
+    own, names = command.own, list[str]()
+    flags = list(command.flags)
+    while flags and not flags[0].startswith("-"):
+        names.append(flags.pop(0))
+    if not names:
+        raise SettingsError("missing OUT: clipstream pack OUT SOURCE…")
+    if names[1:]:
+        flags = ["--train-data", "::".join(in_braces(names[1:])), *flags]
+    settings = command.load(flags)
+    if not settings.data.sources:
+        raise SettingsError("missing SOURCE: clipstream pack OUT SOURCE…, or --config with data.sources")
+    size, kind = number_flag(own, "--size", None, least=1), choice_flag(own, "--format", get_args(Format), "keep")
+    quality = number_flag(own, "--quality", None, least=1, most=100)
+    recipe = None
+    if size is not None or kind != "keep":
+        recipe = Recipe(size, cast(Format, kind), 95 if quality is None else quality)
+    elif quality is not None:
+        raise SettingsError("--quality requires --size or --format")
+    share = number_flag(own, "--val-split", None)
+    if share is not None and share >= 1:
+        raise SettingsError(f"--val-split: expected a share above 0 and below 1, not {own['--val-split']!r}")
+    if share is None and "--group" in own:
+        raise SettingsError("--group requires --val-split")
+    decode = choice_flag(own, "--check-images", ("header", "decode"), "header") == "decode"
+    return Asked(
+        Path(os.path.abspath(own_path(names[0]))),
+        settings,
+        Recording(recipe, decode, settings.data.max_image_pixels),
+        _shard_size(own.get("--shard-size", "10000")),
+        choice_flag(own, "--order", ("shuffled", "source"), "shuffled") == "shuffled",
+        share,
+        own.get("--group"),
+        own.get("--merge"),
+        own.get("--license", "unknown"),
+        checked(own.get("--executor")),
+    )
+
+
+def _shard_size(text: str) -> tuple[int, bool]:
+    """A number of samples, or of bytes; and whether it is of bytes. Raises SettingsError: it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", text.strip().lower())
+    size = 0 if found is None else int(float(found[1]) * UNITS[found[2] or ""])
+    if found is None or size < 1 or (not found[2] and not found[1].isdigit()):
+        raise SettingsError(f"--shard-size: expected a number of samples, or bytes such as 500MB, not {text!r}")
+    return size, bool(found[2])
+
+
+def pack(asked: Asked) -> None:
+    """Write the shards. Raises SettingsError, DataError, Stopped, OSError."""
+    began, parts, folder = time.monotonic(), asked.parts, asked.folder
+    there = [one.name for one in folder.iterdir() if not one.name.startswith(".")]
+    if there and PLAN_FILE not in there:
+        raise SettingsError(f"{folder} is not empty, it holds {min(there)}: use another folder")
+    data = asked.settings.data.model_copy(update={"cache": asked.settings.data.cache or str(parts / "cache")})
+    with contextlib.closing(ShardCache(data.cache)) as store:
+        sources = [
+            Source(one, SourceContext(store, asked.settings.data.cache, f"data.sources.{name}"))
+            for name, one in data.sources.items()
+        ]
+        extra = None if asked.merge is None else merged_source(asked.merge, SourceContext(store, key="--merge"))
+        about, digest = _begin(asked, sources, extra)
+        for path in parts.glob("**/*.part"):  # of a killed call
+            path.unlink(missing_ok=True)
+        corpus = Corpus(sources, parts / "lists")
+        found = _list(asked, corpus, "listing")
+        further = None if extra is None else Corpus([extra], parts / "merged")
+        merged = None if further is None else Merged(further, _list(asked, further, "listing captions"))
+        plan = _plan(asked, corpus, found)
+        if merged is not None:
+            matches = merged.matches(corpus)
+            if not matches:
+                raise DataError(
+                    f"--merge: no key in {redact(str(asked.merge))} is that of a sample, such as {corpus.first_key!r}"
+                )
+            print(f"captions are merged into {matches:,} of {int(plan.ends[-1]):,} samples", flush=True)
+        if asked.share is not None:
+            held_numbers = held_out(corpus, data, asked.share, asked.group, parts / "held.npy", asked.executor)
+            plan = replace(plan, held=held_numbers)
+        do = PackShard(asked.folder, corpus, plan, asked.recording, digest, merged)
+        packed = _pack_all(asked, do)
+    _conclude(asked, about, found, [plan.shard(number)[0] for number in range(len(plan))], packed, began)
+
+
+def _begin(asked: Asked, sources: Sequence[Source], extra: Source | None) -> tuple[dict[str, Any], str]:
+    """What the bytes depend on, kept in the folder, and its digest.
+
+    Raises SettingsError: the folder holds other files, or shards of other sources or settings.
+    """
+    settings, recording = asked.settings, asked.recording
+    about: dict[str, Any] = {
+        "version": FORM,
+        "sources": [
+            {"name": source.context.key.rpartition(".")[2], "shards": _shown(source), **reading_of(source.settings),
+             "keep": source.settings.keep, "drop": source.settings.drop, "identity": identity(source)}
+            for source in sources
+        ],
+        "merge": None if extra is None else {"shards": _shown(extra), "identity": identity(extra)},
+        "images": {**asdict(recording), "recipe": None if recording.recipe is None else asdict(recording.recipe)},
+        "shard_size": list(asked.size),
+        "order": "shuffled" if asked.shuffled else "source",
+        "seed": settings.run.seed,
+        "val_split": asked.share,
+        "group": asked.group,
+    }  # fmt: skip
+    path = asked.folder / PLAN_FILE
+    try:
+        before = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        before = json.loads(json.dumps(about))
+        asked.parts.mkdir(parents=True, exist_ok=True)
+        atomic_write.replace(path, (json.dumps(about, indent=1) + "\n").encode())
+    except ValueError as error:
+        raise SettingsError(f"{path} is no plan of clipstream pack: use another folder") from error
+    now = json.loads(json.dumps(about))
+    if before != now:
+        other = [key for key in now if not isinstance(before, dict) or before.get(key) != now[key]]
+        raise SettingsError(
+            f"{asked.folder} holds shards of another pack, which differs in {', '.join(other)}: use another folder, "
+            "or remove it"
+        )
+    asked.parts.mkdir(parents=True, exist_ok=True)
+    return about, hashlib.sha256(json.dumps(now, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _shown(source: Source) -> str:
+    return "::".join(redact(part) for part in source.settings.parts)
+
+
+def _work(
+    asked: Asked, label: str, do: Callable[[int], Any], total: int, words: Callable[[list[Any]], str]
+) -> list[Any]:
+    """The results of `total` shards by several processes, in order.
+
+    Args:
+        words: the progress, from the results so far.
+
+    Raises:
+        DataError: the disk is full, or some shards failed; the others are done.
+        Stopped: by SIGINT or SIGTERM.
+    """
+    done: dict[int, Any] = {}
+    again = "rerun the same command to continue"
+    try:
+        with ProgressBar(label) as bar, contextlib.closing(run(do, total, asked.executor)) as events:
+            for event in events:
+                if event is not None:
+                    number, result = event
+                    done[number] = Failed(result.how) if isinstance(result, Crashed) else result
+                    if isinstance(done[number], Failed) and done[number].full:
+                        raise DataError(f"the disk of {asked.folder} is full: free some space and {again}")
+                    if isinstance(done[number], Failed):
+                        bar.say(f"failed: {done[number].error}")
+                whole = [one for one in done.values() if not isinstance(one, Failed)]
+                bar.update(len(done), total, f"{len(whole):,} of {total:,} shards  {words(whole)}")
+    except KeyboardInterrupt:
+        raise Stopped(f"interrupted while {label}: {len(done):,} of {total:,} shards are done; {again}") from None
+    if failures := [one.error for one in done.values() if isinstance(one, Failed)]:
+        told = f"{label}: {len(failures):,} of {counted(total, 'shard', ',')} failed:"
+        advice = "mend them or leave them out; shards that are done are kept"
+        raise DataError("\n".join([told, *listed_lines([f"  {one}" for one in sorted(failures)], SHOWN), advice]))
+    return [done[number] for number in range(total)]
+
+
+def _list(asked: Asked, corpus: Corpus, label: str) -> list[Listed]:
+    def words(done: list[Listed]) -> str:
+        return f"{sum(one.samples for one in done):,} samples"
+
+    found: list[Listed] = _work(asked, label, ListShard(corpus, measured=asked.size[1]), len(corpus.shards), words)
+    faults = [
+        f"  {redact(name)}: {printable(one.fault, 500)}"
+        for (_, name), one in zip(corpus.shards, found, strict=True)
+        if one.fault is not None
+    ]
+    if faults:
+        told = f"damaged shards, of which intact samples are used: {len(faults):,}"
+        print(told, *listed_lines(faults, SHOWN), sep="\n", flush=True)
+    return found
+
+
+def _plan(asked: Asked, corpus: Corpus, found: Sequence[Listed]) -> Plan:
+    """The plan without a split. Raises DataError: there are no samples."""
+    samples = sum(one.samples for one in found)
+    if not samples:
+        raise DataError("there are no samples to pack: see `clipstream check` of the same sources")
+    size, in_bytes = asked.size
+    if in_bytes:
+        size = max(1, size * samples // max(1, sum(one.size for one in found)))
+    plan = plan_of(corpus, found, size, asked.shuffled, asked.settings.run.seed)
+    if not plan.unique:
+        print("keys of the sources are not unique: the number of its sample is put in front of each", flush=True)
+    return plan
+
+
+def _pack_all(asked: Asked, do: PackShard) -> list[Packed]:
+    began = time.monotonic()
+
+    def words(done: list[Packed]) -> str:
+        size, made = sum(one.size for one in done), sum(one.size for one in done if one.made)
+        size, made = (bytes_ + total_size(asked.parts.glob("*.part")) for bytes_ in (size, made))
+        seconds = max(time.monotonic() - began, 1e-3)
+        left = f"  {duration(seconds * (len(do.plan) / len(done) - 1))} left" if done else ""
+        return f"{sum(one.samples for one in done):,} samples  {decimal(size)}  {decimal(int(made / seconds))}/s{left}"
+
+    packed: list[Packed] = _work(asked, "packing", do, len(do.plan), words)
+    return packed
+
+
+def _conclude(
+    asked: Asked,
+    about: Mapping[str, Any],
+    found: Sequence[Listed],
+    names: Sequence[str],
+    packed: Sequence[Packed],
+    began: float,
+) -> None:
+    """Write sizes, checksums and the data card, and print a summary and the command of training.
+
+    Raises DataError: no sample was usable.
+    """
+    folder, samples, size = asked.folder, sum(one.samples for one in packed), sum(one.size for one in packed)
+    drops = Counter[str](not_kept=sum(one.dropped for one in found))
+    for one in packed:
+        drops.update(one.drops)
+    told = ", ".join(f"{count:,} {reason}" for reason, count in (+drops).most_common())
+    if not samples:
+        raise DataError(f"none of the samples is usable ({told}): see `clipstream check` of the same sources")
+    whole = {name: one for name, one in zip(names, packed, strict=True) if one.samples}
+    for under in {os.path.dirname(name) for name in whole}:
+        sizes = {os.path.basename(name): one.samples for name, one in whole.items() if os.path.dirname(name) == under}
+        atomic_write.replace(folder / under / SIZES, (json.dumps(sizes, indent=1) + "\n").encode())
+    sums = "".join(f"{one.sha256}  {name}\n" for name, one in whole.items())
+    atomic_write.replace(folder / SUMS, sums.encode())
+    atomic_write.replace(folder / CARD, _card(asked, about, whole, +drops).encode())
+    shutil.rmtree(asked.parts, ignore_errors=True)
+    made = sum(one.made for one in packed)
+    print(
+        f"{counted(len(whole), 'shard', ',')} in {folder}: {samples:,} samples, {decimal(size)}"
+        f"{f'; dropped: {told}' if told else ''}; {made:,} were written now, in "
+        f"{duration(time.monotonic() - began)}"
+    )
+    words = ["clipstream", "train", "--train-data", str(folder)]
+    words += [] if asked.share is None else ["--val-data", str(folder)]
+    print(f"train on them with: {shlex.join(words)}", flush=True)
+
+
+def _card(asked: Asked, about: Mapping[str, Any], whole: Mapping[str, Packed], drops: Counter[str]) -> str:
+    """The data card, as the Hugging Face Hub shows it."""
+    samples, merged = sum(one.samples for one in whole.values()), sum(one.merged for one in whole.values())
+    members, images = Counter[str](), Counter[str]()
+    for one in whole.values():
+        members.update(one.suffixes)
+        images.update(one.images)
+    splits = {"train": 0, "validation": 0} if asked.share is not None else {"train": 0}
+    for name, one in whole.items():
+        splits["validation" if name.startswith("val/") else "train"] += one.samples
+    rows = [("samples", f"{samples:,}"), *((split, f"{n:,}") for split, n in splits.items() if asked.share is not None)]
+    rows += [("shards", f"{len(whole):,}"), ("bytes", f"{sum(one.size for one in whole.values()):,}")]
+    rows += [(f"source {one['name']}", f"`{one['shards']}`") for one in about["sources"]]
+    if about["merge"] is not None:
+        rows.append(("merged captions", f"`{about['merge']['shards']}`, of {merged:,} samples"))
+    rows += [("members", ", ".join(f"{suffix} {count:,}" for suffix, count in members.most_common()))]
+    rows += [(f"dropped: {reason}", f"{count:,}") for reason, count in sorted(drops.items())]
+    rows += [(f"images {what}", f"{count:,}") for what, count in sorted(images.items())]
+    rows += [("order", about["order"] + (f", seed {about['seed']}" if asked.shuffled else ""))]
+    if asked.share is not None:
+        group = f", and groups of {asked.group}" if asked.group else ""
+        rows.append(("validation", f"share {asked.share:g}; near-duplicates{group} are on one side"))
+    folders = {"validation": "val/", "train": "train/" if asked.share is not None else ""}
+    files = "\n".join(f'  - split: {split}\n    path: "{folders[split]}*.tar"' for split in splits)
+    return "\n".join([
+        "---", f"license: {json.dumps(asked.license)}", "configs:", "- config_name: default", "  data_files:", files,
+        "---", "", f"# {asked.folder.name}", "", "Image-text pairs as WebDataset shards, written by `clipstream pack`.",
+        "", "| | |", "|---|---|", *(f"| {name} | {str(text).replace('|', chr(92) + '|')} |" for name, text in rows), "",
+        f"License: {asked.license}. `{PLAN_FILE}` has all settings; check the files with `sha256sum -c {SUMS}`.", "",
+    ])  # fmt: skip

@@ -1,0 +1,239 @@
+"""The samples of sources, listed: sources enter; a file per shard, and samples by shard and row, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipstream.data.decode.captions import (
+    RawSample,
+)
+from clipstream.data.decode.key_lists import build_filter
+from clipstream.data.order.rng import hash_of
+from clipstream.data.packing.sample import plain_key
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources import OpenShard, SampleRef, ShardIndex, Source, SourceContext
+from clipstream.errors import Dropped
+from clipstream.storage.download import ShardError
+from clipstream.storage.shard_url import parts_of, redact, table_format
+from clipstream.storage.tar import BLOCK, Shard
+from clipstream.utils import atomic_write
+
+PARTS = ".parts"  # subfolder for lists, downloads and incomplete shards
+DISK_FULL = 1 << 16  # free bytes below which a disk counts as full
+OPEN = 512  # shards of the sources that a process keeps open
+MEASURED = 20  # samples of a shard that is no tar, by which the bytes of all are estimated
+
+
+class Failed(NamedTuple):
+    """Why a shard could not be listed or written."""
+
+    error: str
+    full: bool = False  # whether the disk is full
+
+
+class Listed(NamedTuple):
+    """The usable samples of a shard of the sources."""
+
+    samples: int
+    size: int  # bytes that they take in a tar, in part estimated
+    dropped: int  # samples that key lists leave out
+    fault: str | None  # of the shard, whose intact samples are used
+    path: str | None  # the local file of a tar
+
+
+def _no_file(path: str) -> bytes:
+    """In place of the file of an image that is not needed."""
+    return b""
+
+
+def merged_source(spec: str, context: SourceContext) -> Source:
+    """The source of further captions: a table with the columns key and caption, or what training reads.
+
+    Raises as Source.
+    """
+    tables = all(map(table_format, parts_of(spec)))
+    return Source(SourceSettings(shards=spec, **({"image_key": "key"} if tables else {})), context)
+
+
+class Corpus:
+    """All shards of the sources, by number, and the samples that are listed of them, by number. Picklable.
+
+    Args:
+        folder: of the lists.
+    """
+
+    def __init__(self, sources: Sequence[Source], folder: Path) -> None:
+        self.sources, self.folder = list(sources), folder
+        self.shards = [(number, name) for number, one in enumerate(sources) for name in dict.fromkeys(one.names)]
+        self._open: OrderedDict[int, tuple[ShardList, OpenShard]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def source_of(self, shard: int) -> Source:
+        """The source of a shard."""
+        return self.sources[self.shards[shard][0]]
+
+    def path(self, shard: int) -> Path:
+        """The list of a shard."""
+        return self.folder / f"{shard:06d}.list"
+
+    @property
+    def first_key(self) -> str:
+        """The packed key of the first sample."""
+        lists = (ShardList(self.path(shard)) for shard in range(len(self.shards)))
+        _, key, _, plain = next(held.row(0) for held in lists if held.head.samples)
+        return plain or plain_key(key)
+
+    def hashes(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """Hashes of the packed keys of all samples, uint64 [n]."""
+        return np.concatenate([ShardList(self.path(shard)).hashes for shard in range(len(self.shards))])
+
+    def open(self, shard: int) -> tuple[ShardList, OpenShard]:
+        """The list of a shard and the shard, which stay open for a while. Raises ShardError, OSError."""
+        if shard in self._open:
+            self._open.move_to_end(shard)
+            return self._open[shard]
+        held = ShardList(self.path(shard))
+        path = held.head.path
+        source, name = self.source_of(shard), self.shards[shard][1]
+        made = source.open(name) if path is None else Shard(path, ShardIndex([]))
+        self._open[shard] = held, made
+        if len(self._open) > OPEN:
+            self._open.popitem(last=False)[1][1].close()
+        return held, made
+
+    def load(self, shard: int, row: int, members: Collection[str] | None, *, image: bool = True) -> RawSample:
+        """A listed sample with its packed key in `__key__`. Raises Dropped, ShardError, OSError."""
+        held, opened_shard = self.open(shard)
+        number, key, spans, plain = held.row(row)
+        kind_ = self.source_of(shard).types[self.shards[shard][1]]
+        ref = SampleRef(key, spans) if held.head.path is not None else opened_shard.index.samples[number]
+        if kind_.columns and not image:
+            found = opened_shard.load(ref, members, _no_file)  # type: ignore[call-arg]
+        else:
+            found = opened_shard.load(ref, members)
+        return {"__key__": plain or plain_key(key), "__url__": kind_.title(self.shards[shard][1]), **found}
+
+
+class ShardList:
+    """The list of a shard: a line with `Listed` as JSON, ends of the rows and hashes of the keys, and the rows.
+
+    A row is [number in the shard, key, members in a tar, packed key where it is not made of that key].
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        start = self._map.find(b"\n") + 1
+        self.head = Listed(*json.loads(self._map[:start]))
+        count = self.head.samples
+        table = np.frombuffer(self._map, np.uint64, 2 * count, start)
+        self._ends, self.hashes, self._begin = table[:count], table[count:], start + 16 * count
+
+    def row(self, number: int) -> tuple[int, str, dict[str, tuple[int, int]], str | None]:
+        first = int(self._ends[number - 1]) if number else 0
+        begin = self._begin
+        found = json.loads(self._map[begin + first : begin + int(self._ends[number])])
+        return found[0], found[1], found[2], found[3]
+
+    @staticmethod
+    def write(path: Path, head: Listed, rows: Iterable[tuple[int, str, Mapping[str, Any], str | None]]) -> None:
+        texts, hashes = [], []
+        for number, key, spans, plain in rows:
+            texts.append(json.dumps([number, key, spans, plain], separators=(",", ":")).encode())
+            hashes.append(hash_of((plain or plain_key(key)).encode()))
+        text = json.dumps(head)
+        text += " " * (-(len(text) + 1) % 8) + "\n"
+        ends = np.cumsum([len(text) for text in texts], dtype=np.uint64)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+        atomic_write.write(draft, [text.encode(), ends, np.array(hashes, np.uint64), *_joined(texts)])
+        draft.replace(path)
+
+
+def _joined(parts: Sequence[bytes]) -> Iterator[bytes]:
+    for first in range(0, len(parts), 4096):
+        yield b"".join(parts[first : first + 4096])
+
+
+class ListShard:
+    """Lists the samples of a shard, unless there is its list. Called in a process of its own."""
+
+    def __init__(self, corpus: Corpus, *, measured: bool) -> None:
+        self.corpus, self.measured = corpus, measured
+
+    def __call__(self, number: int) -> Listed | Failed:
+        corpus = self.corpus
+        with contextlib.suppress(OSError, ValueError):
+            return ShardList(corpus.path(number)).head
+        source, name = corpus.source_of(number), corpus.shards[number][1]
+        try:
+            shard = source.open(name)
+            refs, fault = shard.index
+            if not len(refs) and fault is not None and fault.reason != "empty":
+                return Failed(f"{redact(name)}: {fault}")
+            rows = list(self._rows(source, name, shard))
+            path = os.path.abspath(shard.path) if isinstance(shard, Shard) else None
+            size = sum(_bytes(spans) for _, _, spans, _ in rows) if path else self._estimate(shard, len(rows))
+            head = Listed(len(rows), size, len(refs) - len(rows), None if fault is None else str(fault), path)
+            shard.close()
+            ShardList.write(corpus.path(number), head, rows)
+        except (ShardError, OSError) as error:
+            return failed(error, redact(name), corpus.folder)
+        return head
+
+    def _rows(
+        self, source: Source, name: str, shard: OpenShard
+    ) -> Iterator[tuple[int, str, Mapping[str, tuple[int, int]], str | None]]:
+        kind_, of = source.types[name], source.context.key.rpartition(".")[2]
+        chosen = build_filter(of, source.settings)
+        title = kind_.title(name).rstrip("/").rpartition("/")[2]
+        keyed = kind_.columns and len(shard.index.samples) > 0 and _key_of(shard, shard.index.samples[0]) is not None
+        for number, ref in enumerate(shard.index.samples):
+            if chosen is None or chosen(f"{title}/{ref.key}", ref.key):
+                key = _key_of(shard, ref) if keyed else None
+                yield number, ref.key, ref.members, None if key is None else plain_key(key)
+
+    def _estimate(self, shard: OpenShard, count: int) -> int:
+        """Bytes of the samples of a shard that is no tar, by some of them; 0 where sizes are not measured."""
+        sizes = []
+        refs = shard.index.samples
+        for at in range(0, len(refs) if self.measured else 0, -(-len(refs) // MEASURED)):
+            with contextlib.suppress(Dropped):
+                members = shard.load(refs[at])
+                sizes.append(_bytes({name: (0, len(data)) for name, data in members.items()}))
+        return count * sum(sizes) // max(1, len(sizes))
+
+
+def _key_of(shard: OpenShard, ref: SampleRef) -> str | None:
+    """What a row of a table has in its column `key`."""
+    with contextlib.suppress(Dropped, ValueError, AttributeError):
+        row = json.loads(shard.load(ref, ("json",), _no_file)["json"])  # type: ignore[call-arg]
+        found = next((value for name, value in row.items() if name.lower() == "key"), None)
+        return None if found in (None, "") else str(found)
+    return None
+
+
+def _bytes(spans: Mapping[str, tuple[int, int]]) -> int:
+    """Bytes that members take in a tar."""
+    return sum(BLOCK + -(-size // BLOCK) * BLOCK for _, size in spans.values() if size < 1 << 62)
+
+
+def failed(error: ShardError | OSError, shown: str, folder: Path) -> Failed:
+    """The result for a shard that could not be read or written."""
+    space = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    if atomic_write.is_full(error) or space < DISK_FULL or getattr(error, "reason", None) == "disk":
+        return Failed(f"{shown}: the disk is full", full=True)
+    said = redact(str(error))
+    return Failed(said if shown in said else f"{shown}: {said}")
