@@ -1,9 +1,9 @@
-"""Exact search, near-duplicates, FAISS indexes, spherical k-means, and cosines of images with their captions.
+"""Exact search, FAISS indexes, spherical k-means, and cosines of images with their captions.
 
 Features of a store's part are read as rows of length 1 in order, block by block, without those of dropped samples
 (`StoredRows`): in a part of images a row is a sample, the mean of its views; in a part of texts a row is a caption. Row
 numbers, their names and cosines leave. Memory besides the results and the queries: a few
-blocks, `TILE` scores, and for `duplicates` also `held`. Clusters depend on the seed, and on the rounding of float32
+blocks and `TILE` scores. Clusters depend on the seed, and on the rounding of float32
 products on the device; a row belongs to the centroid with the largest cosine.
 """
 
@@ -27,7 +27,6 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IMAGE, TEXT, decode_rows
 from clipstream.features.store import FeatureStore, Numbers, StoredSource
 from clipstream.utils import atomic_write
-from clipstream.utils.torch_state import restored_matmul_precision
 
 BLOCK = 16384  # rows of a block, by default
 TILE = 1 << 22  # scores computed at once
@@ -49,6 +48,25 @@ class Rows(Protocol):
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
         """(number of the first row, float32 [m, D] on the CPU) of blocks in order, from row `start` on."""
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """Features in memory, float32 [N, D], read in blocks of `block` rows."""
+
+    features: torch.Tensor
+    block: int = BLOCK
+
+    @property
+    def width(self) -> int:
+        return self.features.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        for first in range(start, len(self), self.block):
+            yield first, self.features[first : first + self.block]
 
 
 class Found(NamedTuple):
@@ -87,72 +105,6 @@ def _ranks(scores: torch.Tensor, first: int) -> torch.Tensor:
 def _ordered(bits: torch.Tensor) -> torch.Tensor:
     """Bits of float32 as integers of the same order, and the reverse; int64."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-class Groups:
-    """Disjoint sets of the numbers 0 to n - 1, joined by pairs (union-find on arrays).
-
-    Attributes:
-        parents: int64 [n], a number of the same set, never a larger one.
-    """
-
-    def __init__(self, n: int) -> None:
-        self.parents = np.arange(n, dtype=np.int64)
-
-    def join(self, one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> None:
-        """Join the sets of one[i] and other[i], int64 [m], for all i."""
-        while len(one):
-            one, other = self.roots(one), self.roots(other)
-            differ = one != other
-            low, high = np.minimum(one, other)[differ], np.maximum(one, other)[differ]
-            np.minimum.at(self.parents, high, low)
-            one, other = low, high
-
-    def roots(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The smallest member of each number's set, int64 [m]."""
-        found: np.ndarray[Any, Any] = self.parents[numbers]
-        while not np.array_equal(above := self.parents[found], found):
-            found = above
-        self.parents[numbers] = found
-        return found
-
-
-def duplicates(
-    rows: Rows, threshold: float, *, device: torch.device | str = "cpu", held: int = 256 << 20
-) -> np.ndarray[Any, Any]:
-    """Groups of near-duplicates: rows that a chain of pairs connects, each pair's cosine at least `threshold`.
-
-    Compares all pairs by float32 products, N^2 D multiplications and additions in all; the rows are read about
-    N D / (held / 4) times.
-
-    Args:
-        device: where the products are computed.
-        held: bytes of features that are compared with all later ones in one pass.
-
-    Returns:
-        int64 [N], the first row of each row's group: itself for a row without an earlier duplicate.
-    """
-    groups, start = Groups(len(rows)), 0
-    with restored_matmul_precision():
-        torch.set_float32_matmul_precision("highest")  # never TF32 or bf16
-        while start < len(rows):
-            parts: list[torch.Tensor] = []
-            for first, block in rows.blocks(start):
-                if parts and sum(part.nbytes for part in parts) + block.nbytes > held:
-                    break
-                parts.append(block)
-                end = first + len(block)
-            outer = torch.cat(parts).to(device)
-            del parts
-            for first, features in rows.blocks(start):
-                block, step = features.to(device), max(1, TILE // len(features))
-                for top in range(0, min(len(outer), first + len(block) - start), step):
-                    one, other = (outer[top : top + step] @ block.T >= threshold).nonzero().cpu().numpy().T
-                    one, other = one + (start + top), other + first
-                    later = one < other
-                    groups.join(one[later], other[later])
-            start = end
-    return groups.roots(np.arange(len(rows)))
 
 
 @dataclass(frozen=True)
@@ -305,14 +257,23 @@ def _assign(block: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor,
     return torch.cat([of.values for of in found]), torch.cat([of.indices for of in found])
 
 
+def gather(rows: Rows, numbers: Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
+    """Rows of any numbers, float32 [n, D]; all blocks from the first of them to the last are read."""
+    wanted = torch.as_tensor(numbers, dtype=torch.int64)
+    found = torch.zeros(len(wanted), rows.width)
+    for first, block in rows.blocks(int(wanted.min())) if len(wanted) else ():
+        here = (wanted >= first) & (wanted < first + len(block))
+        found[here] = block[wanted[here] - first]
+        if first + len(block) > int(wanted.max()):
+            break
+    return found
+
+
 def _first_centroids(rows: Rows, k: int, seed: int, init: str) -> torch.Tensor:
     """The centroids to begin with, float32 [k, D]: rows."""
     draw = np.random.default_rng(seed)
     count = k if init == "random" else min(len(rows), max(k, SAMPLED))
-    chosen = torch.from_numpy(np.sort(draw.choice(len(rows), count, replace=False, shuffle=False)))
-    sample = torch.cat(
-        [block[chosen[(chosen >= first) & (chosen < first + len(block))] - first] for first, block in rows.blocks()]
-    )
+    sample = gather(rows, np.sort(draw.choice(len(rows), count, replace=False, shuffle=False)))
     if init == "random":
         return sample
     taken = [int(draw.integers(count))]
@@ -500,17 +461,6 @@ class StoredRows:
                 starts = np.concatenate([self.firsts[number : number + 1], ends])
                 rows += [row for i in samples for row in range(starts[i], ends[i])]
         return rows
-
-    def gather(self, rows: Sequence[int]) -> torch.Tensor:
-        """Rows of any numbers, float32 [n, D]; all blocks up to the last are read."""
-        found = torch.zeros(len(rows), self.width)
-        wanted = torch.tensor(rows, dtype=torch.int64)
-        for first, block in self.blocks(min(rows)) if rows else ():
-            here = (wanted >= first) & (wanted < first + len(block))
-            found[here] = block[wanted[here] - first]
-            if first + len(block) > max(rows):
-                break
-        return found
 
     def identity(self) -> dict[str, object]:
         """What the rows depend on, in few bytes."""

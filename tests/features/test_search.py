@@ -1,4 +1,4 @@
-"""Stored rows, scores, exact search, near-duplicates, FAISS indexes and k-means, against float64 products."""
+"""Stored rows, scores, exact search, FAISS indexes and k-means, against float64 products."""
 
 from __future__ import annotations
 
@@ -11,36 +11,24 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy.sparse.csgraph import connected_components
 
 from clipstream.errors import SettingsError
 from clipstream.features import search as module
 from clipstream.features.search import (
     NO_FAISS,
     StoredRows,
+    TensorRows,
     default_factory,
-    duplicates,
+    gather,
     kmeans,
     open_index,
     pair_scores,
     recall,
     search,
 )
-from tests.support.stored_features import Made, TensorRows, make_store
+from tests.support.stored_features import Made, make_rows, make_store
 
 THERE = importlib.util.find_spec("faiss") is not None
-
-
-def make_rows(n: int, width: int, kind: str, seed: int) -> torch.Tensor:
-    """Unit rows: random ones, a few different ones repeated, or ones that differ by less than float32 resolves."""
-    draw = torch.Generator().manual_seed(seed)
-    if kind == "repeated":
-        few = F.normalize(torch.randn(3, width, generator=draw), dim=1)
-        return few[torch.randint(3, (n,), generator=draw)]
-    if kind == "close":
-        base = F.normalize(torch.randn(width, generator=draw), dim=0)
-        return F.normalize(base + 1e-6 * torch.randn(n, width, generator=draw), dim=1)
-    return F.normalize(torch.randn(n, width, generator=draw), dim=1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,38 +56,6 @@ def test_search_is_that_of_float64_products(
     values, rows = scores.sort(dim=1, descending=True, stable=True)
     assert found.scores.dtype == torch.float32 and found.rows.dtype == torch.int64
     assert torch.equal(found.scores, values[:, :k]) and torch.equal(found.rows, rows[:, :k])
-
-
-def groups_of(cosines: torch.Tensor, threshold: float) -> list[int]:
-    """The first row of each row's group."""
-    _, group = connected_components(cosines.numpy() >= threshold, directed=False)
-    return [int(np.flatnonzero(group == own)[0]) for own in group]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    n=st.integers(0, 150),
-    block=st.integers(1, 150),
-    held=st.integers(1, 20000),
-    threshold=st.sampled_from([-1.1, 0.3, 0.9, 0.99999]),
-    width=st.sampled_from([3, 24]),
-    kind=st.sampled_from(["random", "repeated", "close"]),
-    seed=st.integers(0, 1000),
-)
-def test_duplicates_are_the_components_of_the_graph_of_pairs(
-    n: int, block: int, held: int, threshold: float, width: int, kind: str, seed: int
-) -> None:
-    features = make_rows(n, width, kind, seed)
-    cosines = features.double() @ features.double().T
-    if n and float((cosines - threshold).abs().min()) < 1e-6:
-        return  # float32 does not tell
-    assert duplicates(TensorRows(features, block), threshold, held=held).tolist() == groups_of(cosines, threshold)
-
-
-def test_a_chain_of_pairs_is_one_group() -> None:
-    angles = torch.arange(2000) * 0.01
-    features = torch.stack([angles.cos(), angles.sin()], dim=1)[torch.randperm(2000)]
-    assert not duplicates(TensorRows(features, 100), float(np.cos(0.011)), held=4000).any()
 
 
 @pytest.mark.skipif(not THERE, reason="FAISS is not installed")
@@ -220,7 +176,7 @@ def test_rows_are_those_of_the_samples_in_use(
             features = torch.cat([torch.zeros(0, rows.width), *(block for _, block in found)])
             assert torch.allclose(features, wanted[start:], atol=1e-6)
         some = [len(rows) - 1, 0, 3]
-        assert torch.allclose(rows.gather(some), wanted[some], atol=1e-6)
+        assert torch.allclose(gather(rows, some), wanted[some], atol=1e-6)
 
 
 def test_names_of_pictures_and_captions(tmp_path: Path) -> None:

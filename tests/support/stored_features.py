@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from clipstream.features.manifest import PartInfo, decode_rows
-from clipstream.features.search import BLOCK
 from clipstream.features.store import FeatureStore
 from tests.support.features import Content
 
@@ -56,20 +55,13 @@ def make_store(
     return made
 
 
-@dataclass(frozen=True)
-class TensorRows:
-    """Rows of features that are in memory."""
-
-    features: torch.Tensor  # float32 [N, D]
-    block: int = BLOCK
-
-    @property
-    def width(self) -> int:
-        return self.features.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    def blocks(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        for first in range(start, len(self), self.block):
-            yield first, self.features[first : first + self.block]
+def make_rows(n: int, width: int, kind: str, seed: int) -> torch.Tensor:
+    """Unit rows: random ones, a few different ones repeated, or ones that differ by less than float32 resolves."""
+    draw = torch.Generator().manual_seed(seed)
+    if kind == "repeated":
+        few = F.normalize(torch.randn(3, width, generator=draw), dim=1)
+        return few[torch.randint(3, (n,), generator=draw)]
+    if kind == "close":
+        base = F.normalize(torch.randn(width, generator=draw), dim=0)
+        return F.normalize(base + 1e-6 * torch.randn(n, width, generator=draw), dim=1)
+    return F.normalize(torch.randn(n, width, generator=draw), dim=1)

@@ -112,6 +112,16 @@ def test_duplicates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (folder / "drop.txt").read_text() == "1.tar/k9\n1.tar/k11\n"
 
 
+def test_of_duplicates_the_one_that_scores_best_stays(folder: Path, features: Any) -> None:
+    image, text = features
+    score = {i: max(float(image[i] @ text[2 * i + j]) for j in range(2)) for i in (2, 9, 11)}
+    best = max(score, key=lambda i: score[i])
+    flags = ("--threshold", 0.99999, "--keep-by", "score", "--clusters", 3)
+    found = search("duplicates", folder, *flags, out="drop.jsonl")
+    assert {row["key"] for row in found} == {f"k{i}" for i in (2, 9, 11) if i != best}
+    assert {row["duplicate_of"] for row in found} == {label(best)}
+
+
 def test_clusters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = search("clusters", folder, "--k", 4, "--nearest", 2, out="clusters.parquet")
     assert [f"{row['shard']}/{row['key']}" for row in found] == [label(i) for i in USED]
@@ -151,6 +161,8 @@ def test_scores_and_what_is_kept(folder: Path, features: Any, capsys: pytest.Cap
         ("neighbours --query-key k1 --out a.doc", "expected a file with the suffix"),
         ("neighbours --query-key k1 -k 0", "expected a whole number, at least 1, not '0'"),
         ("duplicates --threshold 2", "expected a cosine, from -1 to 1, not '2'"),
+        ("duplicates --keep-by centroid", "set their number"),
+        ("duplicates --clusters 12", "12 clusters of 11 rows"),
         ("duplicates --part text", "duplicates requires a part of images"),
         ("clusters --k 100", "100 clusters of 11 rows"),
         ("scores --top-fraction 0", "expected a fraction above 0"),

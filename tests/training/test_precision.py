@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,12 +15,12 @@ from torch import nn
 import clipstream
 from clipstream.cli.verbs.train import main
 from clipstream.errors import SettingsError
-from clipstream.features.search import duplicates
+from clipstream.features.duplicates import nearest_preferred
+from clipstream.features.search import TensorRows
 from clipstream.training.precision import check_device, prepare_towers
 from clipstream.utils.torch_state import restored_matmul_precision
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags
-from tests.support.stored_features import TensorRows
 
 MATMUL = "torch.backends.cuda.matmul"
 PROGRAMS = [
@@ -62,7 +63,7 @@ def restore(_: object, program: str) -> int:
             use_tf32(enabled)  # which torch.compile reads by the older interface
             assert program or seen()[-2:] == ([True, "high"] if enabled else [False, "highest"])
         assert seen() == before, enabled
-    duplicates(TensorRows(torch.eye(2)), 0.5)
+    nearest_preferred(TensorRows(torch.eye(2)), np.arange(2))
     assert seen() == before
     exec(program.replace("'tf32'", "'ieee'"))  # also what is set for all backends applies as before
     assert "'tf32'" not in program or torch.backends.cuda.matmul.fp32_precision == "ieee"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from clipstream.cli.verbs.search import images
 from clipstream.config.entry import entry_point
@@ -65,15 +66,6 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     topic = topics.add_parser(
-        "duplicates", parents=[common, part], help="near-duplicate images",
-        description="Find groups of images connected by pairs with a cosine of at least --threshold. --out lists the "
-            "samples to drop: all but the first of each group.",
-    )  # fmt: skip
-    topic.add_argument(
-        "--threshold", type=_cosine, default=0.95, metavar="COSINE", help="minimum cosine of a pair (default: 0.95)"
-    )
-
-    topic = topics.add_parser(
         "clusters", parents=[common, part], help="spherical k-means",
         description="Cluster the rows by cosine (k-means). --out lists the cluster of each row.",
     )  # fmt: skip
@@ -84,6 +76,29 @@ def build_parser() -> argparse.ArgumentParser:
     )
     topic.add_argument("--iterations", type=_count, default=25, metavar="N", help="most iterations (25)")
     topic.add_argument("--nearest", type=_count, default=3, metavar="N", help="rows to show per cluster (default: 3)")
+    _add_lists(topics, common, part)
+    return parser
+
+
+def _add_lists(topics: Any, common: argparse.ArgumentParser, part: argparse.ArgumentParser) -> None:
+    """The topics whose files are lists of samples to drop or to keep."""
+    topic = topics.add_parser(
+        "duplicates", parents=[common, part], help="near-duplicate images",
+        description="Find images with a cosine of at least --threshold to one that is preferred to them (--keep-by). "
+            "--out lists these samples, which are to drop: one of each group stays.",
+    )  # fmt: skip
+    topic.add_argument(
+        "--threshold", type=_cosine, default=0.95, metavar="COSINE", help="minimum cosine of a pair (default: 0.95)"
+    )
+    topic.add_argument(
+        "--clusters", type=_count, default=0, metavar="N",
+        help="compare images of the same one of N clusters alone (SemDeDup): N times as fast (default: all pairs)",
+    )  # fmt: skip
+    topic.add_argument(
+        "--keep-by", choices=("first", "score", "centroid"), default="first",
+        help="which image of a group stays: the first, the one with the largest cosine with its caption, or the one "
+            "farthest from the centroid of its cluster (default: first)",
+    )  # fmt: skip
 
     topic = topics.add_parser(
         "scores", parents=[common], help="cosines of images with their captions",
@@ -93,7 +108,6 @@ def build_parser() -> argparse.ArgumentParser:
     limit = topic.add_mutually_exclusive_group()
     limit.add_argument("--min-score", type=_cosine, metavar="COSINE", help="minimum score of samples to keep")
     limit.add_argument("--top-fraction", type=_share, metavar="SHARE", help="fraction of samples to keep, 0 to 1")
-    return parser
 
 
 def _index(text: str) -> str:

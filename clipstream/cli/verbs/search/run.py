@@ -38,6 +38,7 @@ from clipstream.evals.context import context_for
 from clipstream.features import search as exact
 from clipstream.features.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image, stamp
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
+from clipstream.features.sample_scores import best_captions, near_duplicates
 from clipstream.features.search import Name, PairScores, StoredRows, pair_scores
 from clipstream.features.store import FeatureStore
 from clipstream.models.build import build_towers
@@ -121,16 +122,17 @@ def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.devi
 
 
 def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
-    """Print groups of near-duplicates; the file lists the samples to drop."""
+    """Print groups of near-duplicates; the file lists the samples to drop: all but one of each group."""
     if rows.per_caption:
         raise SettingsError(f"--part {rows.part}: duplicates requires a part of images")
-    roots = exact.duplicates(rows, options.threshold, device=device)
+    roots = near_duplicates(rows, options.clusters, options.keep_by, device).kept(options.threshold)
     first, sizes = np.unique(roots, return_counts=True)
     groups = first[sizes > 1][np.argsort(-sizes[sizes > 1], kind="stable")]
     size_of = dict(zip(first.tolist(), sizes.tolist(), strict=True))
-    table = result_table("Largest groups", ("samples", "first", "others"), NUMBERS)
+    table = result_table("Largest groups", ("samples", "kept", "others"), NUMBERS)
     for root in groups[:SHOWN].tolist():
-        some = np.flatnonzero(roots == root)[1:4].tolist()
+        members = np.flatnonzero(roots == root)
+        some = members[members != root][:3].tolist()
         labels = [printable(name.label, CELL) for name in rows.names([root, *some])]
         more = " …" if size_of[root] > 4 else ""
         table.add_row(f"{size_of[root]:,}", labels[0], ", ".join(labels[1:]) + more)
@@ -139,16 +141,12 @@ def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.devi
     dropped = len(rows) - len(first)
     print(
         f"{len(rows):,} samples: {len(groups):,} groups of a cosine of {options.threshold:g} or more; "
-        f"{dropped:,} samples ({dropped / len(rows):.2%}) are near-duplicates of an earlier one"
+        f"{dropped:,} samples ({dropped / len(rows):.2%}) are near-duplicates of another one"
     )
     if options.out:
-        kept: dict[int, str] = {}
-        is_first = np.zeros(len(rows), bool)
-        is_first[groups] = True
+        kept = dict(zip(groups.tolist(), (name.label for name in rows.names(groups.tolist())), strict=True))
         with TableWriter(Path(options.out), pa.schema([*SAMPLE, ("duplicate_of", pa.string())])) as writer:
             for names, numbers in _by_shard(rows):
-                for row in numbers[is_first[numbers]].tolist():
-                    kept[row] = names[row - int(numbers[0])].label
                 drop = (roots[numbers] != numbers).nonzero()[0].tolist()
                 of = [kept[int(roots[numbers[i]])] for i in drop]
                 writer.write({**_samples([names[i] for i in drop]), "duplicate_of": of})
@@ -195,7 +193,7 @@ def scores(options: argparse.Namespace, images: StoredRows) -> None:
     for some in pair_scores(store):
         every[pairs : pairs + len(some.scores)] = some.scores.numpy()
         pairs += len(some.scores)
-        best = _best(some)[1].numpy()
+        best = best_captions(some)[1].numpy()
         of_samples[samples : samples + len(best)] = best
         samples += len(best)
     of_samples = of_samples[:samples]
@@ -233,7 +231,7 @@ def _write_scores(path: Path, found: Iterator[PairScores], least: float | None) 
                 texts = source.texts(number)
             samples, values = some.samples, some.scores.numpy()
             if least is not None:
-                samples, best = _best(some)
+                samples, best = best_captions(some)
                 values = best.numpy()
                 samples, values = samples[values >= least], values[values >= least]
             count = len(samples)
@@ -244,13 +242,6 @@ def _write_scores(path: Path, found: Iterator[PairScores], least: float | None) 
                 pairs = zip(samples.tolist(), some.choices.tolist(), strict=True)
                 of["caption"] = [texts[i][1][choice] for i, choice in pairs]
             writer.write(of)
-
-
-def _best(some: PairScores) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
-    """The samples that have captions, int64 [n], and the score of each one's best caption, float32 [n]."""
-    samples, places = np.unique(some.samples, return_inverse=True)
-    best = torch.full((len(samples),), -torch.inf)
-    return samples, best.scatter_reduce(0, torch.from_numpy(places), some.scores, "amax")
 
 
 def _queries(options: argparse.Namespace, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
@@ -273,7 +264,7 @@ def _queries(options: argparse.Namespace, rows: StoredRows) -> tuple[list[str], 
         numbers += found
     if not titles:
         raise SettingsError("set --query-image FILE, --query-text TEXT or --query-key KEY")
-    return titles, torch.cat([features, rows.gather(numbers)])
+    return titles, torch.cat([features, exact.gather(rows, numbers)])
 
 
 @torch.inference_mode()
