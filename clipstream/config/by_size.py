@@ -123,7 +123,7 @@ def with_choice(settings: Settings, chosen: dict[str, tuple[Any, Any]]) -> Setti
 def _samples(settings: Settings) -> int | None:
     """Samples of the training data; None where there are none, or where counting takes long."""
     total = 0
-    if any(source.keep is not None for source in settings.data.sources.values()):
+    if any(source.keep or source.probability for source in settings.data.sources.values()):
         return None
     try:
         for source in open_sources(settings).values():

@@ -13,10 +13,10 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, build_transform
 from clipstream.data.decode.images import EvalTransform, ImageTransform, OwnImageTransform
 from clipstream.data.decode.key_lists import build_filter
-from clipstream.data.decode.labels import GroupField
+from clipstream.data.decode.labels import GroupField, SampleProbability
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
-from clipstream.data.groups import check_groups, group_labels
+from clipstream.data.groups import group_labels, look_up, probabilities
 from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.loader.features import FeatureBatches
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
@@ -85,15 +85,15 @@ def training_loader(
     contexts = {name: SourceContext(store, settings.cache, f"data.sources.{name}") for name in names}
     sources = {name: Source(settings.sources[name], contexts[name]) for name in names}
     stored = {} if features is None else _stored(features, settings, sources, inputs.tokenizer)
-    labels, listed_sources = None, list(sources.values())
-    if settings.groups.by is not None:
-        labels = group_labels(listed_sources[0], settings.groups.by, settings, "data.groups.by")
-        check_groups(labels, settings.groups.by, told=world.is_main)
-    order = order_plan(settings, listed_sources, seed, labels)  # sets the sources' counts, for the fingerprint
-    fingerprint = fingerprint_of(settings, seed, inputs.tokenizer, listed_sources, labels)
+    listed_sources = list(sources.values())
+    if settings.sampling.mode == "indexed":
+        for source in listed_sources:
+            look_up(source, settings, told=world.is_main)
+    order = order_plan(settings, listed_sources, seed)  # sets the sources' counts, for the fingerprint
+    fingerprint = fingerprint_of(settings, seed, inputs.tokenizer, listed_sources)
     start = _resumed(start or DataState(), fingerprint, lanes, approximate, world)
     if start.salt:
-        order = order_plan(settings, listed_sources, mix(seed, SALT, start.salt), labels)
+        order = order_plan(settings, listed_sources, mix(seed, SALT, start.salt))
     start = replace(start, lanes={lane: start.lanes[lane] for lane in slots.lanes if lane in start.lanes})
     stream = Stream(names, order.mix, slots, start, remainder=order.remainder if world.is_main else None)
     most = max(slots.count(step) for step in settings.batch_changes)
@@ -102,7 +102,13 @@ def training_loader(
     if features is not None and features.replaces_loader:
         if inputs.groups is not None:
             for name, samples in stored.items():
-                samples.set_groups(group_labels(sources[name], inputs.groups, settings, "loss.positives.by"))
+                samples.groups = samples.by_number(
+                    group_labels(sources[name], inputs.groups, settings, "loss.positives.by")
+                )
+        if settings.sampling.mode != "indexed":
+            for name, samples in stored.items():
+                if settings.sources[name].probability is not None:
+                    samples.probabilities = samples.by_number(probabilities(sources[name], settings))
         hosting = replace(hosting, workers=0, depth=settings.prefetch + 1)  # one is in use while the others are filled
         batches = FeatureBatches(stream, inputs, list(stored.values()), order.sources, most)
     else:
@@ -231,7 +237,7 @@ def _remote_shards_in_use(settings: DataSettings, lanes: int, world: World) -> i
         shards = expand(source.shards, source.type, image_key=source.image_key)
         if remote := len({shard for shard in shards if ShardURL(shard).is_remote}):
             most = source_order(settings, 0, 0, len(shards)).max_open(lanes_of_node)
-            held += remote if settings.groups.by else min(remote, most)
+            held += remote if settings.groups.by or settings.hard_negatives else min(remote, most)
     return held
 
 
@@ -276,7 +282,8 @@ def _reader(
             return EvalTransform(spec, source.background, upright, most)
         return TrainTransform(spec, training.augment, source.background, upright, training.decoder, most)
 
-    teacher = inputs.teacher_image
+    teacher, where = inputs.teacher_image, source.probability
+    exact = training is not None and training.sampling.mode == "indexed"  # where the order draws
     return Reader(
         name,
         source.image_key,
@@ -287,6 +294,7 @@ def _reader(
         None if teacher is None else transform(teacher),
         stored,
         None if inputs.groups is None or training is None else GroupField(inputs.groups, name),
+        None if where is None or training is None or exact else SampleProbability(where, name),
     )
 
 
@@ -363,7 +371,7 @@ def chunk_loader(
 
     A batch has `ChunkPlan.batch_size` consecutive samples of a chunk, or what is left of it, dropped ones included
     (weight 0). `Loader.parts` has the cursors that tell which samples these are (see ChunkSampler), and all captions
-    with their ids; `Batch.ids` is not filled. Samples that `keep` and `drop` of the source leave out are not dropped:
+    with their ids; `Batch.ids` is not filled. Samples that `keep`, `drop` and `probability` leave out are not dropped:
     training does that.
 
     Args:
@@ -384,7 +392,7 @@ def chunk_loader(
         stream,
         inputs,
         [source],
-        [replace(_reader(name, section, inputs, settings if views else None), filter=None)],
+        [replace(_reader(name, section, inputs, settings if views else None), filter=None, probability=None)],
         lambda _, lane, shards: ChunkSampler(lane, chunks, shards),
         store,
         chunks.batch_size,

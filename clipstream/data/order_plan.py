@@ -11,15 +11,26 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from clipstream.data.decode.images import MAX_ASPECT
+from clipstream.data.decode.key_lists import TABLES
 from clipstream.data.decode.tokenizers import Tokenizer
-from clipstream.data.order.lanes import Fingerprint, Mix, Numbers, SourceMix
+from clipstream.data.groups import look_up
+from clipstream.data.order.lanes import Fingerprint, Mix, SourceMix
+from clipstream.data.order.lines import GroupedOrder, NeighbourOrder
 from clipstream.data.order.rng import hash_of
-from clipstream.data.order.windows import EpochPlan, GroupedOrder, IndexedOrder, Order, SourceOrder, group_size_for
+from clipstream.data.order.windows import (
+    EpochPlan,
+    IndexedOrder,
+    Order,
+    SourceOrder,
+    SystematicDraws,
+    group_size_for,
+)
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
@@ -58,31 +69,34 @@ class OrderPlan:
         return dict(zip(self.epochs.names, self.epochs.remainders(), strict=True))
 
 
-def order_plan(
-    settings: DataSettings, sources: Sequence[Source], seed: int, labels: Sequence[Numbers] | None = None
-) -> OrderPlan:
+def order_plan(settings: DataSettings, sources: Sequence[Source], seed: int) -> OrderPlan:
     """The order that the settings choose.
 
     Args:
         settings: with `lanes` resolved.
-        sources: in the order of names.
-        labels: of the samples of each shard of the source, for `data.groups`; see GroupedOrder.
+        sources: in the order of names; `groups.look_up` was called for those of the mode `indexed`.
 
     Raises:
-        SettingsError: as `epoch_plan`, or an index has other numbers of samples than there are labels.
+        SettingsError: as `epoch_plan`, or an index has other numbers of samples than the shards.
     """
     lanes, shuffle, sampling = settings.lanes, settings.shuffle, settings.sampling
     assert isinstance(lanes, int), "resolve the settings first"
     split = sampling.shards == "split"
     if sampling.mode == "indexed":
         epochs = epoch_plan(settings, sources, seed, lanes)
-        if labels is not None:
-            if [len(one) for one in labels] != sources[0].counts:
-                raise SettingsError(f"{sources[0].context.key}: its index is not of these shards: make it again")
-            return OrderPlan(epochs, [GroupedOrder(epochs, labels, settings.groups.samples)], epochs)
+        for source in sources:
+            counts = source.counts or []
+            looked = [known for known in (source.labels, source.probabilities) if known is not None]
+            wrong = source.neighbours is not None and len(source.neighbours) != sum(counts)
+            if wrong or any([len(one) for one in known] != counts for known in looked):
+                raise SettingsError(f"{source.context.key}: its index is not of these shards: make it again")
+            if source.labels is not None:
+                return OrderPlan(epochs, [GroupedOrder(epochs, source.labels, settings.groups.samples)], epochs)
+            if source.neighbours is not None:
+                return OrderPlan(epochs, [NeighbourOrder(epochs, counts, source.neighbours)], epochs)
         exact = [
             IndexedOrder(
-                epochs, i, source.counts or [], split=split, window=shuffle.window,
+                epochs, i, source.counts or [], split=split, window=shuffle.window, draws=_draws(source),
                 open_shards=shuffle.open_shards or group_size_for(lanes, len(source.names)),
             )
             for i, source in enumerate(sources)
@@ -92,6 +106,10 @@ def order_plan(
     weights = tuple(settings.sources[name].weight for name in sorted(settings.sources))
     batches = tuple(zip(settings.batch_changes, settings.batch_sizes, strict=True))
     return OrderPlan(SourceMix(seed, weights, lanes, batches), orders)
+
+
+def _draws(source: Source) -> SystematicDraws | None:
+    return None if source.probabilities is None else SystematicDraws(np.concatenate(source.probabilities))
 
 
 def source_order(
@@ -111,7 +129,7 @@ def source_order(
 
 
 def epoch_plan(settings: DataSettings, sources: Sequence[Source], seed: int = 0, lanes: int = 1) -> EpochPlan:
-    """The epochs of the mode `indexed`; sets `counts` of the sources, where it is None.
+    """The epochs of the mode `indexed`; sets `counts` and `probabilities` of the sources, where they are None.
 
     Args:
         sources: in the order of names.
@@ -121,7 +139,13 @@ def epoch_plan(settings: DataSettings, sources: Sequence[Source], seed: int = 0,
         SettingsError: samples cannot be counted, or there are too few for a batch.
     """
     named = sorted(settings.sources.items())
-    samples = [sum(count_samples(source) if source.counts is None else source.counts) for source in sources]
+    samples = []
+    for source in sources:
+        counts = count_samples(source) if source.counts is None else source.counts
+        if source.settings.probability is not None and source.probabilities is None:
+            look_up(source, settings)
+        draws = _draws(source)
+        samples.append(sum(counts) if draws is None else draws.size)
     return EpochPlan(
         seed,
         tuple(name for name, _ in named),
@@ -133,21 +157,14 @@ def epoch_plan(settings: DataSettings, sources: Sequence[Source], seed: int = 0,
     )
 
 
-def fingerprint_of(
-    settings: DataSettings,
-    seed: int,
-    tokenizer: Tokenizer,
-    sources: Sequence[Source],
-    labels: Sequence[Numbers] | None = None,
-) -> Fingerprint:
+def fingerprint_of(settings: DataSettings, seed: int, tokenizer: Tokenizer, sources: Sequence[Source]) -> Fingerprint:
     """All that fixes the global batches, by the setting's name, as JSON values. The shards' folder does not matter.
 
     Args:
         settings: with `lanes` resolved.
         seed: of the run.
         tokenizer: identified by its ids of a few texts, wherever its files are.
-        sources: in the order of names; in the mode `indexed` with the counts of their samples.
-        labels: as for `order_plan`.
+        sources: in the order of names; in the mode `indexed` with the counts of their samples, and as for `order_plan`.
     """
     sampling = settings.sampling
     mixed = sampling.mode == "epoch" or (sampling.mode == "resampled" and len(settings.sources) > 1)
@@ -172,11 +189,22 @@ def fingerprint_of(
         order[f"data.sources.{name}.weight"] = settings.sources[name].weight
         if source.factors is not None:
             order[f"data.sources.{name}.upsampling_factors"] = settings.sources[name].upsampling_factors
-    if labels is not None:
-        digest = hash_of(np.concatenate(labels).tobytes())
-        order["data.groups"] = f"{settings.groups.samples} samples by {settings.groups.by}, {digest:016x}"
+        if source.labels is not None:
+            digest = hash_of(np.concatenate(source.labels).tobytes())
+            order["data.groups"] = f"{settings.groups.samples} samples by {settings.groups.by}, {digest:016x}"
+        if source.neighbours is not None:
+            order["data.hard_negatives"] = f"{source.neighbours.shape}, {hash_of(source.neighbours.tobytes()):016x}"
+        if (where := settings.sources[name].probability) is not None:
+            order[f"data.sources.{name}.probability"] = probability_identity(where, source)
     found: Fingerprint = json.loads(json.dumps(order))
     return found
+
+
+def probability_identity(where: str, source: Source) -> str:
+    """A source's probabilities by their values, or by its field or file in a mode that does not know all of them."""
+    if source.probabilities is not None:
+        return f"{hash_of(np.concatenate(source.probabilities).tobytes()):016x}"
+    return f"{hash_of(Path(where).read_bytes()):016x}" if where.endswith(TABLES) else where
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> dict[str, str]:

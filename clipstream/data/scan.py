@@ -1,4 +1,4 @@
-"""One pass over all samples of a source: for `sample_table`, `val_split`, and groups of samples (`groups`).
+"""One pass over all samples of a source: for `sample_table`, `val_split`, and what orders need of samples (`groups`).
 
 What is done with each shard is the caller's; results are kept in the cache by all that they depend on. Shards are
 read by one process per core, and by the first process of a node that asks; the others wait. Imports no torch.
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from clipstream.data.decode.captions import RawSample, SampleTransform, build_transform
 from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter, build_filter
@@ -68,7 +70,7 @@ class ShardPass(Generic[T]):
     Args:
         source: whose shards are read, each once.
         data: settings of transfers.
-        members: of a sample that are read; None for all.
+        members: of a sample that are read; None for all. With (), samples are not transformed.
         do: what is done; called with a shard's number and its samples. Picklable where the executor is not local.
     """
 
@@ -81,7 +83,7 @@ class ShardPass(Generic[T]):
     ) -> None:
         self.names = list(dict.fromkeys(source.names))
         self._section, self._key, self._data, self._do = source.settings, source.context.key, data, do
-        self._members = None if source.settings.transform is not None else members
+        self._members = None if source.settings.transform is not None and members != () else members
 
     @cached_property
     def opened(self) -> tuple[Source, SampleTransform | None, SampleFilter | None]:
@@ -89,7 +91,8 @@ class ShardPass(Generic[T]):
         fetcher = Fetcher(timeout=self._data.transfer_timeout, most=int(self._data.max_shard_gib * GIB))
         context = SourceContext(ShardCache(self._data.cache, fetcher=fetcher), self._data.cache, self._key)
         lists = build_filter(self._key.rpartition(".")[2], self._section)
-        return Source(self._section, context), build_transform(self._section.transform), lists
+        transform = None if self._members == () else build_transform(self._section.transform)
+        return Source(self._section, context), transform, lists
 
     def close(self) -> None:
         """Remove what was downloaded to a temporary folder."""
@@ -156,7 +159,7 @@ def scan(
 
     Args:
         title: of the pass, for people.
-        members: of a sample that are read; None for all.
+        members: of a sample that are read; None for all. With () only names are.
         read: called with the name 'SHARD/KEY' and the raw sample; may raise Dropped.
 
     Raises ShardError: a shard cannot be read.
@@ -179,6 +182,34 @@ def scan(
         some = f"{len(faults):,} of {counted(len(work.names), 'shard', ',')} cannot be compared with the others"
         raise ShardError(title, f"{some}: {faults[0]}: mend it, or leave it out of the training data")
     return {name: found[number] for number, name in enumerate(work.names)}
+
+
+def scanned(
+    setting: str, source: Source, data: DataSettings, members: tuple[str, ...], read: Read[T], missing: T, *how: object
+) -> list[np.ndarray[Any, Any]]:
+    """By shard, in the order of `source.names`, the number that `read` gives for each sample; one pass, whose result is
+    kept in the cache.
+
+    Args:
+        setting: that asks for it, for messages.
+        members, read: as for `scan`.
+        missing: number of the samples that training cannot use.
+        how: all that `read` depends on; the first value is the folder of the cache.
+
+    Raises SettingsError: a shard cannot be read, or the result cannot be kept.
+    """
+    names, title = list(dict.fromkeys(source.names)), str(how[0])
+
+    def fill(part: Path) -> None:
+        found = scan(title, source, data, members, read)
+        values = [np.array([missing if one is None else one for one in found[name]]) for name in names]
+        with part.open("wb") as file:
+            whole = np.concatenate([np.array([missing])[:0], *(one for one in values if len(one))])
+            np.savez(file, values=whole, ends=np.cumsum([len(one) for one in values]))
+
+    with np.load(cached(setting, title, identity(source, *how), fill), allow_pickle=False) as held:
+        by_name = dict(zip(names, np.split(held["values"], held["ends"][:-1]), strict=True))
+    return [by_name[name] for name in source.names]
 
 
 def cached(setting: str, folder: str, identity: str, fill: Callable[[Path], None]) -> Path:
@@ -207,7 +238,7 @@ def identity(source: Source, *how: object) -> str:
     lists = [section.keep, section.drop]
     titles = dict.fromkeys(source.types[name].title(name) for name in source.names)
     files = [path for one in (*titles, *lists) if one and (path := ShardURL(one).path) and os.path.isfile(path)]
-    parts: list[object] = [sorted(set(source.names)), [_stat(path) for path in files], lists, section.folder, *how]
+    parts: list[object] = [sorted(set(source.names)), [file_state(path) for path in files], lists, section.folder, *how]
     return hashlib.sha256(json.dumps([*parts, list(_folders(source))]).encode()).hexdigest()
 
 
@@ -217,11 +248,12 @@ def _folders(source: Source) -> Iterator[object]:
         if isinstance(source.types[name], FolderSource):
             shard = source.open(name)
             assert isinstance(shard, FolderShard | PairShard)
-            stats = [_stat(path) for ref in shard.index.samples for path in shard.files(ref)]
+            stats = [file_state(path) for ref in shard.index.samples for path in shard.files(ref)]
             yield hash_of(json.dumps(stats).encode())
 
 
-def _stat(path: str) -> tuple[str, int, int]:
+def file_state(path: str) -> tuple[str, int, int]:
+    """Path, time and size of a file; zeros where it does not exist."""
     try:
         stat = os.stat(path)
     except OSError:  # as a link to nowhere

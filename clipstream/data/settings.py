@@ -88,6 +88,12 @@ class SourceSettings(PluginSection):
         "indexed their slots stay empty)",
     )
     drop: PathText | None = Field(None, description="file listing samples to exclude, in the format of keep")
+    probability: PathText | None = Field(
+        None,
+        min_length=1,
+        description="with which a sample is drawn in training, 0 to 1: a .parquet or .csv with the columns shard, key "
+        "and probability, or a field as of loss.positives.by, e.g. json:p; samples without one are dropped",
+    )
     transform: str | None = Field(
         None,
         description="function sample -> sample or None (drop), as package.module:fn; runs before the caption is "
@@ -278,6 +284,11 @@ class DataSettings(Section):
     )
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     groups: GroupsSettings = Field(default_factory=GroupsSettings)
+    hard_negatives: PathText | None = Field(
+        None,
+        description="Parquet file with the hard neighbours of samples, as written by `clipstream search neighbours "
+        "--out`: batches are filled with seeds and their neighbours; mode indexed only",
+    )
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)
     decoder: Literal["fast", "exact"] = Field(
@@ -353,26 +364,39 @@ class DataSettings(Section):
         Conflict({"batch_schedule": SET, "sampling.mode": "indexed"},
                  "not supported in mode 'indexed', which requires a constant batch size: remove it, or set "
                  "--data.sampling.mode resampled"),
-        Conflict({"groups.by": SET, "sampling.mode": other_than("indexed")},
-                 "requires --data.sampling.mode indexed"),
-        Conflict({"groups.by": SET, "sampling.shards": "split"},
-                 "not supported with data.sampling.shards split, as groups are of all shards: remove one of them"),
         *(
-            Conflict({f"shuffle.{key}": other_than(usual), "groups.by": SET},
-                     "has no effect with data.groups.by, whose order is over all samples: remove it",
-                     notice=True)
-            for key, usual in (("window", 2000), ("shards", "auto"))
+            pair for by in ("groups.by", "hard_negatives") for pair in (
+                Conflict({by: SET, "sampling.mode": other_than("indexed")}, "requires --data.sampling.mode indexed"),
+                Conflict({by: SET, "sampling.shards": "split"},
+                         "not supported with data.sampling.shards split, as its order is over all shards: remove one "
+                         "of them"),
+                Conflict({"sources.NAME.probability": SET, by: SET},
+                         f"not supported with data.{by}, whose epochs have each sample once: remove one of them"),
+                *(
+                    Conflict({f"shuffle.{key}": other_than(usual), by: SET},
+                             f"has no effect with data.{by}, whose order is over all samples: remove it", notice=True)
+                    for key, usual in (("window", 2000), ("shards", "auto"))
+                ),
+            )
         ),
+        Conflict({"groups.by": SET, "hard_negatives": SET},
+                 "not supported with data.hard_negatives, which fills batches, too: remove one of them"),
         Conflict({"groups.samples": other_than(2), "groups.by": None},
                  "requires data.groups.by, e.g. --data.groups.by json:product.sku"),
     )  # fmt: skip
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Groups of several sources, or that do not fill a batch."""
-        if self.groups.by is not None and len(self.sources) > 1:
-            yield "groups", "not supported with several sources: use one source, whose shards are those of all"
-        elif self.groups.by is not None and any(source.weight != 1 for source in self.sources.values()):
-            yield "groups", "not supported with the weight of a source: remove it"
+        """Groups or neighbours of several sources, groups that do not fill a batch, samples drawn of split shards."""
+        together = {"groups": self.groups.by, "hard_negatives": self.hard_negatives}
+        for key in (key for key, value in together.items() if value is not None):
+            if len(self.sources) > 1:
+                yield key, "not supported with several sources: use one source, whose shards are those of all"
+            elif any(source.weight != 1 for source in self.sources.values()):
+                yield key, "not supported with the weight of a source: remove it"
+        split = self.sampling.mode == "indexed" and self.sampling.shards == "split"
+        for name in (name for name, source in self.sources.items() if split and source.probability):
+            said = "not supported in mode indexed with data.sampling.shards split, whose lanes have the same samples in"
+            yield f"sources.{name}.probability", f"{said} every epoch: remove one of them"
         if self.groups.by is not None and self.global_batch_size % self.groups.samples:
             text = f"{self.groups.samples} samples of a group do not divide the global batch of"
             yield "groups", f"{text} {self.global_batch_size}: set another number"

@@ -71,7 +71,7 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
 
 def evaluated(source: SourceSettings) -> SourceSettings:
     """The source as an evaluation reads its training data; of a folder with splits, the split for training."""
-    rest: dict[str, Any] = {"drop": None, "weight": 1.0, "upsampling_factors": None}
+    rest: dict[str, Any] = {"drop": None, "weight": 1.0, "upsampling_factors": None, "probability": None}
     if not is_plugin(source.type):
         rest["shards"] = [with_split(part, source.type, source.image_key) for part in source.parts]
     return source.model_copy(update=rest)

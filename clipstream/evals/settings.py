@@ -52,8 +52,11 @@ class EvalSettings(PluginSection):
     pairs: ClassVar[tuple[Conflict, ...]] = (
         Conflict({"every": other_than(0), "every_epochs": SET},
                  "every and every_epochs are mutually exclusive"),
-        Conflict({"data.upsampling_factors": SET},
-                 "has no effect in an evaluation, which reads each sample once: remove it", notice=True),
+        *(
+            Conflict({f"data.{key}": SET},
+                     "has no effect in an evaluation, which reads each sample once: remove it", notice=True)
+            for key in ("upsampling_factors", "probability")
+        ),
     )  # fmt: skip
 
 

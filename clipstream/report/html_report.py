@@ -29,7 +29,7 @@ from typing_extensions import TypedDict
 from clipstream import __version__
 from clipstream.checkpoint.store import is_occupied
 from clipstream.data.decode.images import converted, loaded, opaque, opened, orientation_of, turned
-from clipstream.data.decode.key_lists import NOT_KEPT
+from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import Dropped, SettingsError
@@ -319,7 +319,7 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         image_size=image_size,
         lost_area_note=lost_area_note,
         LARGE_CROP=LARGE_CROP,
-        NOT_KEPT=NOT_KEPT,
+        LEFT_OUT=LEFT_OUT,
         ODD=ODD,
         CUT=CUT,
         HEADINGS=HEADINGS,

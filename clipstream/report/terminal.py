@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-from clipstream.data.decode.key_lists import NOT_KEPT
+from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted, duration, listed, percent, printable_lines
@@ -223,8 +223,8 @@ def problems(counts: Record) -> dict[str, float]:
     """What is wrong with a source: shares of the samples read, without those that lists leave out, by the reason for
     which they were dropped; numbers of other things, such as broken shards.
     """
-    drops = {reason: count for reason, count in counts["dropped"].items() if reason != NOT_KEPT}
-    read = max(counts["read"] - counts["dropped"].get(NOT_KEPT, 0), 1)
+    drops = {reason: count for reason, count in counts["dropped"].items() if reason not in LEFT_OUT}
+    read = max(counts["read"] - sum(counts["dropped"].get(reason, 0) for reason in LEFT_OUT), 1)
     others = {name: n for name, n in counts.items() if name not in ("read", "used", "shards") and isinstance(n, int)}
     return {reason: n / read for reason, n in drops.items() if n} | {name: n for name, n in others.items() if n}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tests.support.pictures import ByteTokenizer
 
 IMAGE = ImageSpec((16, 16))
 INPUTS = ModelInputs(ByteTokenizer(), IMAGE)
+COUNTS = (23, 9, 16)  # samples of the shards of some tests
 OPEN: weakref.WeakSet[Loader] = weakref.WeakSet()  # closed after each test by conftest.py
 
 
@@ -88,3 +90,27 @@ def digests(settings: DataSettings, ranks: int, steps: int, start: DataState | N
     finally:
         for one in loaders:
             one.close()
+
+
+def drawn_keys(settings: DataSettings, ranks: int, steps: int, start: list[DataState] | None = None) -> list[Any]:
+    """The global batches of some steps, as digests and numbers of samples, and last the ranks' positions."""
+    loaders = [
+        loader(settings, rank, ranks, None if start is None else DataState.merge(start)) for rank in range(ranks)
+    ]
+    found: list[Any] = []
+    for _ in range(steps):
+        parts = [next(one) for one in loaders]
+        keys = [
+            int(key.rpartition("/")[2])
+            for part in parts for key, w in zip(part.keys, part.weights.tolist(), strict=True) if w
+        ]  # fmt: skip
+        found.append((digest(parts), keys))
+    states = [one.state() for one in loaders]
+    for one in loaders:
+        one.close()
+    return [*found, states]
+
+
+def numbered(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """The shard and the number of each sample."""
+    return [(i, sum(counts[:i]) + n) for i, count in enumerate(counts) for n in range(count)]

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
+import pyarrow as pa
 import pytest
 import torch
 from filelock import FileLock
+from pyarrow import parquet
 from pydantic import Field
 from safetensors.torch import load_file
 
@@ -87,7 +89,10 @@ FACTORS: dict[str, dict[str, str]] = {
              "epoch": "--data.sampling.mode epoch",
              **{kind: f"--data.sampling.mode indexed --data.sampling.remainder {kind}" for kind in ("pad", "wrap")},
              "groups": "--data.sampling.mode indexed --data.sampling.remainder pad --data.groups.by cls "
-             "--data.groups.samples 3"},
+             "--data.groups.samples 3",
+             "hard": "--data.sampling.mode indexed --data.sampling.remainder wrap --data.hard-negatives "
+             "{place}/hard.parquet"},
+    "probability": {"off": "", "file": "--data.sources.train.probability {place}/chances.csv"},
     "optimizer": {"adamw": "", "nadamw": "--optim.type nadamw", "lamb": "--optim.type timm --optim.name lamb",
                   "muon": "--optim.type timm --optim.name nadamuon --optim.fallback [\"*_embedding*\"]",
                   "pull": "--optim.l2-start 30",
@@ -134,9 +139,9 @@ FACTORS: dict[str, dict[str, str]] = {
 del FACTORS["model"]["teacher"]
 
 # What decides the figures of a run; the rest must not.
-SAME = ("model", "loss", "patch dropout", "lock image", "lock text", "adapters", "ema", "mode", "optimizer", "schedule",
-        "clipping", "duplicates", "distillation", "evaluator", "augmentation", "decoder", "batches", "source",
-        "custom text")  # fmt: skip
+SAME = ("model", "loss", "patch dropout", "lock image", "lock text", "adapters", "ema", "mode", "probability",
+        "optimizer", "schedule", "clipping", "duplicates", "distillation", "evaluator", "augmentation", "decoder",
+        "batches", "source", "custom text")  # fmt: skip
 # Masks of patch dropout depend on how many samples pass at once, and on the rank; stored views differ from crops.
 MASKS, VIEWS = ("world", "micro", "kept", "texts", "cache", "stored"), ("stored",)
 # New pairs that a value must add to be worth its time.
@@ -240,8 +245,9 @@ REFUSALS: list[tuple[dict[str, str], str]] = [
     ({"adapters": "lora|all", "stored": "image|both"}, "no adapters of the image tower can be trained"),
     ({"adapters": "lora|text|all", "stored": "text|both"}, "no adapters of the text tower can be trained"),
     ({"adapters": "lora", "model": "resnet|convnext"}, "no layer of the image tower matches attention"),
-    ({"batches": "growing", "mode": "pad|wrap|groups"}, "constant batch size"),
-    ({"source": "mixed", "mode": "groups"}, "not supported with several sources"),
+    ({"batches": "growing", "mode": "pad|wrap|groups|hard"}, "constant batch size"),
+    ({"source": "mixed", "mode": "groups|hard"}, "not supported with several sources"),
+    ({"probability": "file", "mode": "groups|hard"}, "whose epochs have each sample once"),
     ({"source": "several", "stored": "image|text|both"}, "which has one text of a sample in a step"),
     ({"source": "several", "distillation": "live|live alike|stored|stored alone|start"}, "one text of a sample"),
     ({"source": "several", "duplicates": "mask|mask pictures"}, "not supported with loss.duplicates mask"),
@@ -360,6 +366,14 @@ def furnish(place: Path) -> None:
         (place / f"{sample['__key__']}.jpg").write_bytes(sample["jpg"])
         rows.append(f"{sample['__key__']}.jpg,{sample['txt']},{sample['cls']}")
     (place / "pairs.csv").write_text("\n".join(rows) + "\n")
+    keys = [*(sample["__key__"] for sample in samples), *map(str, range(20))]
+    chances = ["key,probability", *(f"{key},{1 - i % 4 / 6}" for i, key in enumerate(keys))]
+    (place / "chances.csv").write_text("\n".join(chances) + "\n")
+    names = [[f"0000{(n > 12) + (n > 19)}.tar/{n:04d}" for n in range(29)], [f"pairs.csv/{n}" for n in range(20)]]
+    near = {name: [some[n - 3], some[n - 7]] for some in names for n, name in enumerate(some)}
+    columns = zip(*(name.split("/") for name in near), strict=True)
+    table = dict(zip(("shard", "key"), map(list, columns), strict=True), neighbours=list(near.values()))
+    parquet.write_table(pa.table(table), place / "hard.parquet")
     (place / "words").mkdir()
     hubtree.write_tokenizer(place / "words")
     for kind, vision in VISION.items():

@@ -1,10 +1,11 @@
-"""Lists of samples to use or to leave out: a file of keys enters, the answer for each sample leaves."""
+"""Lists of samples to use or to leave out, or with numbers: a file of keys enters, what it says of a sample leaves."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Callable, Iterator
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from clipstream.errors import SettingsError
 from clipstream.utils.content import read_text
 
 NOT_KEPT = "not_kept"  # the reason of samples that a list leaves out
+NOT_DRAWN = "not_drawn"  # the reason of samples that their probability leaves out
+LEFT_OUT = (NOT_KEPT, NOT_DRAWN)  # reasons of samples with which nothing is wrong
 TABLES = (".csv", ".parquet")
 _SHARD = re.compile(r"(?:.*?/)?([^/]+\.(?:tar|tgz|[ct]sv|jsonl?|ndjson|parquet|pq|arrow)(?:\.\w+)?/.+)", re.DOTALL)
 _FULL = re.compile(r"(?:[\w+.-]+:/)?/(?:.*/)?([^/]+/[^/]+)", re.DOTALL)
@@ -34,28 +37,47 @@ class KeyList:
     Args:
         path: the file.
         source: name of the source that the list is for.
+        column: of a table, with a number for each key.
 
-    Raises SettingsError: the file cannot be read, or holds no key of this source.
+    Attributes:
+        values: of `column`, float64, in the order of `place`; None without one.
+
+    Raises SettingsError: the file cannot be read, or holds no key of this source, or `column` is not there.
     """
 
-    def __init__(self, path: str, source: str) -> None:
+    def __init__(self, path: str, source: str, column: str | None = None) -> None:
+        self.values, values = None, None
         try:
-            names = _of_table(Path(path), source) if path.endswith(TABLES) else _of_text(Path(path))
+            if path.endswith(TABLES):
+                names, *columns = read_key_table(path, source, *([] if column is None else [column]))
+                values = np.array(columns[0], dtype=np.float64) if columns else None
+            else:
+                names = _of_text(Path(path))
         except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are ValueErrors and KeyErrors
             text = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise SettingsError(f"{path}: cannot read a list of keys: {text}") from error
         if not names:
             raise SettingsError(f"{path}: no keys of source {source!r} in it")
         # Python's own hash, with its secret of this process, which forked workers have too.
-        self._hashes = np.unique(np.fromiter((hash(form) for name in names for form in _forms(name)), np.int64))
+        hashes = np.fromiter((hash(form) for name in names for form in forms(name)), np.int64)
+        if values is None:
+            self._hashes = np.unique(hashes)
+        else:
+            rows = np.repeat(np.arange(len(names)), [sum(1 for _ in forms(name)) for name in names])
+            self._hashes, first = np.unique(hashes, return_index=True)
+            self.values = values[rows[first]]
 
     def holds(self, name: str, key: str) -> bool:
         """Whether a sample is listed, by its name 'SHARD/KEY' or by its key."""
-        return self._has(hash(name)) or self._has(hash(key))
+        return self.place(name, key) is not None
 
-    def _has(self, value: int) -> bool:
-        place = int(self._hashes.searchsorted(value))
-        return place < len(self._hashes) and int(self._hashes[place]) == value
+    def place(self, name: str, key: str) -> int | None:
+        """The place of a listed sample in `values`; None for others."""
+        for value in (hash(name), hash(key)):
+            place = int(self._hashes.searchsorted(value))
+            if place < len(self._hashes) and int(self._hashes[place]) == value:
+                return place
+        return None
 
 
 def build_filter(source: str, settings: SourceSettings) -> SampleFilter | None:
@@ -66,7 +88,7 @@ def build_filter(source: str, settings: SourceSettings) -> SampleFilter | None:
     return lambda name, key: (keep is None or keep.holds(name, key)) and not (drop and drop.holds(name, key))
 
 
-def _forms(line: str) -> Iterator[str]:
+def forms(line: str) -> Iterator[str]:
     """What a line may mean: itself, and without what stands around SHARD/KEY."""
     yield line
     yield (bare := line.strip())
@@ -78,24 +100,34 @@ def _of_text(path: Path) -> list[str]:
     return [line for raw in read_text(path).split("\n") if (line := raw.rstrip("\r")).strip()]
 
 
-def _of_table(path: Path, source: str) -> list[str]:
+def read_key_table(path: str, source: str, *columns: str) -> list[list[Any]]:
+    """The names of a table's samples, KEY or SHARD/KEY, and the values of further columns; of rows of this source.
+
+    Raises OSError, or ValueError or KeyError as pyarrow does: the table cannot be read, or a column is missing.
+    """
     from pyarrow import csv, parquet  # on use, as its import takes long
 
     table: Any
-    if path.suffix == ".csv":
+    wanted = ("source", "shard", "key", *columns)
+    if path.endswith(".csv"):
         import pyarrow as pa
 
         texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key"), pa.string()))
-        table = csv.read_csv(io.BytesIO(read_text(path).encode("utf-8", "surrogateescape")), convert_options=texts)
+        table = csv.read_csv(
+            io.BytesIO(read_text(Path(path)).encode("utf-8", "surrogateescape")), convert_options=texts
+        )
         table = table.rename_columns([name.strip() for name in table.column_names])
     else:
         schema = parquet.read_schema(path).names
-        table = parquet.read_table(path, columns=[name for name in ("source", "shard", "key") if name in schema])
-    if "key" not in table.column_names:
-        raise ValueError("no column 'key'")
+        table = parquet.read_table(path, columns=[name for name in wanted if name in schema])
+    for column in ("key", *columns):
+        if column not in table.column_names:
+            raise ValueError(f"no column {column!r}")
     keys = [str(key) for key in table["key"].to_pylist()]
     if "shard" in table.column_names:
         keys = [f"{shard}/{key}" for shard, key in zip(table["shard"].to_pylist(), keys, strict=True)]
+    rows = [keys, *(table[column].to_pylist() for column in columns)]
     if "source" in table.column_names:
-        keys = [key for of, key in zip(table["source"].to_pylist(), keys, strict=True) if of == source]
-    return keys
+        mine = [of == source for of in table["source"].to_pylist()]
+        rows = [[*compress(values, mine)] for values in rows]
+    return rows

@@ -23,6 +23,7 @@ from clipstream.data.decode.captions import (
 )
 from clipstream.data.decode.captions import LabelField as LabelField
 from clipstream.data.decode.class_names import number_of
+from clipstream.data.decode.key_lists import TABLES, KeyList
 from clipstream.data.decode.tokenizers import Ids, Tokenizer
 from clipstream.data.order.rng import hash_of
 from clipstream.data.text_settings import CaptionSettings
@@ -52,6 +53,51 @@ class GroupField:
         except Dropped:
             text, alone = f"{self._source}/{name}", 1
         return ((hash_of(text.encode(errors="surrogateescape")) | 3) - 1 | alone) - (1 << 63)
+
+
+class SampleProbability:
+    """The probability with which a sample is drawn in training.
+
+    Args:
+        where: a file (.csv, .parquet) with the columns shard, key and probability, read as a KeyList; or the field of a
+            sample that has it, as of GroupField.
+        source: name of the samples' source.
+
+    Attributes:
+        members: of a sample that are needed; () with a file.
+
+    Raises SettingsError: the file cannot be read, has no sample of the source, or a number that is no probability.
+    """
+
+    def __init__(self, where: str, source: str) -> None:
+        self._where = where
+        self._list = KeyList(where, source, "probability") if where.endswith(TABLES) else None
+        self._field = None if self._list is not None else LabelField(where)
+        self.members: tuple[str, ...] = () if self._field is None else self._field.members
+        if self._list is not None:
+            assert self._list.values is not None
+            wrong = self._list.values[~((self._list.values >= 0) & (self._list.values <= 1))]
+            if len(wrong):
+                raise SettingsError(f"{where}: {wrong[0]:g} is no probability: expected numbers from 0 to 1")
+
+    def __call__(self, name: str, sample: RawSample) -> float:
+        """The probability, 0 to 1, of the sample 'SHARD/KEY'. Raises Dropped: `no_probability`."""
+        if self._list is not None:
+            place, values = self._list.place(name, sample["__key__"]), self._list.values
+            if place is None or values is None:
+                raise Dropped("no_probability", f"not in {self._where}")
+            return float(values[place])
+        assert self._field is not None
+        try:
+            found = self._field.value(sample)
+            value = float(found[0] if isinstance(found, list) and len(found) == 1 else found)
+        except Dropped as drop:
+            raise Dropped("no_probability", drop.detail) from drop
+        except (TypeError, ValueError):
+            raise Dropped("no_probability", f"{str(found)[:60]!r} is no number") from None
+        if not 0 <= value <= 1:
+            raise Dropped("no_probability", f"{value:g} is no number from 0 to 1")
+        return value
 
 
 def compare_groups(setting: str, field: str, labels: np.ndarray[Any, Any], of: str = "") -> tuple[bool, str]:

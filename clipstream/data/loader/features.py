@@ -8,26 +8,29 @@ and are left out of a window when it is opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
+from clipstream.data.decode.key_lists import NOT_DRAWN
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.health import Health, SourceHealth
 from clipstream.data.loader.pipeline import INTERIM_DROPS, FilledPart, ModelInputs, WorkerReport
 from clipstream.data.loader.sampler import LaneWalk, Shards
 from clipstream.data.loader.stage_timing import IDLE, ORDER, READ, Stopwatch
-from clipstream.data.loader.stored import Flags, StoredData, StoredKeys, StoredSamples
+from clipstream.data.loader.stored import Flags, StoredData, StoredSamples
 from clipstream.data.order.lanes import Cursor, LaneState, Numbers, Stream, share_of
 from clipstream.data.order.rng import Keys, mix
 from clipstream.data.order.windows import Order
 from clipstream.features.manifest import IDS
+
+_NOT_DRAWN = -(1 << 63)  # in place of the number of a sample
 
 
 class Taken(NamedTuple):
@@ -67,6 +70,45 @@ class DrawnBatch(FilledPart):
         cursors = zip(*(positions.cursors() for positions in self.positions), strict=True)
         states = map(LaneState, self.drawn.tolist(), map(list, cursors))
         return dict(zip(self.lanes, states, strict=True))
+
+
+class StoredKeys(Sequence[str]):
+    """Names of a batch's samples as Batch.keys has them, read from the store when they are asked for.
+
+    Args:
+        samples: by source.
+        sources: number of each sample's source, int [n]; -1 for padding.
+        numbers: of the samples, int64 [n].
+    """
+
+    def __init__(self, samples: Sequence[StoredSamples], sources: Numbers, numbers: Numbers) -> None:
+        self._samples, self._sources, self._numbers = samples, sources, numbers
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        found = [""] * len(self._numbers)
+        for source, samples in enumerate(self._samples):
+            (rows,) = np.nonzero(self._sources == source)
+            for row, title in zip(rows.tolist(), samples.titles(self._numbers[rows]), strict=True):
+                found[row] = title
+        return tuple(found)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._names[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __eq__(self, other: object) -> bool:
+        return self._names == (other._names if isinstance(other, StoredKeys) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # names are read when they are asked for
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self._names,)  # other ranks have other mappings of the store
 
 
 class HeldShards(Shards):
@@ -154,7 +196,8 @@ class LaneWindows:
         self._count: Numbers = np.zeros(count, dtype=np.int64)
         self._size: Numbers = np.full(count, -1, dtype=np.int64)  # -1: no window is open
         self._keys: Keys = np.zeros(count, dtype=np.uint64)
-        self._dropped: list[tuple[Numbers, Numbers]] = [(self._next, self._next)] * count  # places and numbers
+        # Of dropped samples, the places and numbers; a number is _NOT_DRAWN where the probability leaves one out.
+        self._dropped: list[tuple[Numbers, Numbers]] = [(self._next, self._next)] * count
 
     def positions(self) -> Positions:
         """The cursors of all lanes."""
@@ -210,7 +253,11 @@ class LaneWindows:
         """Count the dropped samples of a lane's window between its cursor and `position`."""
         places, numbers = self._dropped[lane]
         low, high = np.searchsorted(places, (self._position[lane], position))
-        self._samples.count_dropped(numbers[low:high], self._shards.health())
+        health, numbers = self._shards.health(), numbers[low:high]
+        if not_drawn := int((numbers == _NOT_DRAWN).sum()):
+            health.dropped[NOT_DRAWN] += not_drawn
+            numbers = numbers[numbers != _NOT_DRAWN]
+        self._samples.count_dropped(numbers, health)
 
     def _advance(self, lane: int) -> None:
         """Open the lane's next window that has a sample to take."""
@@ -239,8 +286,12 @@ class LaneWindows:
         used = self._samples.used(numbers)
         places = np.arange(len(numbers))
         self._dropped[lane] = places[:0], numbers[:0]
+        left_in = self._samples.drawn(numbers, int(self._keys[lane]))
+        if left_in is not None:
+            used &= left_in
         if not self._keeps_slots and not used.all():
-            self._dropped[lane] = places[~used], numbers[~used]
+            dropped = numbers if left_in is None else np.where(left_in, numbers, _NOT_DRAWN)
+            self._dropped[lane] = places[~used], dropped[~used]
             places, numbers = places[used], numbers[used]
         if (more := len(places) - self._numbers.shape[1]) > 0:
             self._numbers, self._places = (np.pad(rows, ((0, 0), (0, more))) for rows in (self._numbers, self._places))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipstream.data.decode.key_lists import NOT_KEPT
+from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT
 from clipstream.data.decode.sample_profile import Profile, is_multilingual
 from clipstream.data.text_settings import CaptionSettings, TextCaption
 from clipstream.errors import DataError
@@ -167,13 +167,18 @@ class SourceHealth:
         self.dropped[sample.reason] += 1
         text = f"{where}: {sample.detail}" if sample.detail else where
         self.examples[sample.reason] = min(text, self.examples.get(sample.reason, text))
-        if sample.reason != NOT_KEPT and len(self.listed) < LISTED:
+        if sample.reason not in LEFT_OUT and len(self.listed) < LISTED:
             self.listed.append(sample)
 
     @property
     def failed(self) -> int:
-        """Number of dropped samples without those that `keep` and `drop` leave out."""
-        return sum(self.dropped.values()) - self.dropped[NOT_KEPT]
+        """Number of dropped samples without those that `keep`, `drop` and `probability` leave out."""
+        return sum(self.dropped.values()) - self.left_out
+
+    @property
+    def left_out(self) -> int:
+        """Number of the samples that `keep`, `drop` and `probability` leave out."""
+        return sum(self.dropped[reason] for reason in LEFT_OUT)
 
     def funnel(self) -> str:
         """The counts of shards and samples, in words."""
@@ -330,7 +335,7 @@ class Budget:
             tried = f"{len(h.shards)} shards tried (of {total})"
             if (enough or silent) and h.shards and len(h.unopened) == len(h.shards):
                 raise DataError(f"source {name!r}: none of the {tried} could be read{_faults(h)}")
-            left_out = h.dropped[NOT_KEPT]
+            left_out = h.left_out
             if h.used == 0 and (h.read - left_out >= self.first_samples or left_out >= FIRST_LEFT_OUT):
                 raise DataError(self.nothing_usable(name, h))
             if (enough or not self.max_shard_failures) and len(h.faults) > math.ceil(
@@ -362,10 +367,13 @@ class Budget:
     def nothing_usable(self, name: str, h: SourceHealth) -> str:
         """The message on a source that gave no usable sample, with advice."""
         image_key, caption, key = self.hints[name]
-        if h.dropped[NOT_KEPT] >= FIRST_LEFT_OUT:
+        if h.left_out >= FIRST_LEFT_OUT:
+            which = f"--{key}.keep and --{key}.drop exclude"
+            if h.dropped[NOT_DRAWN] > h.dropped[NOT_KEPT]:
+                which = f"--{key}.probability excludes"
             return (
-                f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}\n--{key}.keep and "
-                f"--{key}.drop exclude them: check that their keys belong to these shards"
+                f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}\n{which} them: check that "
+                "their keys belong to these shards"
             )
         advice = h.profile.advice(image_key, caption, key)
         if h.dropped["missing_picture"]:
@@ -374,7 +382,10 @@ class Budget:
 
 
 def _drops(h: SourceHealth) -> str:
-    lines = [f"\n  {n} x {reason}, e.g. {h.examples[reason]}" for reason, n in h.dropped.most_common(_SHOWN)]
+    drops = h.dropped.most_common(_SHOWN)
+    lines = [
+        f"\n  {n} x {reason}" + f", e.g. {h.examples.get(reason, '')}".removesuffix(", e.g. ") for reason, n in drops
+    ]
     return ":" + "".join(lines) if lines else ""
 
 

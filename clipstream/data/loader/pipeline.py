@@ -9,8 +9,6 @@ SampleTrace prints what each stage made of one of the first samples (`--data.tra
 from __future__ import annotations
 
 import contextlib
-import io
-import sys
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -34,21 +32,22 @@ from clipstream.data.decode.captions import (
     split_keys,
 )
 from clipstream.data.decode.images import ImageTransform
-from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
-from clipstream.data.decode.labels import GroupField
+from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT, SampleFilter
+from clipstream.data.decode.labels import GroupField, SampleProbability
 from clipstream.data.decode.tokenizers import Ids, Tokenizer, readable
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health
+from clipstream.data.loader.sample_trace import SampleTrace
 from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals, Stopwatch
 from clipstream.data.loader.stored import BatchRows, StoredChoice, StoredData, StoredSamples
 from clipstream.data.order.lanes import LaneState, Stream
-from clipstream.data.order.rng import SampleRNG, mix
+from clipstream.data.order.rng import SampleRNG, is_drawn, mix
+from clipstream.data.order.windows import NO_SAMPLE
 from clipstream.data.sources import Source
 from clipstream.errors import Dropped
 from clipstream.features.manifest import IMAGE
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.text import printable
 
 # A worker reports before its part of a batch is filled after so many dropped samples, or so many seconds.
 INTERIM_DROPS = 200
@@ -56,7 +55,6 @@ INTERIM_SECONDS = 10.0
 # Samples are read until their images have so many bytes, or for so many seconds, and then decoded.
 READ_BYTES = 1 << 18
 READ_SECONDS = 1.0
-MAX_TEXT = 200  # characters of a caption that a trace prints
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,7 @@ class Reader:
     teacher_image: ImageTransform | None = None  # gives a live teacher's pixels of the same crop; None for none
     stored: StoredSamples | None = None  # precomputed features of the samples; None for none
     group: GroupField | None = None  # gives the label of a sample's group; None for none
+    probability: SampleProbability | None = None  # with which a sample is drawn; None where all are
 
     @cached_property
     def members(self) -> tuple[str, ...] | None:
@@ -339,9 +338,8 @@ class Pipeline:
             reader, trace = slot.reader, slot.trace
             try:
                 assert slot.sample is not None
-                if reader.filter is not None and not reader.filter(slot.sample.name, slot.sample.ref.key):
-                    raise Dropped(NOT_KEPT)
                 self.stopwatch.at("read", slot.timed_as)
+                self._leave_out(slot)
                 sample = slot.load()
                 if trace:
                     trace.members("read", sample)
@@ -350,6 +348,8 @@ class Pipeline:
                     sample = reader.transform(sample)
                     if trace:
                         trace.members("transform", sample)
+                    if reader.probability is not None and reader.probability.members:
+                        _draw(slot, reader.probability, sample)
                 if self.image_views is None:
                     slot.caption = self._caption(slot, sample)
                 else:
@@ -370,6 +370,18 @@ class Pipeline:
             if held >= READ_BYTES or time.monotonic() - began > READ_SECONDS:
                 break
         return read
+
+    def _leave_out(self, slot: Slot) -> None:
+        """Raise Dropped for a sample that lists or its probability leave out, before its image is read."""
+        reader, sample = slot.reader, slot.sample
+        assert sample is not None
+        if sample.position == NO_SAMPLE:
+            raise Dropped(NOT_DRAWN)
+        if reader.filter is not None and not reader.filter(sample.name, sample.ref.key):
+            raise Dropped(NOT_KEPT)
+        if (one := reader.probability) is not None and (reader.transform is None or not one.members):
+            members = sample.shard.load(sample.ref, one.members) if one.members else {}
+            _draw(slot, one, {"__key__": sample.ref.key, **members})
 
     def _caption(self, slot: Slot, sample: RawSample) -> str:
         """The caption of a raw sample; with stored features one of theirs, and the image's view is drawn as well."""
@@ -439,8 +451,11 @@ class Pipeline:
         source = slot.reader.name
         health = self.health.sources[source]
         health.read += 1
-        health.drop(DroppedSample(source, slot.sample.url, slot.sample.ref.key, drop.reason, drop.detail))
-        if drop.reason != NOT_KEPT and health.failed <= PROFILED:
+        if drop.reason == NOT_DRAWN:
+            health.dropped[NOT_DRAWN] += 1
+        else:
+            health.drop(DroppedSample(source, slot.sample.url, slot.sample.ref.key, drop.reason, drop.detail))
+        if drop.reason not in LEFT_OUT and health.failed <= PROFILED:
             with contextlib.suppress(Dropped):  # its members may be unreadable
                 health.profile.add(slot.load(damaged=True))
         self.report_early(source)
@@ -448,6 +463,14 @@ class Pipeline:
             slot.name = slot.sample.name
         else:
             again.append(slot)
+
+
+def _draw(slot: Slot, probability: SampleProbability, sample: RawSample) -> None:
+    """Raise Dropped for a sample that is not drawn: what a function of its key and its probability says."""
+    assert slot.sample is not None and slot.sample.rng_key is not None
+    keys = np.array([slot.sample.rng_key], dtype=np.uint64)
+    if not is_drawn(keys, np.array([probability(slot.sample.name, sample)]))[0]:
+        raise Dropped(NOT_DRAWN)
 
 
 def _leave_out_equal(ids: Ids, roles: np.ndarray[Any, Any], rows: list[int]) -> None:
@@ -553,45 +576,3 @@ def checksum(data: bytes) -> int:
     Different files are equal by chance only if they have the same length, and then once in 2^32.
     """
     return (len(data) & 0x7FFFFFFF) << 32 | zlib.crc32(data)
-
-
-class SampleTrace:
-    """Collects the lines on one sample and prints them together, as other processes print too."""
-
-    def __init__(self, title: str) -> None:
-        self._lines = [title]
-
-    def members(self, stage: str, sample: RawSample) -> None:
-        """Add names and sizes of a sample's members after a stage."""
-        parts = []
-        for name, value in sample.items():
-            size = type(value).__name__
-            if isinstance(value, bytes | str):
-                size = f"{len(value):,} {'bytes' if isinstance(value, bytes) else 'characters'}"
-            parts += [] if name.startswith("__") else [f"{name} {size}"]
-        self._add(stage, ", ".join(parts) or "no members that the settings read")
-
-    def image(self, data: bytes, pixels: np.ndarray[Any, Any]) -> None:
-        """Add an image file and the uint8 [H, W, 3] made of it."""
-        from PIL import Image
-
-        with Image.open(io.BytesIO(data)) as image:
-            stored = f"{image.format} {image.width} x {image.height} {image.mode}"
-        levels = " ".join(f"{level:.0f}" for level in pixels.reshape(-1, 3).mean(axis=0))
-        self._add("image", f"{stored} -> {pixels.shape[1]} x {pixels.shape[0]}, mean of the channels {levels}")
-
-    def caption(self, caption: str, ids: Sequence[int], text: str) -> None:
-        """Add a caption, its ids, and the text that these decode to."""
-        used = len(ids) - next((n for n, number in enumerate(reversed(ids)) if number), len(ids))
-        shown = " ".join(map(str, ids[: min(used, 16)])) + (" …" if used > 16 else "")
-        self._add("caption", repr(caption[:MAX_TEXT]))
-        self._add("ids", f"{used} of {len(ids)}: {shown} = {text[:MAX_TEXT]!r}")
-
-    def end(self, stage: str, text: str) -> None:
-        """Add the outcome and print the trace."""
-        self._add(stage, text)
-        sys.stderr.write("\n".join(printable(line, 2000) for line in self._lines) + "\n")
-        sys.stderr.flush()
-
-    def _add(self, stage: str, text: str) -> None:
-        self._lines.append(f"  {stage:<10} {text}")

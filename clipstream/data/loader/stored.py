@@ -8,7 +8,7 @@ order; that they hold the same samples is checked when a shard is held.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from clipstream.data.decode.captions import draw_caption, draw_captions
-from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter
+from clipstream.data.decode.key_lists import NOT_DRAWN, NOT_KEPT, SampleFilter
 from clipstream.data.loader.health import DroppedSample, SourceHealth
 from clipstream.data.order.lanes import Numbers
-from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs
+from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs, is_drawn, mix
+from clipstream.data.order.windows import NO_SAMPLE
 from clipstream.data.order_plan import stable_names
 from clipstream.data.sources import Source
 from clipstream.errors import DataError, Dropped, SettingsError
@@ -180,6 +181,7 @@ class StoredSamples:
         base: number of each shard's first sample, int64.
         primary: the source in the primary store.
         groups: labels of the samples' groups by number, int64; None where there are none.
+        probabilities: with which samples are drawn, by number, float64; None where all are, or the order draws.
 
     Raises SettingsError: a store lacks the source, or one of its shards.
     """
@@ -225,6 +227,7 @@ class StoredSamples:
         self.counts: Numbers = np.array([self.primary.samples_of(shard) for shard in self._all[0].shards])
         self.base: Numbers = np.array([self.primary.base(shard) for shard in self._all[0].shards])
         self.groups: Numbers | None = None
+        self.probabilities: np.ndarray[Any, Any] | None = None
         self._filter = filter
         size = self.primary.n_chunks * self._chunk_rows
         self._kept: Flags | None = None if filter is None else np.ones(size, dtype=bool)  # by number
@@ -241,17 +244,32 @@ class StoredSamples:
             found[base // rows : base // rows + -(-held // rows)] = source.base(theirs) - base
         return found
 
-    def set_groups(self, labels: Sequence[Numbers]) -> None:
-        """Set `groups` from the labels of each shard's samples. Raises DataError: a shard has other samples now."""
-        self.groups = np.zeros(self.primary.n_chunks * self._chunk_rows, dtype=np.int64)
-        for shard, mine in enumerate(labels):
+    def by_number(self, values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        """By number, the values of each shard's samples. Raises DataError: a shard has other samples now."""
+        found = np.zeros(self.primary.n_chunks * self._chunk_rows, dtype=np.result_type(*values))
+        for shard, mine in enumerate(values):
             base, held = int(self.base[shard]), int(self.counts[shard])
             if held and held != len(mine):
                 raise DataError(
                     f"{self.shown[shard]} has {len(mine):,} samples, but {held:,} when its features were computed: "
                     "precompute them again, in another folder"
                 )
-            self.groups[base : base + held] = mine[:held]
+            found[base : base + held] = mine[:held]
+        return found
+
+    def drawn(self, numbers: Numbers, key: int) -> Flags | None:
+        """Which samples of a window their probabilities do not leave out; None where all are drawn.
+
+        Args:
+            key: of the window's random numbers.
+        """  # those without a probability, or not kept, are left out for that reason
+        if self.probabilities is None:
+            return None
+        keys = mix(np.arange(len(numbers), dtype=np.uint64), state=key)
+        there = np.maximum(numbers, 0)
+        chances = np.where(numbers < 0, np.nan, self.probabilities[there])
+        found: Flags = np.isnan(chances) | is_drawn(keys, chances)
+        return found if self._kept is None else found | ~self._kept[there]
 
     def fault(self, shard: int) -> str:
         """Why a shard has no samples."""
@@ -358,6 +376,8 @@ class StoredSamples:
         all_there = bool(used.all())
         there = numbers if all_there else numbers[used]
         found = np.ones(len(there), dtype=bool) if self._kept is None else self._kept[there]
+        if self.probabilities is not None:
+            found &= ~np.isnan(self.probabilities[there])
         for one in self._all:
             found &= one.source.sample_rows(there + one.offsets[there // self._chunk_rows])["used"] > 0
         if all_there:
@@ -476,6 +496,9 @@ class StoredSamples:
                 numbers = numbers[~left_out]
         for number in numbers.tolist():
             shard, position = self.shard_and_position(number)
+            if position == NO_SAMPLE:
+                health.dropped[NOT_DRAWN] += 1
+                continue
             if number < 0:
                 why = f"#{position}", "unreadable_shard", "not in the feature store"
             else:
@@ -484,6 +507,8 @@ class StoredSamples:
 
     def _why_dropped(self, shard: int, position: int) -> tuple[str, str, str]:
         """Key, reason and detail of a dropped sample."""
+        if self.probabilities is not None and np.isnan(self.probabilities[int(self.base[shard]) + position]):
+            return self.primary.keys(self._all[0].shards[shard])[position], "no_probability", ""
         if shard not in self._dropped:
             self._dropped[shard] = self._read_dropped(shard)
         key, text = self._dropped[shard].get(position, (f"#{position}", "not_stored"))
@@ -554,42 +579,3 @@ class BatchRows:
         """Release all shards."""
         for held in list(self._held):
             self._release(held)
-
-
-class StoredKeys(Sequence[str]):
-    """Names of a batch's samples as Batch.keys has them, read from the store when they are asked for.
-
-    Args:
-        samples: by source.
-        sources: number of each sample's source, int [n]; -1 for padding.
-        numbers: of the samples, int64 [n].
-    """
-
-    def __init__(self, samples: Sequence[StoredSamples], sources: Numbers, numbers: Numbers) -> None:
-        self._samples, self._sources, self._numbers = samples, sources, numbers
-
-    @cached_property
-    def _names(self) -> tuple[str, ...]:
-        found = [""] * len(self._numbers)
-        for source, samples in enumerate(self._samples):
-            (rows,) = np.nonzero(self._sources == source)
-            for row, title in zip(rows.tolist(), samples.titles(self._numbers[rows]), strict=True):
-                found[row] = title
-        return tuple(found)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._names[index]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __eq__(self, other: object) -> bool:
-        return self._names == (other._names if isinstance(other, StoredKeys) else other)
-
-    __hash__ = None  # type: ignore[assignment]  # names are read when they are asked for
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (self._names,)  # other ranks have other mappings of the store

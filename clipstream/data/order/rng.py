@@ -14,6 +14,7 @@ import numpy as np
 
 MASK = (1 << 64) - 1
 Keys: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+_DRAWN = 21  # hashed with the key of a sample that has a probability
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 times the golden ratio, rounded to an odd number
 
 
@@ -49,6 +50,17 @@ def mix(*values: Any, state: Any = 0) -> Any:
 def hash_of(data: bytes) -> int:
     """64 bits of data."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+def is_drawn(keys: Keys, probabilities: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Whether samples are drawn, each with its own probability: bool [n].
+
+    Args:
+        keys: of the samples' random numbers, uint64 [n]; what SampleRNG draws does not depend on this.
+        probabilities: 0 to 1, float64 [n]; NaN for never.
+    """
+    points = (mix(np.full(1, _DRAWN, dtype=np.uint64), state=keys) >> np.uint64(11)) * 2.0**-53
+    return np.asarray(points < probabilities)
 
 
 class SampleRNG:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -345,13 +345,17 @@ _EPOCH = 1 << 32  # the number of a group is its epoch times this plus its numbe
 
 
 class Piece(NamedTuple):
-    """Some samples of a shard: `size` of the `span` ones from `first` on, beginning at `start` and wrapping around."""
+    """Some samples of a shard: `size` of the `span` ones from `first` on, beginning at `start` and wrapping around.
+
+    Where samples have probabilities, these are numbers among those that the pass has drawn.
+    """
 
     shard: int  # number of the shard
     first: int  # number of a sample in it
     span: int  # number of samples
     start: int  # below `span`
     size: int  # at most `span`
+    drawn: tuple[int, int] | None = None  # the epoch and pass whose samples these are, with probabilities
 
 
 class IndexedOrder(Order):
@@ -366,17 +370,20 @@ class IndexedOrder(Order):
         split: whether each lane has the same samples in every epoch.
         open_shards: pieces of a group.
         window: samples of a window, about.
+        draws: which samples a pass has, where they have probabilities; not with `split`.
     """
 
     keeps_slots = True
 
     def __init__(
-        self, plan: EpochPlan, source: int, counts: Sequence[int], *, split: bool, open_shards: int, window: int
-    ) -> None:
+        self, plan: EpochPlan, source: int, counts: Sequence[int], *, split: bool, open_shards: int, window: int,
+        draws: SystematicDraws | None = None,
+    ) -> None:  # fmt: skip
         self.seed, self.source, self.window = plan.seed, source, window
         self._plan, self._split, self._open_shards = plan, split, open_shards
         self._counts = np.asarray(counts, dtype=np.int64)
-        self._total = int(self._counts.sum())
+        self._total = int(self._counts.sum()) if draws is None else draws.size
+        self._draws = None if draws is None else lru_cache(maxsize=4)(partial(self._draw, draws))
         # A lane needs the pieces of this epoch and, for prefetching, of the next.
         self._pass = lru_cache(maxsize=4)(self._make_pass)
         self._pieces = lru_cache(maxsize=2 * plan.lanes)(self._make_pieces)
@@ -397,7 +404,15 @@ class IndexedOrder(Order):
         for index, piece in enumerate(self._group(lane, group)):
             rows = samples[:, 0] == index
             samples[rows, 1] = piece.first + (piece.start + samples[rows, 1]) % piece.span
+            if self._draws is not None and piece.drawn is not None:
+                numbers, ends = self._draws(*piece.drawn)
+                samples[rows, 1] += ends[piece.shard - 1] if piece.shard else 0
+                samples[rows, 1] = numbers[samples[rows, 1]]
         return samples
+
+    def _draw(self, draws: SystematicDraws, epoch: int, number: int) -> tuple[Numbers, Numbers]:
+        """The samples of a pass by their numbers in their shards, shard by shard, and where each shard's end."""
+        return draws(mix(self.seed, 19, self.source, epoch, number), self._counts)
 
     def _group(self, lane: int, group: int) -> list[Piece]:
         epoch, number = divmod(group, _EPOCH)
@@ -430,12 +445,12 @@ class IndexedOrder(Order):
     def _cut(self, epoch: int | None, start: int, stop: int) -> Iterator[Piece]:
         """References start … stop - 1 of the passes of an epoch; with None, of shards in their stored order."""
         for number in range(start // self._total, -(-stop // self._total)):
-            shards, ends = self._pass(epoch, number)
+            shards, ends, sizes = self._pass(epoch, number)
             low = max(0, start - number * self._total)
             high = min(self._total, stop - number * self._total)
             for i in range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(ends, high, "left")) + 1):
                 shard, end = int(shards[i]), int(ends[i])
-                size = int(self._counts[shard])
+                size = int(sizes[shard])
                 first, count = max(low, end - size) - (end - size), min(high, end) - max(low, end - size)
                 if not count:
                     continue
@@ -443,65 +458,55 @@ class IndexedOrder(Order):
                     yield Piece(shard, first, count, 0, count)
                 else:
                     turn = mix(self.seed, 13, self.source, epoch, number, shard)
-                    yield Piece(shard, 0, size, (first + turn) % size, count)
+                    drawn = None if self._draws is None else (epoch, number)
+                    yield Piece(shard, 0, size, (first + turn) % size, count, drawn)
 
-    def _make_pass(self, epoch: int | None, number: int) -> tuple[Numbers, Numbers]:
-        """The shards of a pass in their order, and the cumulative number of their samples."""
+    def _make_pass(self, epoch: int | None, number: int) -> tuple[Numbers, Numbers, Numbers]:
+        """The shards of a pass in their order, the cumulative number of their samples, and by shard their number."""
         shards: Numbers = np.arange(len(self._counts))
+        sizes = self._counts
         if epoch is not None:
             shards = permutation(len(self._counts), mix(self.seed, 14, self.source, epoch, number))
-        return shards, np.cumsum(self._counts[shards])
+            if self._draws is not None:
+                sizes = np.diff(self._draws(epoch, number)[1], prepend=0)
+        return shards, np.cumsum(sizes[shards]), sizes
 
 
-class GroupedOrder(Order):
-    """The order of a source whose batches have `size` samples of a group each, in the mode `indexed`.
+NO_SAMPLE = (1 << 31) - 1  # number of a sample in its shard, of a slot that stays empty
 
-    An epoch is a line of all samples, each once, that is cut into batches. It is made of runs of `size` samples of a
-    group, in random order; what is left of groups, and groups that are smaller, follow each other in further runs,
-    which are among the others. All shards are open, and a lane's slots of an epoch are one window.
+
+class SystematicDraws:
+    """The samples of passes in which each sample comes with its own probability: systematic sampling in a random order
+    (Madow, On the theory of systematic sampling II, Ann. Math. Statist. 20, 1949).
+
+    The probabilities are laid end to end in the order of the pass, and a sample is taken where one of the points u,
+    u + 1, u + 2, … falls on it, with one uniform u. They are integers in units of 2^-32, so that this is exact.
 
     Args:
-        plan: of the epochs, of one source.
-        labels: of the samples of each shard, int64; a group's are equal and even, others are of samples without one.
-        size: of a run; divides the batch.
+        probabilities: of each sample, 0 to 1; NaN for never.
+
+    Attributes:
+        size: N, slots of a pass: the sum of the probabilities, rounded up. What is missing to N is the probability of
+            a slot that stays empty, NO_SAMPLE in the last shard that has samples.
     """
 
-    keeps_slots = True
+    def __init__(self, probabilities: np.ndarray[Any, Any]) -> None:
+        self._units = np.rint(np.nan_to_num(probabilities) * (1 << 32)).astype(np.int64)
+        self.size = -(-int(self._units.sum()) >> 32)
 
-    def __init__(self, plan: EpochPlan, labels: Sequence[Numbers], size: int) -> None:
-        self.seed, self.source, self.window = plan.seed, 0, plan.steps * plan.batch
-        self._plan, self._size = plan, size
-        self._counts = np.array([len(one) for one in labels], dtype=np.int64)
-        self._labels: Numbers = np.concatenate(labels)
-        alone = (self._labels == 0) | (self._labels & 1 == 1)
-        self._labels[alone] = 2 * np.flatnonzero(alone) + 1
-        self._line = lru_cache(maxsize=2)(self._make_line)
+    def __call__(self, key: int, counts: Numbers) -> tuple[Numbers, Numbers]:
+        """The samples of a pass by their numbers in their shards, shard by shard, and the cumulative number of them.
 
-    def group(self, lane: int, group: int) -> list[int]:
-        return list(range(len(self._counts)))
-
-    def sizes(self, lane: int, group: int, found: Sequence[int]) -> list[int]:
-        return [len(self._plan.stretch(0, lane)), *[0] * (len(self._counts) - 1)]
-
-    def samples(self, lane: int, group: int, window: int, sizes: Sequence[int]) -> WindowSamples:
-        plan = self._plan
-        first, count = share_of(lane, plan.lanes, plan.batch)
-        slots = (np.arange(plan.steps)[:, None] * plan.batch + first + np.arange(count)).ravel()
-        numbers = self._line(group)[slots[: sum(sizes)]]
-        ends = np.cumsum(self._counts)
-        shards = np.searchsorted(ends, numbers, "right")
-        return np.stack((shards, numbers - (ends - self._counts)[shards]), axis=1)
-
-    def _make_line(self, epoch: int) -> Numbers:
-        """The samples of an epoch in the order of its slots, by their numbers in the source."""
-        size, drawn = self._size, permutation(len(self._labels), mix(self.seed, 16, epoch))
-        groups = mix(self._labels[drawn].astype(np.uint64), state=mix(self.seed, 17, epoch))
-        drawn = drawn[np.argsort(groups, kind="stable")]
-        _, counts = np.unique(groups, return_counts=True)
-        place = np.arange(len(drawn)) - np.repeat(np.cumsum(counts) - counts, counts)
-        whole = place < np.repeat(counts // size * size, counts)
-        rest = drawn[~whole]
-        end = len(rest) // size * size
-        runs = np.concatenate((drawn[whole], rest[:end])).reshape(-1, size)
-        line = np.concatenate((runs[permutation(len(runs), mix(self.seed, 18, epoch))].ravel(), rest[end:]))
-        return np.resize(line, max(len(line), self._plan.steps * self._plan.batch))  # begins again for `wrap`
+        Args:
+            key: of the pass.
+            counts: samples of each shard.
+        """
+        order = permutation(len(self._units), key)
+        ends = np.cumsum(self._units[order]) + (mix(1, state=key) & 0xFFFFFFFF)
+        taken = np.sort(order[np.diff(ends >> 32, prepend=0) > 0])
+        shards = np.searchsorted(np.cumsum(counts), taken, "right")
+        numbers = taken - (np.cumsum(counts) - counts)[shards]
+        sizes = np.bincount(shards, minlength=len(counts))
+        empty = self.size - len(taken)  # 0 or 1
+        sizes[np.flatnonzero(counts)[-1]] += empty
+        return np.append(numbers, [NO_SAMPLE] * empty).astype(np.int64), np.cumsum(sizes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
@@ -37,6 +37,9 @@ from clipstream.storage.tar import ShardIndex as ShardIndex
 from clipstream.text import counted, printable
 from clipstream.utils.plugins import called, load_plugin, raised
 from clipstream.utils.section import with_home
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MISSING_IMAGE = "missing_picture"  # the reason for a row whose image file cannot be read
 
@@ -253,6 +256,7 @@ class Source:
         counts: samples of each shard in the order of `names`, set by `count_samples`.
         factors: how often each shard is drawn, in proportion; None for equally often.
         empty: number of a shard without samples -> its fault, set by `count_samples`.
+        labels, neighbours, probabilities: what the order needs of each sample; set by `groups.look_up`, if at all.
 
     Raises:
         SettingsError: the shards cannot be listed.
@@ -284,10 +288,15 @@ class Source:
             self.types.update(dict.fromkeys(shards, made[name]))
         self._parts = [(kind, [name for name in self.names if self.types[name] is kind]) for kind in made.values()]
         totals = [self._call(kind.total_samples, names) for kind, names in self._parts]
-        self.samples = None if None in totals else sum(total or 0 for total in totals)
+        self.samples = (
+            None if None in totals or settings.probability is not None else sum(total or 0 for total in totals)
+        )
         self.counts: list[int] | None = None
         self.factors = None if factors is None else tuple(each)
         self.empty: dict[int, str] = {}
+        self.labels: list[np.ndarray[Any, Any]] | None = None
+        self.neighbours: np.ndarray[Any, Any] | None = None
+        self.probabilities: list[np.ndarray[Any, Any]] | None = None
 
     def _call(self, function: Callable[..., Result], *args: object) -> Result:
         """Call a method of a type; what a user's own raises becomes a SettingsError."""

@@ -195,6 +195,29 @@ def test_samples_that_the_settings_leave_out_are_left_out(
         assert all(one["dropped"]["not_kept"] > 10 for one in counts(found).values())
 
 
+def test_samples_that_their_probability_leaves_out_are_left_out(
+    shards: dict[str, list[str]], store: str, tmp_path: Path
+) -> None:
+    rows, chances = ["shard,key,probability"], tmp_path / "p.csv"
+    for n, counts_of in enumerate([(31, 5, 48, 17), (23, 40)]):
+        keys = [(i, 1000 * n + 100 * i + k) for i, count in enumerate(counts_of) for k in range(count)]
+        rows += [f"{i:05d}.tar,{key:05d},{key % 10 / 9}" for i, key in keys if key % 100 != 9]
+    chances.write_text("\n".join(rows))
+    kept = tmp_path / "kept.txt"
+    kept.write_text("".join(f"{number:05d}\n" for number in range(2000) if number % 5 != 4 or number % 100 == 9))
+    for mode in ("resampled", "epoch", "pad"):
+        lists = {"keep": str(kept), "probability": str(chances)}
+        read = {name: source | lists for name, source in sources(shards, (1, 2)).items()}
+        settings = data([], sources=read, **MODES[mode])
+        live, found = loader(settings), stored(settings, store)
+        assert found.fingerprint == live.fingerprint
+        for _ in range(16):
+            assert_same(trained(live), trained(found))
+            assert counts(found) == counts(live) and found.state() == live.state()
+        dropped = [one["dropped"] for one in counts(found).values()]
+        assert all(one["not_drawn"] > 5 and one["no_probability"] for one in dropped) is (mode != "pad")
+
+
 @pytest.mark.parametrize(("mode", "workers"), [("resampled", 0), ("pad", 2)])
 def test_features_of_teachers_and_texts_come_with_the_pictures(
     shards: dict[str, list[str]], tmp_path: Path, mode: str, workers: int
