@@ -164,7 +164,7 @@ def handle_signals(verb: str) -> None:
         for number in SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, end)
-    elif verb in ("bench", "export", "search") and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+    elif verb in ("bench", "export", "filter", "search") and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _stop)
 
 

