@@ -25,9 +25,11 @@ test-fast: .venv/.installed-dev
 test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m ''
 
-# The batch scripts of docs/distributed.md on a real Slurm, which the tests start (Debian's slurm-wlm and munge).
+# Clusters of this machine, which the tests start: the batch scripts of docs/distributed.md on a real Slurm (Debian's
+# slurm-wlm and munge), and executors on Ray and Dask.
 test-cluster: .venv/.installed-dev
-	$(BIN)/python -m pytest -v -m slow tests/distributed/test_slurm.py
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[ray,dask]'
+	$(BIN)/python -m pytest -v -m '' tests/distributed/test_slurm.py tests/distributed/test_executors.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

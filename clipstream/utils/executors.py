@@ -93,8 +93,7 @@ def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tup
     if kind == "local":
         yield from processes.run(do, count, min(int(address), max(count, 1)))
         return
-    if address:
-        _require_answer(executor)
+    _require_answer(executor)
     connect = _ray if kind == "ray" else _dask
     with connect(executor, do) as cluster:
         yield from _run_on(cluster, count)
@@ -144,29 +143,35 @@ def _result(cluster: _Cluster, task: Future[_Answer]) -> Any:
         raise DataError(f"{cluster.name}: the scheduler has gone: start it, and rerun the same command") from error
     except cluster.lost as error:
         return Crashed(f"its worker died, {RETRIES + 1} times: {' '.join(str(error).split())[:300]}")
-    except Exception as error:  # before `do` began
-        what = " ".join(str(error).split())[-300:]
-        raise SettingsError(f"{cluster.name}: a worker cannot run clipstream {__version__}: {what}") from error
+    except Exception as error:  # as it has no clipstream
+        answer = _Answer("unable", f"{type(error).__name__}: {error}")
+    if answer.kind == "unable":
+        what = " ".join(answer.value.split())[-300:]
+        raise SettingsError(f"{cluster.name}: a worker cannot run tasks of clipstream {__version__}: {what}")
     if answer.kind == "bug":
         raise RuntimeError(answer.value)
     return answer.value
 
 
 def _require_answer(executor: str) -> None:
-    """Raises SettingsError: nothing listens at the address."""
-    host, _, port = executor.partition("://")[2].rpartition(":")
+    """Raises SettingsError: nothing listens at the address, which Ray waits for in silence for minutes."""
+    shown = executor
+    if executor == "ray" and (variable := os.environ.get("RAY_ADDRESS")):
+        executor, shown = variable, f"{variable} (RAY_ADDRESS)"
+    if (at := re.fullmatch(r"(?:\w+://)?\[?([^\s/]+?)\]?:(\d+)", executor)) is None:
+        return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT).close()
+        socket.create_connection((at[1], int(at[2])), timeout=CONNECT).close()
     except (OSError, OverflowError) as error:
-        raise SettingsError(f"{FLAG}: no scheduler answers at {executor}: {error}") from error
+        raise SettingsError(f"{FLAG}: no scheduler answers at {shown}: {error}") from error
 
 
 # --- in a worker's process --------------------------------------------------------------------------------------------
 
 
 class _Answer(NamedTuple):
-    kind: str  # 'done', 'bug' or 'ended'
-    value: Any  # the result, the traceback, or None
+    kind: str  # 'done', 'bug', 'unable' or 'ended'
+    value: Any  # the result, the traceback, or a message
 
 
 class _Held(NamedTuple):
@@ -191,13 +196,16 @@ def _work(token: str, packed: Any, number: int) -> _Answer:
         try:
             with _lock:
                 _running[thread] = token
-                do = _unpacked(token, packed)
+                try:
+                    do = _unpacked(token, packed)
+                except Exception as error:
+                    return _Answer("unable", f"{socket.gethostname()}: {type(error).__name__}: {error}")
             return _Answer("done", do(number))
         finally:
             with _lock:
                 _running.pop(thread, None)
     except Ended:
-        return _Answer("ended", None)
+        return _Answer("ended", "")
     except Exception:
         return _Answer("bug", traceback.format_exc())
 
@@ -209,7 +217,7 @@ def _unpacked(token: str, packed: Any) -> Callable[[int], Any]:
             packed = importlib.import_module("ray").get(packed[0])
         version, folder, dumped = pickle.loads(packed)
         if version != __version__:
-            raise ImportError(f"clipstream {version} gave a task to a worker with clipstream {__version__}")
+            raise ImportError(f"it has clipstream {__version__}: install the same version on all machines")
         with contextlib.suppress(OSError):  # where only this machine has the folder, paths are to be absolute
             os.chdir(folder)
         if folder not in sys.path:
@@ -245,8 +253,7 @@ class _Dask:
         return task
 
     def end(self, tasks: Sequence[Future[_Answer]]) -> None:
-        for task in tasks:
-            task.cancel()  # a task that runs does not notice it
+        self._executor.shutdown(wait=False)  # a task that runs does not notice it
         until = time.monotonic() + PATIENCE
         with contextlib.suppress(OSError):  # the scheduler has gone
             while any(self._client.run(_end, self._token, on_error="ignore").values()) and time.monotonic() < until:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 
 import pytest
 
+from clipstream import __version__
 from clipstream.errors import SettingsError
-from clipstream.utils.executors import checked, run
+from clipstream.utils.executors import _work, checked, run
+from tests.support.ranks import reserved_port
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,21 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=rf"{executor} needs {package}: pip install 'clipstream\[{extra}\]'$"):
         next(run(abs, 1, executor))
+
+
+def test_an_address_without_a_scheduler_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with reserved_port() as port:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        for executor, at in {"ray": f"127.0.0.1:{port} .RAY_ADDRESS.", "dask": "", "ray:": ""}.items():
+            named = executor if at else f"{executor.rstrip(':')}://127.0.0.1:{port}"
+            with pytest.raises(SettingsError, match=f"^--executor: no scheduler answers at {at or named}: "):
+                next(run(abs, 1, named))
+
+
+def test_a_worker_with_another_clipstream_says_so() -> None:
+    answer = _work("token", pickle.dumps(("0.0.0", "/", b"")), 0)
+    assert answer.kind == "unable" and f"it has clipstream {__version__}: install the same version" in answer.value
 
 
 def test_processes_of_this_machine_are_one_per_core_unless_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

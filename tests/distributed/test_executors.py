@@ -1,0 +1,173 @@
+"""Shards worked off by real clusters of this machine, where Ray or Dask is installed: `make test-cluster`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipstream.cli.verbs import index, stage
+from clipstream.utils import executors
+from clipstream.utils.executors import run
+from clipstream.utils.processes import Crashed
+from tests.support.forks import ROOT, wait_until
+from tests.support.pictures import make_shards
+from tests.support.ranks import reserved_port
+
+CLUSTERS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec(package) is None, reason=f"no {package}: pip install 'clipstream[{name}]'"
+        ),
+    )
+    for name, package in executors._PACKAGES.items()
+]
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",  # else a token is left in the home folder
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ADDRESS": "",
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # of Ray's head, which forks while it serves clients: grpcio 1.85 aborts it
+}
+
+
+@contextlib.contextmanager
+def started(*argv: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in a session of its own, ended with all that it started."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *argv], cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextlib.contextmanager
+def dask_cluster(folder: Path) -> Iterator[list[str]]:
+    """A scheduler and two workers of one thread; one that dies is started again."""
+    about, workers = folder / "scheduler.json", "--nworkers 2 --nthreads 1"
+    to = ["--scheduler-file", str(about), "--no-dashboard"]
+    with started("distributed.cli.dask_scheduler", "--port", "0", *to, log=folder / "scheduler.log") as process:
+        wait_until(lambda: about.exists() and about.stat().st_size > 0, process)
+        here = ["--local-directory", str(folder)]
+        with started("distributed.cli.dask_worker", *workers.split(), *here, *to, log=folder / "workers.log"):
+            yield [json.loads(about.read_text())["address"].replace("tcp:", "dask:")]
+
+
+@contextlib.contextmanager
+def ray_cluster(folder: Path) -> Iterator[list[str]]:
+    """A node of two workers; one that dies is started again."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as short, reserved_port() as port:  # names of sockets are short
+        flags = "--head --block --num-cpus=2 --port=0 --include-dashboard=false --object-store-memory=100000000"
+        start = ["ray.scripts.scripts", "start", *flags.split(), f"--ray-client-server-port={port}"]
+        about = Path(short, "ray_current_cluster")
+        with (
+            started(*start, f"--temp-dir={short}", log=folder / "ray.log") as process,
+            pytest.MonkeyPatch.context() as own,
+        ):
+            wait_until(lambda: about.exists() and about.stat().st_size > 0, process)
+            own.setenv("RAY_ADDRESS", about.read_text())
+            yield ["ray", f"ray://127.0.0.1:{port}"]
+
+
+@pytest.fixture(scope="module", params=CLUSTERS)
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The executors that name a cluster, which runs while the tests of this module do."""
+    make = {"dask": dask_cluster, "ray": ray_cluster}[request.param]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        with make(tmp_path_factory.mktemp(request.param)) as executors:
+            yield executors
+
+
+@dataclass
+class Dying:
+    """A task whose process is killed once, at shard 3, and leaves half a file."""
+
+    do: Callable[..., Any]
+    left: Path
+
+    def __call__(self, *arguments: Any) -> Any:
+        if arguments[-1] == 3 and not self.left.with_suffix(".died").exists():
+            self.left.with_suffix(".died").touch()
+            self.left.write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.do(*arguments)
+
+
+def test_a_cluster_that_loses_a_worker_writes_the_same_bytes(
+    cluster: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = make_shards(tmp_path / "shards", [9] * 8)
+    index_shard, stage_shard, made = index.index_shard, stage.stage_shard, {}
+    for number, executor in enumerate(["local:1", "local:2", "local:4", *cluster]):
+        indexes, copies = tmp_path / f"indexes{number}", tmp_path / f"copies{number}"
+        if number:
+            indexes.mkdir()
+            monkeypatch.setattr(index, "index_shard", Dying(index_shard, indexes / "half"))
+            monkeypatch.setattr(stage, "stage_shard", Dying(stage_shard, copies / ".parts/half"))
+        assert index.main([*shards, "--into", str(indexes), "--executor", executor]) == 0
+        assert stage.main([str(copies), "--train-data", "::".join(shards), "--size=16", "--executor", executor]) == 0
+        assert not number or (indexes / "half.died").exists()
+        files = [*indexes.glob("*.index"), *(copies / "sources/train").glob("*.tar")]
+        made[executor] = {path.name: path.read_bytes() for path in files}
+        assert sorted(path.name for path in copies.iterdir() if path.is_dir()) == ["sources"]
+    first = made["local:1"]
+    assert len(first) == 16 and all(one == first for one in made.values())
+
+
+def divide(number: int) -> float:
+    return 1 / (number - 2)
+
+
+def test_an_error_of_code_comes_back_with_its_traceback(cluster: list[str]) -> None:
+    for executor in cluster:
+        with (
+            pytest.raises(RuntimeError, match=r"(?s)in divide\n.*ZeroDivisionError"),
+            closing(run(divide, 4, executor)) as ends,
+        ):
+            list(ends)
+
+
+def die(number: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_task_that_kills_each_of_its_workers_is_an_error(cluster: list[str]) -> None:
+    results = dict(event for event in run(die, 1, cluster[0]) if event is not None)
+    assert isinstance(results[0], Crashed) and "its worker died" in results[0].how
+
+
+def endless(folder: Path, number: int) -> None:
+    part = folder / f"{number}.part"
+    try:
+        part.touch()
+        while True:
+            time.sleep(0.05)
+    finally:
+        part.unlink()
+
+
+def test_tasks_end_with_the_command_and_clean_up(cluster: list[str], tmp_path: Path) -> None:
+    with closing(run(partial(endless, tmp_path), 5000, cluster[0])) as ends:
+        wait_until(lambda: next(ends) is None and len(list(tmp_path.iterdir())) == 2)
+    assert not list(tmp_path.iterdir())
+    assert dict(event for event in run(abs, 3, cluster[0]) if event is not None) == {0: 0, 1: 1, 2: 2}
