@@ -39,9 +39,10 @@ from typing import Any
 
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.signals import SIGNALS, ending_on_signals
-from clipstream.distributed.world import DUMP, World, cores
+from clipstream.distributed.world import DUMP, World
 from clipstream.errors import INTERRUPTED, ClipstreamError, DataError, DivergedError, SettingsError, Stopped
 from clipstream.text import counted, printable_lines
+from clipstream.utils.cores import cores
 from clipstream.utils.logs import logger, on_terminal
 from clipstream.utils.processes import many_files
 from clipstream.utils.torch_state import restored_matmul_precision

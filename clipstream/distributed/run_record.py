@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from clipstream import __version__
-from clipstream.distributed.world import cores
 from clipstream.errors import INTERRUPTED, DivergedError, Stopped
+from clipstream.utils.cores import cores
 
 GIT_SECONDS = 10.0  # limit for one git command: a work tree may be on a slow network disk
 PACKAGES = ("open_clip_torch", "timm", "transformers", "webdataset", "huggingface_hub", "numpy", "pillow")

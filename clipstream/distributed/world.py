@@ -1,4 +1,4 @@
-"""The rank of this process, its device and cores, the rendezvous of the ranks, and their collectives.
+"""The rank of this process, its device, the rendezvous of the ranks, and their collectives.
 
 The variables of torchrun or Slurm enter, which are read nowhere else. A `World` is passed as an argument, so that tests
 can run many ranks in one process. torch is imported only to talk to other ranks: with one rank, every collective is the
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.utils.cores import capabilities
-from clipstream.utils.cores import cores as cores
 
 if TYPE_CHECKING:
     import torch

@@ -32,10 +32,11 @@ from clipstream.data.loader.pipeline import FilledPart, WorkerReport
 from clipstream.data.loader.stage_timing import IDLE, OPEN, Stopwatch
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
-from clipstream.distributed.world import World, cores
+from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError
 from clipstream.storage.schemes import end_command, end_commands
 from clipstream.text import counted
+from clipstream.utils.cores import cores
 from clipstream.utils.logs import announce
 from clipstream.utils.processes import END, Ended, end, end_with, listen
 

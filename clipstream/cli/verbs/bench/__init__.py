@@ -24,12 +24,13 @@ from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.loader.stage_timing import IDLE
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.distributed.launch import run_ranks
-from clipstream.distributed.world import World, cores
+from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
 from clipstream.text import counted, duration, milliseconds, percent
 from clipstream.utils.console import ResultConsole, result_table
+from clipstream.utils.cores import cores
 
 if TYPE_CHECKING:
     from clipstream.data.batch import ImageSpec
