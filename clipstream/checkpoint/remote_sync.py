@@ -85,6 +85,14 @@ class RemoteDir:
         except (FileNotFoundError, IsADirectoryError):
             return None
 
+    def size(self) -> int | None:
+        """Bytes of a file; None if it does not exist."""
+        self._system.invalidate_cache()
+        try:
+            return int(self._system.info(self._path)["size"])
+        except FileNotFoundError:
+            return None
+
     def write(self, content: bytes) -> None:
         """Write a file."""
         self._make_parent()

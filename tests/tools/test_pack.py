@@ -7,12 +7,14 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +113,9 @@ def test_each_sample_once_in_the_same_bytes(shards: str, tmp_path: Path, capsys:
     assert check(tmp_path / "1/x", samples=0).used == 68
 
 
-def test_killed_at_any_time_it_goes_on_to_the_same_bytes(shards: str, tmp_path: Path) -> None:
+def test_killed_at_any_time_it_goes_on_to_the_same_bytes(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["--shard-size", "3", "--executor", "local:2", "--check-images", "decode"]
     packed(tmp_path / "a/x", shards, *argv)
     draw, target = random.Random(0), tmp_path / "b/x"
@@ -123,6 +127,9 @@ def test_killed_at_any_time_it_goes_on_to_the_same_bytes(shards: str, tmp_path: 
         killed.communicate()
     packed(target, shards, *argv)
     assert files(target) == files(tmp_path / "a/x")
+    capsys.readouterr()
+    packed(target, shards, *argv)
+    assert "23 shards in" in (out := capsys.readouterr().out) and "complete since an earlier call" in out
     (target / "00003.tar").write_bytes(b"")
     (target / "00004.tar.index").unlink()
     packed(target, shards, *argv)
@@ -136,6 +143,21 @@ def test_an_interrupted_call_says_how_to_go_on(shards: str, tmp_path: Path) -> N
     _, err = stopped.communicate(timeout=TIMEOUT)
     assert stopped.returncode == 75 and "1 of 2 shards are done; rerun the same command" in err
     assert "Traceback" not in err
+
+
+def test_a_shard_is_the_same_from_a_worker_that_unpickles_its_task(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(do: Callable[[int], object], count: int, executor: str) -> Iterator[tuple[int, object]]:
+        for number in range(count):
+            yield number, pickle.loads(pickle.dumps(do))(number)
+
+    (tmp_path / "more.csv").write_text("key,title\n000001,more\n")
+    argv = [shards, "--shard-size", "9", "--merge", f"{tmp_path}/more.csv", "--caption-json", "caption.en"]
+    packed(tmp_path / "1/x", *argv)
+    monkeypatch.setattr("clipstream.cli.verbs.pack.run", run)
+    packed(tmp_path / "2/x", *argv)
+    assert files(tmp_path / "1/x") == files(tmp_path / "2/x")
 
 
 def test_another_plan_is_refused(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,6 +291,20 @@ def test_remote_shards_are_downloaded_once(shards: str, tmp_path: Path) -> None:
         f"GET 0000{n}.tar": 1 for n in range(6)
     }
     site.close()
+
+
+def test_a_remote_target(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed(tmp_path / "here/x", shards, "--shard-size", "9")
+    out = f"local://{tmp_path}/there/x"
+    argv = [out, shards, "--shard-size", "9"]
+    assert main(argv) == 0
+    assert files(tmp_path / "there/x") == files(tmp_path / "here/x")
+    assert f"clipstream train --train-data '{out}/{{00000..00007}}.tar'" in capsys.readouterr().out
+    (tmp_path / "there/x/00002.tar").unlink()
+    (tmp_path / "there/x/00003.tar.index").unlink()
+    assert main(argv) == 0 and "2 were written now" in capsys.readouterr().out
+    assert files(tmp_path / "there/x") == files(tmp_path / "here/x")
+    assert main([*argv, "--seed", "3"]) == 2 and "differs in seed" in capsys.readouterr().err
 
 
 def test_a_full_disk(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from rich.filesize import decimal
 
+from clipstream.checkpoint.remote_sync import RemoteDir, with_retries
 from clipstream.checkpoint.store import held
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, number_flag
@@ -33,13 +34,14 @@ from clipstream.data.order_plan import reading_of
 from clipstream.data.packing.lists import PARTS, Corpus, Failed, Listed, ListShard, merged_source
 from clipstream.data.packing.plan import Plan, held_out, plan_of
 from clipstream.data.packing.sample import Recording
-from clipstream.data.packing.shards import Merged, Packed, PackShard
+from clipstream.data.packing.shards import Merged, Packed, PackShard, packed_before
 from clipstream.data.scan import identity
-from clipstream.data.sources import Source, SourceContext
+from clipstream.data.sources import Source, SourceContext, indexes
 from clipstream.data.sources.tars import SIZES
 from clipstream.errors import DataError, SettingsError, Stopped
-from clipstream.storage.shard_cache import ShardCache, total_size
-from clipstream.storage.shard_url import in_braces, redact
+from clipstream.storage.download import ShardError
+from clipstream.storage.shard_cache import ShardCache, cache_root, total_size
+from clipstream.storage.shard_url import ShardURL, in_braces, redact
 from clipstream.text import counted, duration, listed_lines, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ProgressBar
@@ -47,6 +49,7 @@ from clipstream.utils.executors import MEANING, checked, run
 from clipstream.utils.processes import Crashed
 from clipstream.utils.section import own_path
 
+T = TypeVar("T")
 FORM = 1  # of the shards' bytes: another one is another plan
 PLAN_FILE, SUMS, CARD = "pack.json", "SHA256SUMS", "README.md"
 SHOWN = 20  # shards that a message names
@@ -70,7 +73,8 @@ OWN_FLAGS = {
 class Asked:
     """The parsed command line."""
 
-    folder: Path  # of the new shards, absolute
+    out: str  # the folder or URL of the new shards
+    folder: Path  # that folder, absolute; for a URL one of this machine, for what is not complete
     settings: Settings  # name the sources
     recording: Recording
     size: tuple[int, bool]  # of a shard, and whether that is in bytes
@@ -85,6 +89,60 @@ class Asked:
     def parts(self) -> Path:
         """The folder for what is not kept."""
         return self.folder / PARTS
+
+    @property
+    def remote(self) -> RemoteOut | None:
+        """The storage of the new shards; None for the folder."""
+        return None if ShardURL(self.out).path is not None else RemoteOut(self.out)
+
+    def read(self, name: str) -> bytes | None:
+        """A small file beside the shards; None if it does not exist."""
+        if (remote := self.remote) is not None:
+            return remote.read(name)
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / name).read_bytes()
+        return None
+
+    def write(self, name: str, content: str) -> None:
+        """Write a small file beside the shards."""
+        (path := self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        atomic_write.replace(path, content.encode())
+        if (remote := self.remote) is not None:
+            remote.put(name, path)
+
+
+@dataclass(frozen=True)
+class RemoteOut:
+    """Remote storage for new shards, through fsspec; connected in each process anew."""
+
+    url: str
+
+    def put(self, name: str, file: Path) -> None:
+        """See Remote."""
+        self._do(lambda out: (out / name).upload(file))
+
+    def index(self, name: str, target: Path) -> int | None:
+        """See Remote."""
+        content = self.read(f"{name}{indexes.SUFFIX}")
+        if content is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        return None if content is None else self._do(lambda out: (out / name).size())
+
+    def read(self, name: str) -> bytes | None:
+        """A small file; None if it does not exist. Raises ShardError."""
+        return self._do(lambda out: (out / name).read())
+
+    def names(self) -> list[str]:
+        """Names of what is there. Raises ShardError."""
+        return self._do(lambda out: out.names())
+
+    def _do(self, act: Callable[[RemoteDir], T]) -> T:
+        out = RemoteDir(self.url, "OUT")
+        try:
+            return with_retries(lambda: act(out))
+        except Exception as error:  # of fsspec's backends, which have types of their own
+            raise ShardError("remote", f"{out.shown}: {redact(str(error)) or type(error).__name__}") from error
 
 
 @entry_point
@@ -101,6 +159,8 @@ def main(argv: list[str]) -> int:
             raise
         except OSError as error:
             raise DataError(f"cannot write to {folder}: {error.strerror or error}") from error
+        except ShardError as error:
+            raise DataError(str(error)) from error
         finally:
             signal.signal(signal.SIGTERM, before)
     return 0
@@ -133,8 +193,15 @@ def arguments(argv: Sequence[str]) -> Asked:
     if share is None and "--group" in own:
         raise SettingsError("--group requires --val-split")
     decode = choice_flag(own, "--check-images", ("header", "decode"), "header") == "decode"
+    out = names[0]
+    if (local := ShardURL(out).path) is not None:
+        out = str(folder := Path(os.path.abspath(own_path(local))))
+    else:
+        folder = cache_root() / "packs" / hashlib.sha256(out.encode()).hexdigest()[:24]
+        RemoteDir(out, "OUT")  # tells what is wrong with it
     return Asked(
-        Path(os.path.abspath(own_path(names[0]))),
+        out,
+        folder,
         settings,
         Recording(recipe, decode, settings.data.max_image_pixels),
         _shard_size(own.get("--shard-size", "10000")),
@@ -159,9 +226,11 @@ def _shard_size(text: str) -> tuple[int, bool]:
 def pack(asked: Asked) -> None:
     """Write the shards. Raises SettingsError, DataError, Stopped, OSError."""
     began, parts, folder = time.monotonic(), asked.parts, asked.folder
-    there = [one.name for one in folder.iterdir() if not one.name.startswith(".")]
+    remote = asked.remote
+    there = [one.name for one in folder.iterdir()] if remote is None else remote.names()
+    there = [name for name in there if not name.startswith(".")]
     if there and PLAN_FILE not in there:
-        raise SettingsError(f"{folder} is not empty, it holds {min(there)}: use another folder")
+        raise SettingsError(f"{redact(asked.out)} is not empty, it holds {min(there)}: use another folder")
     data = asked.settings.data.model_copy(update={"cache": asked.settings.data.cache or str(parts / "cache")})
     with contextlib.closing(ShardCache(data.cache)) as store:
         sources = [
@@ -170,6 +239,11 @@ def pack(asked: Asked) -> None:
         ]
         extra = None if asked.merge is None else merged_source(asked.merge, SourceContext(store, key="--merge"))
         about, digest = _begin(asked, sources, extra)
+        if asked.read(CARD) is not None:  # written last
+            names = [line.partition("  ")[2] for line in (asked.read(SUMS) or b"").decode().splitlines()]
+            if all(packed_before(folder, name, digest, remote) for name in names):
+                print(f"{counted(len(names), 'shard', ',')} in {redact(asked.out)}: complete since an earlier call")
+                return _print_command(asked, names)
         for path in parts.glob("**/*.part"):  # of a killed call
             path.unlink(missing_ok=True)
         corpus = Corpus(sources, parts / "lists")
@@ -187,7 +261,7 @@ def pack(asked: Asked) -> None:
         if asked.share is not None:
             held_numbers = held_out(corpus, data, asked.share, asked.group, parts / "held.npy", asked.executor)
             plan = replace(plan, held=held_numbers)
-        do = PackShard(asked.folder, corpus, plan, asked.recording, digest, merged)
+        do = PackShard(asked.folder, corpus, plan, asked.recording, digest, merged, remote)
         packed = _pack_all(asked, do)
     _conclude(asked, about, found, [plan.shard(number)[0] for number in range(len(plan))], packed, began)
 
@@ -212,24 +286,22 @@ def _begin(asked: Asked, sources: Sequence[Source], extra: Source | None) -> tup
         "seed": settings.run.seed,
         "val_split": asked.share,
         "group": asked.group,
+        "license": asked.license,
     }  # fmt: skip
-    path = asked.folder / PLAN_FILE
-    try:
-        before = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        before = json.loads(json.dumps(about))
-        asked.parts.mkdir(parents=True, exist_ok=True)
-        atomic_write.replace(path, (json.dumps(about, indent=1) + "\n").encode())
-    except ValueError as error:
-        raise SettingsError(f"{path} is no plan of clipstream pack: use another folder") from error
+    asked.parts.mkdir(parents=True, exist_ok=True)
     now = json.loads(json.dumps(about))
+    if (content := asked.read(PLAN_FILE)) is None:
+        asked.write(PLAN_FILE, json.dumps(about, indent=1) + "\n")
+    try:
+        before = now if content is None else json.loads(content)
+    except ValueError as error:
+        raise SettingsError(f"{redact(asked.out)}/{PLAN_FILE} is damaged: use another folder") from error
     if before != now:
         other = [key for key in now if not isinstance(before, dict) or before.get(key) != now[key]]
         raise SettingsError(
-            f"{asked.folder} holds shards of another pack, which differs in {', '.join(other)}: use another folder, "
-            "or remove it"
+            f"{redact(asked.out)} holds shards of another pack, which differs in {', '.join(other)}: use another "
+            "folder, or remove it"
         )
-    asked.parts.mkdir(parents=True, exist_ok=True)
     return about, hashlib.sha256(json.dumps(now, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -328,7 +400,7 @@ def _conclude(
 
     Raises DataError: no sample was usable.
     """
-    folder, samples, size = asked.folder, sum(one.samples for one in packed), sum(one.size for one in packed)
+    samples, size = sum(one.samples for one in packed), sum(one.size for one in packed)
     drops = Counter[str](not_kept=sum(one.dropped for one in found))
     for one in packed:
         drops.update(one.drops)
@@ -338,19 +410,26 @@ def _conclude(
     whole = {name: one for name, one in zip(names, packed, strict=True) if one.samples}
     for under in {os.path.dirname(name) for name in whole}:
         sizes = {os.path.basename(name): one.samples for name, one in whole.items() if os.path.dirname(name) == under}
-        atomic_write.replace(folder / under / SIZES, (json.dumps(sizes, indent=1) + "\n").encode())
+        asked.write(os.path.join(under, SIZES), json.dumps(sizes, indent=1) + "\n")
     sums = "".join(f"{one.sha256}  {name}\n" for name, one in whole.items())
-    atomic_write.replace(folder / SUMS, sums.encode())
-    atomic_write.replace(folder / CARD, _card(asked, about, whole, +drops).encode())
-    shutil.rmtree(asked.parts, ignore_errors=True)
+    asked.write(SUMS, sums)
+    asked.write(CARD, _card(asked, about, whole, +drops))
     made = sum(one.made for one in packed)
     print(
-        f"{counted(len(whole), 'shard', ',')} in {folder}: {samples:,} samples, {decimal(size)}"
+        f"{counted(len(whole), 'shard', ',')} in {redact(asked.out)}: {samples:,} samples, {decimal(size)}"
         f"{f'; dropped: {told}' if told else ''}; {made:,} were written now, in "
         f"{duration(time.monotonic() - began)}"
     )
-    words = ["clipstream", "train", "--train-data", str(folder)]
-    words += [] if asked.share is None else ["--val-data", str(folder)]
+    _print_command(asked, list(whole))
+
+
+def _print_command(asked: Asked, whole: Sequence[str]) -> None:
+    """Remove what is not kept, and print the command that trains on these shards."""
+    shutil.rmtree(asked.parts if asked.remote is None else asked.folder, ignore_errors=True)
+    words = ["clipstream", "train"]
+    for flag, under in (("--train-data", "train/"), ("--val-data", "val/"))[: 1 if asked.share is None else 2]:
+        names = [f"{redact(asked.out)}/{name}" for name in whole if asked.share is None or name.startswith(under)]
+        words += [flag, asked.out if asked.remote is None else "::".join(in_braces(names))]
     print(f"train on them with: {shlex.join(words)}", flush=True)
 
 
@@ -380,7 +459,8 @@ def _card(asked: Asked, about: Mapping[str, Any], whole: Mapping[str, Packed], d
     files = "\n".join(f'  - split: {split}\n    path: "{folders[split]}*.tar"' for split in splits)
     return "\n".join([
         "---", f"license: {json.dumps(asked.license)}", "configs:", "- config_name: default", "  data_files:", files,
-        "---", "", f"# {asked.folder.name}", "", "Image-text pairs as WebDataset shards, written by `clipstream pack`.",
+        "---", "", f"# {asked.out.rstrip('/').rpartition('/')[2]}", "",
+        "Image-text pairs as WebDataset shards, written by `clipstream pack`.",
         "", "| | |", "|---|---|", *(f"| {name} | {str(text).replace('|', chr(92) + '|')} |" for name, text in rows), "",
         f"License: {asked.license}. `{PLAN_FILE}` has all settings; check the files with `sha256sum -c {SUMS}`.", "",
     ])  # fmt: skip

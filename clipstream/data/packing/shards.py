@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -86,16 +86,43 @@ class Merged:
         return texts
 
 
+class Remote(Protocol):
+    """Remote storage for new shards. Picklable."""
+
+    def put(self, name: str, file: Path) -> None:
+        """Upload a file. Raises ShardError."""
+        ...
+
+    def index(self, name: str, target: Path) -> int | None:
+        """Download the side index of a shard, if there are both; the bytes of the shard. Raises ShardError."""
+        ...
+
+
+def packed_before(folder: Path, name: str, digest: str, remote: Remote | None) -> Packed | None:
+    """A shard, if it is complete and of the plan of this digest. Raises ShardError: remote storage cannot be read."""
+    index, size = folder / f"{name}{indexes.SUFFIX}", None
+    if remote is not None and (size := remote.index(name, index)) is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        head = indexes.read_head(index)
+        origin = dict(head.origin or {})
+        whole = head.of == indexes.identity_of(folder / name) if size is None else head.size == size
+        if origin.pop("pack", None) == digest and whole:
+            return Packed(**origin)  # type: ignore[arg-type]
+    return None
+
+
 @dataclass
 class PackShard:
     """Writes a new shard, unless it is there. Called in a process of its own."""
 
-    folder: Path  # of the new shards
+    folder: Path  # of the new shards; if they are remote, for incomplete ones
     corpus: Corpus
     plan: Plan
     recording: Recording
     digest: str  # of what the bytes depend on
     merged: Merged | None = None
+    remote: Remote | None = None
     _packers: dict[int, SamplePacker] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, object]:
@@ -105,10 +132,10 @@ class PackShard:
         """Pack a shard by its number in the plan."""
         name, numbers = self.plan.shard(number)
         target = self.folder / name
-        if (packed := self.there(target)) is not None:
-            return packed
         part = self.folder / PARTS / f"{number:06d}.{os.uname().nodename}.{os.getpid()}.part"
         try:
+            if (packed := packed_before(self.folder, name, self.digest, self.remote)) is not None:
+                return packed
             table, packed = self._write(part, numbers)
             if not packed.samples:
                 return packed
@@ -117,22 +144,18 @@ class PackShard:
             # The index before the shard: it names the version of its file, and is ignored beside another one.
             index = Path(f"{target}{indexes.SUFFIX}")
             indexes.write(index, ShardIndex(table), indexes.identity_of(part), origin)
-            part.replace(target)
-            atomic_write.flush(target.parent)
+            if self.remote is not None:  # the index last
+                self.remote.put(name, part)
+                self.remote.put(f"{name}{indexes.SUFFIX}", index)
+                index.unlink()
+            else:
+                part.replace(target)
+                atomic_write.flush(target.parent)
         except (ShardError, OSError) as error:
             return failed(error, name, self.folder)
         finally:
             part.unlink(missing_ok=True)
         return packed._replace(made=True)
-
-    def there(self, target: Path) -> Packed | None:
-        """The shard if it is complete and of this plan."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            head = indexes.read_head(Path(f"{target}{indexes.SUFFIX}"))
-            origin = dict(head.origin or {})
-            if origin.pop("pack", None) == self.digest and head.of == indexes.identity_of(target):
-                return Packed(**origin)  # type: ignore[arg-type]
-        return None
 
     def _write(self, part: Path, numbers: Numbers) -> tuple[SampleTable, Packed]:
         """Write samples into a tar. Raises ShardError, OSError."""
