@@ -6,8 +6,8 @@ Both write new shards of 10,000 samples from the same ones (generated unless giv
 process of its own, in turns; ratios are those of medians. Memory is the largest sum of the resident memory of a process
 and its children, in which pages that they share count several times.
 
-On two cores of a busy server (load 14): 1,346 samples/s, webdataset 1.0.2 315, ratio 4.3, 3.8 in CPU time, and 187 MB
-at most, webdataset 755 (40,000 samples). With 100,000 images of 0.8 kB: 2,900 and 907, ratio 3.2, 3.3 in CPU time, 197 MB.
+On two cores of a busy server (load 14), 40,000 samples: 1,346 samples/s, webdataset 1.0.2 315, ratio 4.3, 3.8 in CPU
+time; 187 MB and 755 MB at most. With 100,000 images of 0.8 kB: 2,900 and 907, ratio 3.2, 3.3 in CPU time, 197 MB.
 """
 
 from __future__ import annotations

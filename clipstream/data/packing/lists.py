@@ -97,7 +97,12 @@ class Corpus:
 
     def hashes(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """Hashes of the packed keys of all samples, uint64 [n]."""
-        return np.concatenate([ShardList(self.path(shard)).hashes for shard in range(len(self.shards))])
+        lists = range(len(self.shards))
+        ends = np.cumsum([0, *(ShardList(self.path(shard)).head.samples for shard in lists)])
+        found = np.empty(int(ends[-1]), np.uint64)
+        for shard in lists:  # one file is open at a time
+            found[ends[shard] : ends[shard + 1]] = ShardList(self.path(shard)).hashes
+        return found
 
     def open(self, shard: int) -> tuple[ShardList, OpenShard]:
         """The list of a shard and the shard, which stay open for a while. Raises ShardError, OSError."""
