@@ -23,6 +23,9 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+from braceexpand import braceexpand
+
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
 from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
@@ -156,6 +159,8 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
     else:
         listed = _tables(files) if kind == "tables" else filter(_TAR.fullmatch, files)
         chosen, split = _of_split(path, listed, kind, evaluates)
+        meta = os.path.join(folder, ".nv-meta")
+        seen[meta] = _changed(meta)
         paths = [os.path.join(folder, file) for file in chosen]
         found = Contents(kind, paths, split=split, what=counted(len(chosen), kind.removesuffix("s"), ","))
     return found._replace(what=f"{found.what} (split {split})") if split else found
@@ -251,15 +256,18 @@ def _of_split(path: str, names: Iterable[str], kind: str, evaluates: bool) -> tu
     folder, asked = divided(path)
     find = _FOLDER.match if kind == "pairs" else _SPLIT.search
     by: dict[str, list[str]] = {}
+    known = _energon_splits(folder) if kind == "tars" else {}
     for name in names:
-        found = find(name)
+        found = find(f"/{known.get(name, '')}" if known else name)
         by.setdefault(_SPLITS[(found.lastindex or 0) if found else 0], []).append(name)
+    if known:  # tars that are in no split are excluded
+        by.pop("", None)
     if not asked and (len(by) < 2 or by.keys() == {"", TRAIN} or (kind == "pairs" and TRAIN not in by)):
         return sorted(chain(*by.values())), ""
     by[TRAIN] = sorted(by.get(TRAIN, []) + by.pop("", []))
-    known = _SPLIT.search(asked)
+    named = _SPLIT.search(asked)
     wanted = [VALIDATION, TEST, TRAIN] if evaluates else [TRAIN]
-    wanted = [_SPLITS[known.lastindex or 0] if known else asked] if asked else wanted
+    wanted = [_SPLITS[named.lastindex or 0] if named else asked] if asked else wanted
     if split := next((split for split in wanted if by.get(split)), ""):
         return sorted(by[split]), split
     there = ", ".join(sorted(split for split in by if by[split])) or "none"
@@ -267,6 +275,18 @@ def _of_split(path: str, names: Iterable[str], kind: str, evaluates: bool) -> tu
         f"{folder} has no split {wanted[0]!r} by the names of its files and folders (there is {there}): name one, as "
         f"'folder:{folder}#{TEST}'"
     )
+
+
+def _energon_splits(folder: str) -> dict[str, str]:
+    """Tar, relative to the folder -> its split, as `energon prepare` wrote them; empty without that file."""
+    with contextlib.suppress(OSError, yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError):
+        held = yaml.safe_load(Path(folder, ".nv-meta", "split.yaml").read_bytes())
+        left = set(held.get("exclude") or ())
+        parts = held["split_parts"].items()
+        return {
+            tar: split for split, names in parts for one in names for tar in braceexpand(one) if tar not in left
+        }  # fmt: skip
+    return {}
 
 
 class FolderSource(SourceType):

@@ -26,12 +26,19 @@ from clipstream.errors import SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact, with_variables
-from clipstream.storage.tar import Shard
+from clipstream.storage.tar import BLOCK, Shard
 from clipstream.utils.section import Count, checked, with_home
 
 SIZES = "sizes.json"  # {"00000.tar": 1000, …}, as open_clip has it
 LENGTH = "__len__"  # one number: the samples of all tars of the folder
 BENCHMARK = "benchmark"
+MARKS = (  # tool, how many folders above its shards, file
+    ("clipstream pack", 2, "pack.json"),
+    ("Megatron-Energon", 3, ".nv-meta"),
+    ("CLIP_benchmark", 1, "nshards.txt"),
+    ("img2dataset", 1, "{stem}_stats.json"),
+)
+OWNER = slice(265, 273)  # start of the owner's name in a tar header, which webdataset's TarWriter sets
 HUB_PAGE = re.compile(r"(https://huggingface\.co/datasets/[^/]+/[^/]+)(?:/tree/([^/]+))?/?")
 RETRIEVAL, MULTILABEL, CLASSIFICATION = "retrieval", "multilabel", "classification"
 
@@ -47,6 +54,10 @@ class TarSource(SourceType):
 
     def list_shards(self, spec: str) -> Sequence[str]:
         return [spec]
+
+    def describe(self, shards: Sequence[str]) -> str:
+        tool = written_by(shards[0]) if shards else ""
+        return super().describe(shards) + (f" by {tool}" if tool else "")
 
     def open(self, shard: str) -> OpenShard:
         assert self._store is not None, "a source without a store only lists shards"
@@ -101,6 +112,20 @@ class TarSource(SourceType):
     def release(self, shard: str, *, keep: bool = True) -> None:
         if self._store is not None:
             self._store.release(shard, keep=keep)
+
+
+def written_by(shard: str) -> str:
+    """The tool that wrote a local shard, by files beside it or the owner in its headers; '' if it is not known."""
+    path = Path(ShardURL(shard).path or "").absolute()
+    for tool, folders, name in MARKS:
+        if any((folder / name.format(stem=path.stem)).exists() for folder in list(path.parents)[:folders]):
+            return tool
+    try:
+        with open(path, "rb") as file:  # a header of PAX may be before the first member's
+            owners = [file.read(BLOCK)[OWNER] for _ in range(3)]
+        return "webdataset" if b"bigdata\0" in owners else ""
+    except OSError:
+        return ""
 
 
 class BenchmarkSource(TarSource):

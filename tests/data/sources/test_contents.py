@@ -8,12 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import webdataset
 from pyarrow import parquet
 
 from clipstream.data.settings import AUTO, SourceSettings
 from clipstream.data.sources import Source, SourceContext, expand
 from clipstream.data.sources.folders import contents, with_split
 from clipstream.errors import Dropped, SettingsError
+from tests.support.clipbenchmark import drawn, write_benchmark
 from tests.support.pictures import make_shards, picture
 
 
@@ -165,3 +167,27 @@ def test_layouts_of_hugging_faces_datasets(tmp_path: Path) -> None:
         found = samples(f"{tmp_path}/{name}", **more)
         assert list(found.values()) == ["text 0", "text 1", "text 2"]
         assert list(samples(f"{tmp_path}/{name}", "evals.val.data").values()) == ["text 2"]
+
+
+def test_shards_of_other_tools_are_known_by_sight(tmp_path: Path) -> None:
+    tools = {"a": "img2dataset", "b": "Megatron-Energon", "c": "CLIP_benchmark", "d": "webdataset", "e": ""}
+    for name in "abe":
+        make_shards(tmp_path / name, [2, 2, 2])
+    (tmp_path / "d").mkdir()
+    for number in range(3):
+        (tmp_path / f"a/{number:05d}_stats.json").write_text("{}")
+        (tmp_path / f"a/{number:05d}.parquet").write_bytes(b"PAR1")
+    (tmp_path / "b/.nv-meta").mkdir()
+    (tmp_path / "b/.nv-meta/split.yaml").write_text(
+        "exclude: []\nsplit_parts: {train: ['0000{0..1}.tar'], val: [00002.tar], test: []}\n"
+    )
+    write_benchmark(tmp_path / "c", drawn(3), split="train")
+    with webdataset.ShardWriter(str(tmp_path / "d/%05d.tar"), maxcount=2, verbose=0) as writer:
+        for number in range(6):
+            writer.write({"__key__": f"{number}", "jpg": picture(number), "txt": "a"})
+    for name, tool in tools.items():
+        said = Source(SourceSettings(shards=str(tmp_path / name))).summary()
+        assert said.endswith(f"by {tool}" if tool else "shards"), said
+    splits = {split: contents(f"{tmp_path}/b{split}").files for split in ("", "#train", "#val")}
+    assert [len(files) for files in splits.values()] == [2, 2, 1] and splits[""] == splits["#train"]
+    assert contents(f"{tmp_path}/b", evaluates=True).files == splits["#val"]
