@@ -212,6 +212,7 @@ def own_inputs(settings: Settings, model: Model) -> ModelInputs:
     towers, teacher = model.towers, model.teacher
     inputs = ModelInputs(model.tokenizer, towers.image, features=model.stored, text_lengths=towers.text_lengths)
     inputs = replace(inputs, groups=group_field(settings.loss), texts=settings.data.texts)
+    inputs = replace(inputs, has_short=settings.data.has_short)
     if teacher is not None and teacher.towers.image.size != towers.image.size:
         inputs = replace(inputs, teacher_image=teacher.towers.image)
     if teacher is not None and not (settings.tokenizer.type == "model" and teacher.towers.same_tokenizer(towers)):

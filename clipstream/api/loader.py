@@ -270,7 +270,8 @@ def build_loader(
         validate_sources(settings)
         if settings.data.texts > 1:
             raise SettingsError(
-                "data.sources: build_loader gives one text of a sample: remove caption.per_image and caption.negatives"
+                "data.sources: build_loader gives one text of a sample: remove caption.per_image, caption.negatives "
+                "and caption.short"
             )
         settings = with_val_split(settings)
         found = with_lanes(settings.data)

@@ -77,7 +77,7 @@ _UNSHARDED = Is(
     lambda name: bool(re.search(r"^c|_c|lamb|mars|novograd|muon|adamp|sgdp", str(name).lower())),
 )
 _CHANGED = Is("not empty", lambda section: section != type(section)())
-_SEVERAL = (("per_image", Is("above 1", lambda count: count > 1)), ("negatives", SET))  # texts of a sample
+_SEVERAL = (("per_image", Is("above 1", lambda count: count > 1)), ("negatives", SET), ("short", SET))  # texts
 PROMPTS = Conflict({"evals.NAME.prompts": SET, "log.pictures": 0},
                    "requires log.pictures above 0")  # fmt: skip
 _NO_VIEWS = Is("without augmented views", lambda views: views == 0)
@@ -242,7 +242,7 @@ def validate_run(settings: Settings, world: World) -> None:
     """
     parts = _length(settings), _batches(settings, world), _shards(settings), _val_split(settings), _evals(settings)
     rest = found(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
-    _conclude(settings, world, *parts, *rest)
+    _conclude(settings, world, *parts, _short(settings), *rest)
     tell(settings, world, (*_notices(settings), *found(PAIRS, settings, notices=True)))
 
 
@@ -337,6 +337,12 @@ def _length(settings: Settings) -> Problems:
         yield _numbers("log.profile", "train.steps", last, steps)
     if schedule.min_lr > settings.optim.lr:
         yield _numbers("schedule.min_lr", "optim.lr", schedule.min_lr, settings.optim.lr)
+
+
+def _short(settings: Settings) -> Problems:
+    """A weight of the loss of short texts, where no source has them."""
+    if getattr(settings.loss, "short", 1) != 1 and not settings.data.has_short:
+        yield ("loss", "short"), "requires short texts: set the caption's short of a source, e.g. sentence"
 
 
 def _numbers(key: str, other: str, *values: float) -> tuple[Path, str]:

@@ -49,8 +49,9 @@ class Batch:
         captions: the texts that `ids` were made of, in evaluation and in the first batch of a process that trains.
         lengths: true length of each text in tokens, or those of a sample's M texts, counted on the host; None if nobody
             counted.
-        roles: int32 [n, M], what each of the M texts of a sample is: 1 a caption, -1 a hard negative, 0 absent (a copy
-            of a caption); None for a caption of each sample.
+        roles: int32 [n, M], what each of the M texts of a sample is: 1 a caption, -1 a hard negative, 2 a short text, 0
+            absent (a copy of a caption); None for a caption of each sample.
+        has_short: whether the last of the M texts is the short one.
     """
 
     pixels: torch.Tensor | None
@@ -69,6 +70,7 @@ class Batch:
     known: tuple[Literal["image", "text"], ...] = ()
     captions: tuple[str, ...] | None = None
     roles: torch.Tensor | None = None
+    has_short: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)

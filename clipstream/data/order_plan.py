@@ -252,7 +252,7 @@ def reading_of(source: SourceSettings) -> dict[str, object]:
     if found["caption"].get("lines") == "all":  # stores that were made before there was this setting are the same
         del found["caption"]["lines"]
     if isinstance(source.caption, TextCaption | JsonCaption):  # what a step draws of the texts, not what they are
-        for key in ("per_image", "negatives"):
+        for key in ("per_image", "negatives", "short"):
             del found["caption"][key]
     return found
 

@@ -122,7 +122,7 @@ class SourceSettings(PluginSection):
         if not isinstance(value, Mapping):
             return value
         caption = value.get("caption") or {}
-        if not isinstance(caption, Mapping) or caption.keys() - {"lines", "per_image", "negatives"}:
+        if not isinstance(caption, Mapping) or caption.keys() - {"lines", "per_image", "negatives", "short"}:
             return value
         is_csv = _which_are_csv(value.get("shards"), value.get("type", AUTO))
         of_csv = {"type": "text", "key": CSV_CAPTION, **caption}
@@ -405,7 +405,13 @@ class DataSettings(Section):
     def texts(self) -> int:
         """The most texts of a sample in a training step, M."""
         captions = [source.caption for source in self.sources.values()]
-        return max((one.texts for one in captions if isinstance(one, SeveralTexts)), default=1)
+        return max((one.texts for one in captions if isinstance(one, SeveralTexts)), default=1) + self.has_short
+
+    @property
+    def has_short(self) -> bool:
+        """Whether the last text of a sample in a training step is its short one."""
+        captions = [source.caption for source in self.sources.values()]
+        return any(one.short is not None for one in captions if isinstance(one, SeveralTexts))
 
     @property
     def stored_towers(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ from clipstream.data.json_path import parse_path
 from clipstream.utils.section import PathText, PluginSection
 
 SWAP = "swap"  # in place of a path to hard negatives
+SENTENCE = "sentence"  # in place of a path to short texts
 
 
 class TokenizerSettings(PluginSection):
@@ -79,9 +80,16 @@ class SeveralTexts(CaptionSettings):
         "swapped, as NegCLIP), or for type json a path to texts, of which one is drawn",
     )
 
+    short: str | None = Field(
+        None,
+        min_length=1,
+        description="a short text of the image beside a long caption, as Long-CLIP: sentence (the first one of the "
+        "drawn caption), or for type json a path; the loss compares it with the principal components of images",
+    )
+
     @property
     def texts(self) -> int:
-        """The most texts of a sample in a step, M."""
+        """The most captions and negatives of a sample in a step."""
         return self.per_image + (self.negatives is not None)
 
 
@@ -105,6 +113,13 @@ class TextCaption(SeveralTexts):
     def _swapped(cls, value: str | None) -> str | None:
         if value not in (None, SWAP):
             raise ValueError("a text member has no paths: write swap, or use a caption of type json")
+        return value
+
+    @field_validator("short")
+    @classmethod
+    def _of_caption(cls, value: str | None) -> str | None:
+        if value not in (None, SENTENCE):
+            raise ValueError("a text member has no paths: write sentence, or use a caption of type json")
         return value
 
 
@@ -133,10 +148,10 @@ class JsonCaption(SeveralTexts):
         """The paths as a list."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
-    @field_validator("negatives")
+    @field_validator("negatives", "short")
     @classmethod
     def _path(cls, value: str | None) -> str | None:
-        if value not in (None, SWAP):
+        if value not in (None, SWAP, SENTENCE):
             parse_path(value or "")
         return value
 

@@ -21,6 +21,9 @@ UniCL, arXiv:2204.03610), and the sigmoid takes each as a match.
 the terms of SupCon (arXiv:2004.11362, L_out) times their weight, or for the sigmoid those of all pairs of two images in
 which one has a positive. A sample is no pair with itself; one without a positive adds nothing.
 
+**Short texts** of images that have long captions (`Batch.has_short`) have a loss of their own, of all images that have
+one: with image features reduced to their principal components (see `coarse`), as Long-CLIP (arXiv:2403.15378).
+
 **Numerics.** Logits and their sums are float32 under any autocast, float64 if the features are. They exist a tile at a
 time, and gradients are computed with the value (see `tiled`).
 
@@ -31,6 +34,7 @@ torch.distributed's default process group, if there is one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -43,6 +47,7 @@ from clipstream.data.decode.labels import compare_groups
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses import tiled
+from clipstream.losses.coarse import coarse_images
 from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings, group_field
 from clipstream.losses.tiled import Ring
 from clipstream.models.towers import Features
@@ -53,6 +58,7 @@ Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  #
 Kind = Literal["softmax", "sigmoid"]
 Compute = Callable[[Leaves, bool], tiled.Found]
 FEW_DISTINCT = 0.7  # share of distinct samples in a batch: a data set of 2 batches gives 0.79, of 1 batch 0.63
+SHORT = 2  # the role of a short text
 DOMINATES = 100.0  # times the other terms of the loss: a weight that was meant for another scale
 
 
@@ -74,7 +80,7 @@ class ContrastiveLoss(Protocol):
 
         Args:
             features: of this rank's n samples, and the scalars of the logits; texts [n, M D] where `batch.roles` tells
-                that samples have M texts.
+                that samples have M texts, of which the last is a short one where `batch.has_short`.
             batch: the samples: their weights, ids, keys, and how many there are over all ranks.
         """
 
@@ -89,7 +95,9 @@ class _BuiltinLoss:
         self._settings = settings
         self.parts: dict[str, torch.Tensor] = {}
         terms = {"image_image": settings.image_image, "text_text": settings.text_text}
-        self.within = self.factors = {name: weight for name, weight in terms.items() if weight}
+        self.within = {name: weight for name, weight in terms.items() if weight}
+        self._weights = {**self.within, "short": settings.short}
+        self.factors = {name: weight for name, weight in self._weights.items() if weight != 1}
 
     def __call__(self, features: Features, batch: Batch, world: World) -> torch.Tensor:
         """See ContrastiveLoss."""
@@ -97,15 +105,33 @@ class _BuiltinLoss:
         if by == "groups" and batch.groups is None:
             duplicates = "negatives"  # in evaluation
         labels = None if duplicates == "negatives" else _labels(batch, by)
+        short: Features | None = None
+        if batch.has_short:
+            assert batch.roles is not None
+            has = batch.weights * (batch.roles[:, -1] == SHORT)
+            features, batch, short = _without_short(features, batch, world)
         total = loss_share(self.kind, features, batch.weights, world, labels, duplicates, self.gather_gib, batch.roles)
-        if not self.within or labels is None:
-            return total
-        self.parts = {"image_text": total.detach()}
-        for name, weight in self.within.items():
-            part = share_within(name, self.kind, features, batch, world, labels, self.gather_gib)
-            self.parts[name] = part.detach()
-            total = total + weight * part
+        terms: dict[str, torch.Tensor] = {}
+        if short is not None:
+            terms["short"] = loss_share(self.kind, short, has, world, labels, duplicates, self.gather_gib)
+        if labels is not None:
+            for name in self.within:
+                terms[name] = share_within(name, self.kind, features, batch, world, labels, self.gather_gib)
+        self.parts = {name: part.detach() for name, part in {"image_text": total, **terms}.items() if terms}
+        for name, part in terms.items():
+            total = total + self._weights[name] * part
         return total
+
+
+def _without_short(features: Features, batch: Batch, world: World) -> tuple[Features, Batch, Features]:
+    """The features and the batch without the short texts, and the features of these. Collective."""
+    assert batch.roles is not None
+    width = features.image.shape[1]
+    coarse = coarse_images(features.image, batch.weights, world)
+    short = features._replace(image=coarse, text=features.text[:, -width:])
+    features = features._replace(text=features.text[:, :-width])
+    roles = batch.roles[:, :-1] if batch.roles.shape[1] > 2 else None
+    return features, replace(batch, roles=roles, has_short=False), short
 
 
 def loss_share(

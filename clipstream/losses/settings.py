@@ -50,6 +50,12 @@ class _BuiltinLoss(LossSettings):
     gather_gib: float | None = Field(None, ge=0, description=_GATHER)
     image_image: float = Field(0.0, ge=0, description=_WITHIN.format("images"))
     text_text: float = Field(0.0, ge=0, description=_WITHIN.format("texts"))
+    short: float = Field(
+        1.0,
+        gt=0,
+        description="weight of the loss of short texts (caption.short) and the first 32 principal components of image "
+        "features, beside that of captions (Long-CLIP)",
+    )
 
     @property
     def treatment(self) -> tuple[Duplicates, str]:

@@ -27,7 +27,7 @@ VALUES = {
     "data.augment.flip": "0.5", "data.augment.gray_scale_prob": "0.5", "data.batch_schedule": "[[5, 9]]",
     "data.image_features": "STORE", "data.text_features": "STORE", "data.cache": "FOLDER",
     "data.teacher_features": "[STORE]",
-    "data.sources.NAME.caption.negatives": "swap",
+    "data.sources.NAME.caption.negatives": "swap", "data.sources.NAME.caption.short": "sentence",
     "data.sampling.mode": "epoch", "data.sampling.remainder": "pad", "data.sources.NAME.upsampling_factors": "[1]",
     "distill": "{weight: 2}", "distill.model": "RN50", "distill.pretrained": "openai", "evals.NAME.prompts": "[a cat]",
     "evals.NAME.data.upsampling_factors": "[1]", "loss.duplicates_by": "captions", "model.image_pretrained": "in1k",

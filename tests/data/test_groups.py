@@ -26,7 +26,7 @@ from clipstream.errors import SettingsError
 from clipstream.features.manifest import IDS
 from tests.support.feature_stores import write_store
 from tests.support.loaders import INPUTS, OPEN, data, digest, indexed
-from tests.support.pictures import picture
+from tests.support.pictures import ByteTokenizer, picture
 from tests.support.runs import flags, furnish
 from tests.support.tars import write_tar
 
@@ -130,6 +130,29 @@ def test_a_negative_with_the_ids_of_a_caption_is_none(tmp_path: Path) -> None:
     for key, ids, roles in zip(batch.keys, batch.ids.view(12, 3, -1), batch.roles.tolist(), strict=True):
         assert roles == [1, -(int(key[-1]) % 2), 0], "first the caption, and a negative of every other sample"
         assert torch.equal(ids[0], ids[2]) and torch.equal(ids[0], ids[1]) == (roles[1] == 0)
+
+
+def test_a_short_text_is_the_last_of_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = "A bird. It sits."  # as long as tokens are read
+    samples = [
+        {"__key__": f"{n:04d}", "jpg": picture(n), "json": json.dumps({"en": long, **({"s": "bird"} if n % 3 else {})})}
+        for n in range(12)
+    ]
+    tar = str(write_tar(tmp_path / "0.tar", samples))
+    for short, wanted in (("s", "bird"), ("sentence", "A bird")):
+        caption = {"type": "json", "path": "en", "short": short, "negatives": "swap"}
+        settings = indexed([], lanes=6, sources={"train": {"shards": tar, "caption": caption}})
+        assert settings.texts == 3 and settings.has_short
+        (batch,) = batches(settings, SKU, 1, texts=3, has_short=True)
+        assert batch.roles is not None and batch.has_short
+        for key, ids, roles in zip(batch.keys, batch.ids.view(12, 3, -1), batch.roles.tolist(), strict=True):
+            has = short == "sentence" or int(key[-2:]) % 3 != 0
+            assert roles == [1, -1, 2 * has]
+            assert ByteTokenizer().decode(ids[2].tolist()) == (
+                wanted if has else ByteTokenizer().decode(ids[0].tolist())
+            )
+    main(flags(furnish(tmp_path), "none", "--loss.type=clip", "--loss.short=0.5", steps=1))
+    assert "loss.short: requires short texts" in capsys.readouterr().err
 
 
 def test_class_folders_train_by_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,20 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import encode_rows
+from clipstream.losses import coarse, tiled
 from clipstream.losses import settings as loss_settings
-from clipstream.losses import tiled
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings, LossSettings, SiglipLossSettings
-from tests.support.losses import feature_loss, relational_loss, several_loss, sigmoid_loss, softmax_loss, within_loss
+from tests.support.losses import (
+    feature_loss,
+    principal,
+    relational_loss,
+    several_loss,
+    sigmoid_loss,
+    softmax_loss,
+    within_loss,
+)
 from tests.support.peak_memory import PeakMemory
 from tests.support.ranks import run_ranks
 from tests.support.steps import Features, assert_close
@@ -43,10 +51,11 @@ def make_loss(
     duplicates: str = "negatives",
     gather_gib: float | None = None,
     terms: tuple[float, float] = (0, 0),
+    short: float = 1.0,
     **distill: Any,
 ) -> Any:
     """A contrastive loss; with `scales` of teachers, one of distillation."""
-    given = {"type": kind, "duplicates": duplicates, "gather_gib": gather_gib}
+    given = {"type": kind, "duplicates": duplicates, "gather_gib": gather_gib, "short": short}
     if duplicates == "positives":
         given |= {"image_image": terms[0], "text_text": terms[1]}
     base = build_loss(LossSettings.model_validate(given), kind)
@@ -394,9 +403,9 @@ def play_several(world: World, counts: list[int]) -> list[Tensors]:
     return found
 
 
-def several_leaves() -> Tensors:
+def several_leaves(texts: int = 3) -> Tensors:
     inputs = make_inputs(9)
-    inputs["text"] = torch.cat([make_inputs(9, seed=seed)["text"] for seed in range(3)], dim=1)
+    inputs["text"] = torch.cat([make_inputs(9, seed=seed)["text"] for seed in range(texts)], dim=1)
     return {name: inputs[name].requires_grad_() for name in LEAVES}
 
 
@@ -418,6 +427,57 @@ def test_several_texts_of_a_sample_equal_the_dense_reference(counts: list[int]) 
         wanted.append({"loss": total.detach(), **grads(leaves)})
     for ranks in run_ranks(len(counts), play_several, counts):
         for found, one in zip(ranks, itertools.cycle(wanted)):
+            assert_close(found, one, 1e-10)
+
+
+def with_short(roles: torch.Tensor) -> torch.Tensor:
+    """Roles whose last text is a short one, of all samples but two."""
+    return torch.cat([roles[:, :-1], torch.tensor([2, 2, 0, 2, 2, 2, 2, 0, 2])[:, None]], dim=1)
+
+
+def play_short(world: World, counts: list[int], texts: int, kept: int) -> list[Tensors]:
+    """The shares and gradients, summed over the ranks, of 9 images whose last text is a short one."""
+    start, found = sum(counts[: world.rank]), []
+    coarse.COMPONENTS, rows = kept, slice(start, start + counts[world.rank])
+    for kind, duplicates in SEVERAL:
+        loss, leaves = make_loss(kind, duplicates=duplicates, terms=(0.2, 1.5), short=0.7), several_leaves(texts)
+        features = Features(leaves["image"][rows], leaves["text"][rows], leaves["scale"], leaves["bias"])
+        batch = make_batch(counts[world.rank], ids=CAPTIONS[rows].int(), weights=make_weights(9)[rows])
+        batch = replace(batch, roles=with_short(ROLES[:, :texts])[rows].int(), has_short=True)
+        share = loss(features, batch, world)
+        share.backward()
+        assert set(loss.parts) >= {"image_text", "short"}
+        made = {"loss": share.detach(), **grads(leaves)}
+        found.append({name: world.all_reduce_sum(tensor) for name, tensor in made.items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("counts", "texts", "kept"), [([9], 3, 3), ([6, 3], 2, 2), ([5, 0, 4], 3, 3), ([9], 2, 32)], ids=str
+)
+def test_short_texts_have_a_loss_of_principal_components(counts: list[int], texts: int, kept: int) -> None:
+    wanted, weights = [], make_weights(9)
+    for kind, duplicates in SEVERAL:
+        leaves = several_leaves(texts)
+        image, text, scale, bias = leaves.values()
+        labels = CAPTIONS if duplicates == "positives" else torch.arange(9)
+        roles, kwargs = with_short(ROLES[:, :texts]), {"softmax": kind == "clip"}
+        width = image.shape[1]
+        long, short = text[:, :-width], text[:, -width:]
+        total = several_loss(image, long, (scale, bias), weights, labels, roles[:, :-1], **kwargs)
+        reference = softmax_loss if kind == "clip" else sigmoid_loss
+        logits = scale * principal(image, weights, kept) @ short.T + (0 if kind == "clip" else bias)
+        total = total + 0.7 * reference(logits, weights * (roles[:, -1] == 2), labels, duplicates)
+        if duplicates == "positives":
+            total = total + 0.2 * within_loss(image, scale, bias, weights, labels, **kwargs)
+            own = roles[:, :-1] > 0
+            shares = own / own.sum(dim=1, keepdim=True)
+            of_texts = (weights[:, None] * shares).flatten(), labels.repeat_interleave(texts - 1)
+            total = total + 1.5 * within_loss(long.reshape(9 * (texts - 1), -1), scale, bias, *of_texts, **kwargs)
+        total.backward()
+        wanted.append({"loss": total.detach(), **grads(leaves)})
+    for ranks in run_ranks(len(counts), play_short, counts, texts, kept):
+        for found, one in zip(ranks, wanted, strict=True):
             assert_close(found, one, 1e-10)
 
 

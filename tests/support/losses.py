@@ -90,6 +90,15 @@ def several_loss(
     return total / mass
 
 
+def principal(images: torch.Tensor, weights: torch.Tensor, components: int) -> torch.Tensor:
+    """Images of their first principal components, as `PCA` of Long-CLIP's model/model_longclip.py, with weights."""
+    shares = weights.to(images.dtype) / weights.sum()
+    centred = images - (mean := shares @ images)
+    keep = shares > 0
+    _, _, axes = torch.linalg.svd(shares[keep, None].sqrt() * centred[keep], full_matrices=False)
+    return centred @ axes[:components].T @ axes[:components] + mean
+
+
 def _present(
     logits: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor, duplicates: Duplicates
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

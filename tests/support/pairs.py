@@ -130,6 +130,8 @@ FACTORS: dict[str, dict[str, str]] = {
                "several": f"{TARS} --data.sources.train.caption.type json --data.sources.train.caption.path [en,more] "
                "--data.sources.train.caption.weights [1,2] --data.sources.train.caption.per-image 2 "
                "--data.sources.train.caption.negatives swap",
+               "short": f"{TARS} --data.sources.train.caption.type json --data.sources.train.caption.path [en,more] "
+               "--data.sources.train.caption.weights [1,2] --data.sources.train.caption.short en --loss.short 0.7",
                "mixed": f"{TARS} --data.sources.more.shards {{place}}/pairs.csv --data.sources.more.weight 0.5"},
     "channels": {value: f"--model.channels-last {value}" for value in ("auto", "on", "off")},
     "deterministic": {"off": "", "on": "--run.deterministic true"},
@@ -248,10 +250,10 @@ REFUSALS: list[tuple[dict[str, str], str]] = [
     ({"batches": "growing", "mode": "pad|wrap|groups|hard"}, "constant batch size"),
     ({"source": "mixed", "mode": "groups|hard"}, "not supported with several sources"),
     ({"probability": "file", "mode": "groups|hard"}, "whose epochs have each sample once"),
-    ({"source": "several", "stored": "image|text|both"}, "which has one text of a sample in a step"),
-    ({"source": "several", "distillation": "live|live alike|stored|stored alone|start"}, "one text of a sample"),
-    ({"source": "several", "duplicates": "mask|mask pictures"}, "not supported with loss.duplicates mask"),
-    ({"source": "several", "duplicates": "positives|terms"}, "as a sample has several texts"),
+    ({"source": "several|short", "stored": "image|text|both"}, "which has one text of a sample in a step"),
+    ({"source": "several|short", "distillation": "live|live alike|stored|stored alone|start"}, "one text of a sample"),
+    ({"source": "several|short", "duplicates": "mask|mask pictures"}, "not supported with loss.duplicates mask"),
+    ({"source": "several|short", "duplicates": "positives|terms"}, "as a sample has several texts"),
 ]
 
 
@@ -267,7 +269,7 @@ def refusal(row: Row) -> str | None:
             return "the (image|text) tower"
         if row["cache"] == "on" and towers[0] == "image" and row["augmentation"] != "off":
             return "features of augmented images"
-        if row["cache"] == "on" and "text" in towers and row.get("source") == "several":
+        if row["cache"] == "on" and "text" in towers and row.get("source") in ("several", "short"):
             return "not supported with"
     return None
 

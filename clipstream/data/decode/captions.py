@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from pydantic_core import from_json
@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from clipstream.data.decode.class_names import class_names, number_of, prompt_templates
 from clipstream.data.json_path import ABSENT as ABSENT
 from clipstream.data.json_path import parse_path, structure, value_at, values_at
-from clipstream.data.text_settings import SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
+from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.text import printable
 from clipstream.utils.plugins import called, load_function, make_plugin
@@ -94,11 +94,19 @@ def draw_caption(by_path: Sequence[list[str]], weights: Sequence[float] | None, 
     return before + (rng.integer(len(by_path[path])) if len(by_path[path]) > 1 else 0)
 
 
-def draw_several(extractor: CaptionExtractor, sample: RawSample, rng: SampleRNG) -> tuple[list[str], str | None]:
-    """The captions of a training step, and a hard negative or None; of a user's own extractor its caption."""
+class Several(NamedTuple):
+    """The texts of a sample in a training step."""
+
+    captions: list[str]  # at least one
+    negative: str | None = None  # a hard negative; None without one that differs
+    short: str | None = None  # a short text
+
+
+def draw_several(extractor: CaptionExtractor, sample: RawSample, rng: SampleRNG) -> Several:
+    """The texts of a training step; of a user's own extractor its caption."""
     if isinstance(extractor, _Field):
         return extractor.several(sample, rng)
-    return [extractor(sample, rng)], None
+    return Several([extractor(sample, rng)])
 
 
 def draw_texts(by_path: Sequence[list[str]], weights: Sequence[float] | None, rng: SampleRNG, most: int) -> list[str]:
@@ -189,7 +197,11 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
             if isinstance(settings, JsonCaption)
             else TextField(split_keys(settings.key), settings.lines)
         )
-        field.per_image, field.negatives = settings.per_image, settings.negatives or ""
+        field.per_image, field.negatives, field.short = (
+            settings.per_image,
+            settings.negatives or "",
+            settings.short or "",
+        )
         return cast(CaptionExtractor, field)
     if isinstance(settings, LabelCaption):
         return LabelText(settings)
@@ -212,19 +224,25 @@ class _Field:
     """A caption extractor that draws from its candidates."""
 
     weights: Sequence[float] | None = None  # of the paths
-    per_image, negatives = 1, ""  # of `_SeveralTexts`
+    per_image, negatives, short = 1, "", ""  # of `SeveralTexts`
 
-    def several(self, sample: RawSample, rng: SampleRNG) -> tuple[list[str], str | None]:
-        """The captions of a training step and a hard negative, None without one that differs. Raises Dropped."""
+    def several(self, sample: RawSample, rng: SampleRNG) -> Several:
+        """The texts of a training step. Raises Dropped."""
         by_path = self.candidates(sample)
         drawn = draw_texts(by_path, self.weights, rng, self.per_image)
         if self.negatives == SWAP:
-            return drawn, with_swap(drawn[0], rng)
-        captions = {*drawn, *chain(*by_path)}
-        left = [text for text in self._negative_texts(sample) if text not in captions]
-        return drawn, left[rng.integer(len(left))] if left else None
+            negative = with_swap(drawn[0], rng)
+        else:
+            captions = {*drawn, *chain(*by_path)}
+            left = [text for text in self._texts_at(self.negatives, sample) if text not in captions]
+            negative = left[rng.integer(len(left))] if left else None
+        if self.short == SENTENCE:  # as Long-CLIP's train/sharegpt4v.py
+            return Several(drawn, negative, drawn[0].replace("\n", " ").split(". ")[0] or drawn[0])
+        left = self._texts_at(self.short, sample)
+        return Several(drawn, negative, left[rng.integer(len(left)) if len(left) > 1 else 0] if left else None)
 
-    def _negative_texts(self, sample: RawSample) -> list[str]:
+    def _texts_at(self, path: str, sample: RawSample) -> list[str]:
+        """The texts at a path of the sample; none at ''."""
         return []
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
@@ -268,6 +286,9 @@ class TextField(_Field):
         raise Dropped("no_caption", f"{_kind(found)}, not a text: select a text in it with --caption-json")
 
 
+_parsed = lru_cache(parse_path)
+
+
 class JsonField(_Field):
     """The caption is a string at a path into the JSON member.
 
@@ -284,7 +305,6 @@ class JsonField(_Field):
         self._wanted = " or ".join(settings.paths)
         self._json = split_keys(settings.key)
         self._fallback = TextField(split_keys(settings.fallback or ""))
-        self._negatives = parse_path(settings.negatives) if settings.negatives not in (None, SWAP) else None
         self.members = self._json + self._fallback.members
 
     def every(self, sample: RawSample) -> list[str]:
@@ -297,12 +317,12 @@ class JsonField(_Field):
         by_path = self._by_path(sample)
         return self._fallback.candidates(sample) + [[]] * (len(self._paths) - 1) if by_path is None else by_path
 
-    def _negative_texts(self, sample: RawSample) -> list[str]:
+    def _texts_at(self, path: str, sample: RawSample) -> list[str]:
         found: list[str] = []
-        if self._negatives is None:
+        if not path:
             return found
         with contextlib.suppress(Dropped):  # the fallback may stand in for a broken JSON member
-            for inner in values_at(object_of(sample, self._json, "no_caption"), self._negatives):
+            for inner in values_at(object_of(sample, self._json, "no_caption"), _parsed(path)):
                 there = (structure(inner) if isinstance(inner, str) else None) or inner
                 for text in there if isinstance(there, list) else [there]:
                     with contextlib.suppress(Dropped):

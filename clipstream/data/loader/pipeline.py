@@ -79,6 +79,7 @@ class ModelInputs:
     groups: str | None = None
     text_lengths: Callable[[torch.Tensor], tuple[Any, ...] | None] | None = None
     texts: int = 1  # M, texts of a sample
+    has_short: bool = False  # whether the last of them is its short one
 
     def shape(self, samples: int, views: int = 1) -> BufferShape:
         """Of the buffers of batches of `samples` samples with `views` views of an image."""
@@ -146,6 +147,7 @@ class Slot:
     trace: SampleTrace | None = None  # of it, if it is traced
     caption: str | None = None  # of it; None where the slot stays empty
     texts: dict[str, int] = field(default_factory=dict)  # of several: text -> role, as in Batch.roles
+    short: str | None = None  # its short text
     candidates: list[list[str]] = field(default_factory=list)  # its texts by path, where all of them are collected
     data: bytes = b""  # the image file
     group: int = 0  # label of its group
@@ -249,9 +251,11 @@ class Pipeline:
                     buffer.weights[slot.index] = 1.0
                     captions[slot.index] = slot.caption
                     if self.inputs.texts > 1:
-                        free = self.inputs.texts - len(slot.texts)
-                        several += [*slot.texts] + [slot.caption] * free
-                        buffer.roles[slot.index] = [*slot.texts.values()] + [0] * free
+                        free = self.inputs.texts - len(slot.texts) - self.inputs.has_short
+                        last = [(slot.short or slot.caption, 2 * (slot.short is not None))] * self.inputs.has_short
+                        every_text = [*slot.texts.items(), *[(slot.caption, 0)] * free, *last]
+                        several += [text for text, _ in every_text]
+                        buffer.roles[slot.index] = [role for _, role in every_text]
                     if self._first or slot.rng is None:
                         shown[slot.index] = slot.caption
                     if every is not None:
@@ -387,11 +391,11 @@ class Pipeline:
         """The caption of a raw sample; with stored features one of theirs, and the image's view is drawn as well."""
         reader, stored = slot.reader, slot.reader.stored
         if stored is None and self.inputs.texts > 1 and slot.rng is not None:
-            drawn, negative = draw_several(reader.caption, sample, slot.rng)
-            slot.texts = dict.fromkeys(drawn, 1)
-            if negative is not None:
-                slot.texts.setdefault(negative, -1)
-            return drawn[0]
+            drawn = draw_several(reader.caption, sample, slot.rng)
+            slot.texts, slot.short = dict.fromkeys(drawn.captions, 1), drawn.short
+            if drawn.negative is not None:
+                slot.texts.setdefault(drawn.negative, -1)
+            return drawn.captions[0]
         if stored is None:
             return reader.caption(sample, slot.rng)
         assert slot.sample is not None and slot.rng is not None
@@ -559,6 +563,7 @@ class SampleBatches:
             lengths=self.inputs.lengths(ids),
             captions=tuple(captions.get(slot, "") for slot in order) if captions else None,
             roles=torch.from_numpy(buffer.roles[rows]) if self.inputs.texts > 1 else None,
+            has_short=self.inputs.has_short,
         )
 
     def close(self) -> None:

@@ -214,30 +214,30 @@ def test_several_texts_of_a_sample_are_different_and_follow_from_its_random_numb
     extractor = build_caption(CaptionSettings.model_validate(given))
     drawn = [draw_several(extractor, sample, SampleRNG(key)) for key in range(200)]
     assert drawn == [draw_several(extractor, sample, SampleRNG(key)) for key in range(200)]
-    assert {frozenset(captions) for captions, _ in drawn} == {
+    assert {frozenset(captions) for captions, *_ in drawn} == {
         frozenset(pair) for pair in (("a red bird", "a bird"), ("a red bird", "the robin"), ("a bird", "the robin"))
     }
-    assert {negative for _, negative in drawn} == {"a blue bird", "no bird"}  # which equal no caption
+    assert {one.negative for one in drawn} == {"a blue bird", "no bird"}  # which equal no caption
     firsts = [build_caption(JsonCaption(path="en.*"))(sample, SampleRNG(key)) for key in range(200)]
-    assert [captions[0] for captions, _ in drawn] == firsts
+    assert [one.captions[0] for one in drawn] == firsts
     many = build_caption(CaptionSettings.model_validate(given | {"per_image": 9, "negatives": "absent"}))
-    captions, negative = draw_several(many, sample, SampleRNG(1))
+    captions, negative, _ = draw_several(many, sample, SampleRNG(1))
     assert sorted(captions) == ["a bird", "a red bird", "the robin"] and negative is None
     # Neither a JSON member that the fallback stands in for nor a text that is none costs the sample.
     other = build_caption(CaptionSettings.model_validate(given | {"fallback": "txt", "per_image": 1}))
-    assert draw_several(other, {"json": b"[", "txt": b"a bird"}, SampleRNG(1)) == (["a bird"], None)
+    assert draw_several(other, {"json": b"[", "txt": b"a bird"}, SampleRNG(1)) == (["a bird"], None, None)
     sample = {"json": json.dumps(texts | {"wrong": ["\ud800", " a cat "]}).encode()}
     assert {draw_several(other, sample, SampleRNG(key))[1] for key in range(20)} == {"a cat"}
 
 
 def test_what_a_step_draws_is_no_other_caption() -> None:
-    several = {"per_image": 2, "negatives": "swap"}
+    several = {"per_image": 2, "negatives": "swap", "short": "sentence"}
     plain, drawing = (SourceSettings.model_validate({"shards": "a.csv", "caption": one}) for one in ({}, several))
     assert isinstance(drawing.caption, TextCaption) and drawing.caption.key == CSV_CAPTION
     assert reading_of(plain) == reading_of(drawing)  # so that stores from before these settings fit
     assert reading_of(plain)["caption"] == {"type": "text", "key": CSV_CAPTION}
     data = DataSettings.model_validate({"sources": {"a": plain, "b": drawing}})
-    assert data.texts == 3 and data.model_copy(update={"sources": {"a": plain}}).texts == 1
+    assert data.texts == 4 and data.model_copy(update={"sources": {"a": plain}}).texts == 1
 
 
 def test_a_class_is_found_by_its_name_with_underscores() -> None:
