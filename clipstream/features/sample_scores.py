@@ -10,10 +10,11 @@ import torch
 
 from clipstream.errors import SettingsError, did_you_mean
 from clipstream.features.duplicates import Nearest, Numbers, cluster, nearest_in_clusters, nearest_preferred
+from clipstream.features.pairs import PairRows, doubts
 from clipstream.features.search import PairScores, StoredRows, pair_scores
 from clipstream.features.store import FeatureStore
 
-KINDS = ("clip_score", "duplicate")
+KINDS = ("clip_score", "duplicate", "doubt")
 PREFERENCES = ("first", "score", "centroid")  # which one of near-duplicates is kept
 Scores = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -33,21 +34,26 @@ def sample_scores(
     """The scores of all samples in use: one item for each shard, in order.
 
     Args:
-        kind: 'clip_score', the cosine of an image with its best caption, NaN without captions; or 'duplicate', its
-            largest cosine with an image that is preferred to it, -inf for none: those with less than 0.95 are a data
-            set without near-duplicates.
+        kind: 'clip_score', the cosine of an image with its best caption; 'doubt', see `pairs.doubts`, smaller for more
+            doubtful captions; both NaN without captions; or 'duplicate', its largest cosine with an image that is
+            preferred to it, -inf for none: those with less than 0.95 are a data set without near-duplicates.
         clusters, keep_by, device: of 'duplicate', see `near_duplicates`.
 
     Raises SettingsError: there is no such kind, or the store has no such features.
     """
     if kind not in KINDS:
-        raise SettingsError(f"{kind!r} is no score of a store: use {' or '.join(KINDS)}{did_you_mean(kind, KINDS)}")
+        raise SettingsError(f"{kind!r} is no score of a store: use {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     rows = StoredRows(store)
-    scores = clip_scores(store) if kind == "clip_score" else near_duplicates(rows, clusters, keep_by, device).cosines
+    if kind == "clip_score":
+        scores = clip_scores(store)
+    elif kind == "doubt":
+        scores, found = np.full(len(rows), np.nan, np.float32), doubts(PairRows(store), device=device)
+        scores[found.rows] = found.scores
+    else:
+        scores = near_duplicates(rows, clusters, keep_by, device).cosines
     for number, shard in enumerate(rows.shards):
-        used, first, end = shard.rows_of_samples() > 0, int(rows.firsts[number]), int(rows.firsts[number + 1])
-        keys = [key for key, use in zip(shard.source.keys(shard.number), used, strict=True) if use]
-        yield ShardScores(shard.source.name, shard.name, keys, scores[first:end])
+        first, end = int(rows.firsts[number]), int(rows.firsts[number + 1])
+        yield ShardScores(shard.source.name, shard.name, rows.keys_of(number), scores[first:end])
 
 
 def clip_scores(store: FeatureStore) -> Scores:

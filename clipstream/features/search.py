@@ -430,6 +430,12 @@ class StoredRows:
                     yield max(row, start), features
                 row += len(block.samples) // self.views
 
+    def keys_of(self, number: int) -> list[str]:
+        """The keys of the samples in use of the shard of this number."""
+        shard = self.shards[number]
+        used = shard.rows_of_samples() > 0
+        return [key for key, use in zip(shard.source.keys(shard.number), used, strict=True) if use]
+
     def names_of(self, number: int) -> list[Name]:
         """What the rows of the shard of this number belong to."""
         return self.names(range(int(self.firsts[number]), int(self.firsts[number + 1])))
@@ -487,8 +493,7 @@ def pair_scores(store: FeatureStore, image: str = IMAGE, text: str = TEXT) -> It
     Raises SettingsError: the store has no such parts, or they are of different models.
     """
     images, texts = StoredRows(store, image), StoredRows(store, text)
-    if images.width != texts.width:
-        raise SettingsError(f"{image} has rows of {images.width} features and {text} of {texts.width}: other models")
+    check_pair(images, texts)
     for number, (image_shard, text_shard) in enumerate(zip(images.shards, texts.shards, strict=True)):
         step = min(images.step(number), texts.step(number))
         for block, of in zip(image_shard.blocks(step), text_shard.blocks(step), strict=True):
@@ -496,6 +501,13 @@ def pair_scores(store: FeatureStore, image: str = IMAGE, text: str = TEXT) -> It
             mean = unit_views(block.features, images.views).mean(dim=1)
             scores = (mean[torch.from_numpy(owners)] * F.normalize(of.features, dim=1)).sum(dim=1)
             yield PairScores(text_shard, of.samples, of.choices, scores)
+
+
+def check_pair(images: StoredRows, texts: StoredRows) -> None:
+    """Raises SettingsError: parts of images and texts are of different models."""
+    if images.width != texts.width:
+        one, other = f"{images.part} has rows of {images.width} features", f"{texts.part} of {texts.width}"
+        raise SettingsError(f"{one} and {other}: other models")
 
 
 def unit_views(features: torch.Tensor, views: int) -> torch.Tensor:

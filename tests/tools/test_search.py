@@ -10,12 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from pyarrow import parquet
 
 import clipstream
 from clipstream.cli.verbs import precompute
 from clipstream.cli.verbs.search import main
+from clipstream.cli.verbs.search.pairs import _mistaken
+from clipstream.config.settings import load
+from clipstream.data.groups import look_up
+from clipstream.data.sources import Source, SourceContext
+from clipstream.features.pairs import Doubts
+from clipstream.storage.shard_cache import ShardCache
 from tests.support.models import MODEL
 from tests.support.tars import write_tar
 
@@ -149,6 +156,65 @@ def test_scores_and_what_is_kept(folder: Path, features: Any, capsys: pytest.Cap
     assert "best caption of each sample" in capsys.readouterr().out
 
 
+def test_doubtful_pairs_and_their_page(folder: Path, features: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    page = folder / "doubt.html"
+    flags = ("--worst", 4, "-k", 2, "--html", page, "--images", f"{folder}/{{0..1}}.tar")
+    found = search("doubt", folder, *flags, out="doubt.parquet")
+    assert [row["doubt"] for row in found] == sorted(row["doubt"] for row in found) and len(found) == 4
+    image, text = features
+    for row in found:
+        i = int(row["key"][1:])
+        assert row["cosine"] == pytest.approx(
+            float(image[i] @ F.normalize(text[2 * i] + text[2 * i + 1], dim=0)), abs=1e-5
+        )
+        assert row["caption"] == f"picture {i}, first caption" != row["other_caption"]
+    printed = capsys.readouterr().out
+    assert "Doubtful pairs" in printed and "11 samples with captions" in printed and "the 4 most doubtful" in printed
+    html = page.read_text()
+    assert html.count("<figure") >= 4 and html.count("data:image") >= 4 and "the worst 4" in html
+    search("doubt", folder, "--worst", 0.2, out="doubt.txt")
+    assert len((folder / "doubt.txt").read_text().splitlines()) == round(0.2 * len(USED))
+
+
+def test_captions_that_match_many_images_and_confused_classes() -> None:
+    """Of 30 images in each of three classes, 10 of the second and all of the third match the first best."""
+    rows, classes = np.arange(90), np.repeat([0, 30, 60], 30)
+    others = np.where(classes == 0, 30, 0)
+    mistaken = np.where((classes == 60) | ((classes == 30) & (rows < 40)), 1.0, -1.0).astype(np.float32)
+    zero = np.zeros(90, np.float32)
+    found = _mistaken(Doubts(rows, zero, zero, classes, others, mistaken))
+    assert [(of.row, of.own, of.images, of.rows[0]) for of in found] == [(0, 60, 30, 60), (0, 30, 10, 30)]
+    found = _mistaken(Doubts(rows, zero, zero, rows, others, mistaken))
+    assert [(of.row, of.own, of.images, len(of.rows)) for of in found] == [(0, -1, 40, 12)]
+
+
+@pytest.mark.parametrize("kind", ["image-text", "text-text", "image-image"])
+def test_hard_negatives_are_those_that_training_reads(folder: Path, features: Any, kind: str) -> None:
+    found = search("neighbours", folder, "--mine", kind, "-k", 3, "--max-cosine", 0.99999, out="hard.parquet")
+    assert [(row["shard"], row["key"]) for row in found] == [(f"{i // 6}.tar", f"k{i}") for i in USED]
+    assert {row["source"] for row in found} == {"train"}
+    image, text = features[0], F.normalize(features[1].view(SAMPLES, 2, -1).mean(dim=1), dim=1)
+    query, other = (image if of == "image" else text for of in kind.split("-"))
+    for i, row in zip(USED, found, strict=True):
+        wanted = [j for j in USED if j != i and COPIES.get(i, i) != COPIES.get(j, j)]
+        best = sorted(wanted, key=lambda j: -float(query[i] @ other[j]))[:3]
+        if len({round(float(query[i] @ other[j]), 5) for j in wanted}) == len(wanted):  # copies match alike
+            assert row["neighbours"] == [label(j) for j in best]
+    argv = [
+        "--train-data",
+        f"{folder}/{{0..1}}.tar",
+        "--data.sampling.mode",
+        "indexed",
+        "--data.global-batch-size",
+        "2",
+    ]
+    settings = load([*argv, "--caption-json", "both", "--data.hard-negatives", str(folder / "hard.parquet")])
+    section = settings.data.sources["train"]
+    source = Source(section, SourceContext(ShardCache(None), None, "data.sources.train"))
+    look_up(source, settings.data)
+    assert source.neighbours is not None and (source.neighbours[0] >= 0).sum() == 3
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -165,6 +231,12 @@ def test_scores_and_what_is_kept(folder: Path, features: Any, capsys: pytest.Cap
         ("duplicates --clusters 12", "12 clusters of 11 rows"),
         ("duplicates --part text", "duplicates requires a part of images"),
         ("clusters --k 100", "100 clusters of 11 rows"),
+        ("doubt --worst 1.5", "expected a number or a fraction below 1, not '1.5'"),
+        ("doubt --html page.html", "set both, or none"),
+        ("doubt --html page.html --images 0.tar", "there is no shard"),
+        ("neighbours --mine image-text", "set --out FILE.parquet"),
+        ("neighbours --mine image-text --out a.csv", "set --out FILE.parquet"),
+        ("neighbours --mine image-text --out a.parquet --query-key k1", "for all samples"),
         ("scores --top-fraction 0", "expected a fraction above 0"),
         ("neighbours --query-key k1 --index faisss", "expected exact, faiss or faiss:FACTORY"),
         ("neighbours --query-key k1 --out s3://a/b.csv", "s3://a/b.csv is a URL"),

@@ -24,19 +24,15 @@ from clipstream.api.model import load_model
 from clipstream.checkpoint.store import Subject, locate, model_at, named, with_own_config
 from clipstream.cli.verbs.export.card import Exported, script, shown
 from clipstream.cli.verbs.export.proof import Samples, drawn, prove, read
+from clipstream.cli.verbs.precompute.images import StoredImages
 from clipstream.config.settings import Settings, load
-from clipstream.data.decode.captions import image_bytes
 from clipstream.data.decode.images import eight_bits, opened
-from clipstream.data.order_plan import stable_names
-from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
 from clipstream.evals.settings import sources_of
 from clipstream.features.tables import Column, FeatureStore, export, positions
 from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
-from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.utils.logs import logger
 
@@ -111,7 +107,7 @@ def export_features(options: argparse.Namespace) -> None:
     if options.format != "parquet" and (options.images or options.umap):
         raise SettingsError("--images and --umap are columns of Parquet files: use --format parquet")
     with contextlib.closing(ShardCache(None)) as cache:
-        images = None if options.images is None else Thumbnails(store, options.images, cache)
+        images = None if options.images is None else Thumbnails(StoredImages(store, options.images, cache))
         for part in options.part or store.manifest.feature_parts:
             more = positions(store, part) if options.umap else {}
             more |= {} if images is None else {"image": Column(IMAGE, images)}
@@ -122,42 +118,21 @@ def export_features(options: argparse.Namespace) -> None:
 
 
 class Thumbnails:
-    """Images of the samples of a store, read from the data that it was computed of.
+    """Thumbnails of samples, as a column of exported features."""
 
-    Args:
-        store: of features.
-        data: what training reads.
-        cache: of remote shards.
-
-    Raises SettingsError: the data lack the shards of the store.
-    """
-
-    def __init__(self, store: FeatureStore, data: str, cache: ShardCache) -> None:
-        self._sources: dict[str, tuple[Source, dict[str, str]]] = {}
-        for name, info in store.manifest.sources.items():
-            given: dict[str, Any] = {**load(["--train-data", data]).data.sources["train"].model_dump(), **info.settings}
-            source = Source(SourceSettings.model_validate(given), SourceContext(cache))
-            names = dict(zip(stable_names(source.names), source.names, strict=True))
-            if missing := [shard.name for shard in info.shards if shard.name not in names]:
-                raise SettingsError(f"--images {data}: there is no shard {missing[0]}, of which the store has features")
-            self._sources[name] = source, names
-        self._open: tuple[str, str] = ("", "")
-        self._shard: Any = None
-        self._refs: dict[str, Any] = {}
+    def __init__(self, images: StoredImages) -> None:
+        self._images = images
 
     def __call__(self, columns: Mapping[str, list[Any]], first: int) -> list[dict[str, Any] | None]:
         """A thumbnail of each row, None where its image cannot be read."""
         return [self._of(*row) for row in zip(columns["source"], columns["shard"], columns["key"], strict=True)]
 
     def _of(self, name: str, shard: str, key: str) -> dict[str, Any] | None:
-        source, names = self._sources[name]
+        if (data := self._images.read(name, shard, key)) is None:
+            return None
         try:
-            if self._open != (name, shard):
-                self._shard, self._open = source.open(names[shard]), (name, shard)
-                self._refs = {ref.key: ref for ref in self._shard.index.samples}
-            sample = {"__key__": key, "__url__": "", **self._shard.load(self._refs[key])}
-            image = eight_bits(opened(image_bytes(sample, keys=source.settings.image_key)), "white")
-        except (OSError, KeyError, ShardError, Dropped):
+            image = eight_bits(opened(data), "white")
+        except (OSError, Dropped):
             return None
         image.thumbnail((SIDE, SIDE))
         file = BytesIO()

@@ -10,7 +10,7 @@ from clipstream.cli.verbs.search import images
 from clipstream.config.entry import entry_point
 from clipstream.utils.section import own_path, with_home
 
-TOPICS = ("neighbours", "duplicates", "clusters", "scores")
+TOPICS = ("neighbours", "duplicates", "clusters", "scores", "doubt")
 
 
 @entry_point
@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         description='`clipstream search runs/first images "a red bird"` prints the images of a data set that match '
         "texts, or images given by their paths, best. RUN names a model, DATA is what training reads. The topics "
         "search a store written by `clipstream precompute`: neighbours of images and texts, near-duplicates, "
-        "clusters, and scores of images with their captions.",
+        "clusters, scores of images with their captions, and doubtful captions.",
     )
     topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC", prog="clipstream search")
     common = argparse.ArgumentParser(add_help=False)
@@ -64,6 +64,16 @@ def build_parser() -> argparse.ArgumentParser:
         help="exact, faiss, or a FAISS factory such as faiss:IVF1024,PQ64; the FAISS index is kept in STORE/faiss, "
             "and its recall is printed (default: exact)",
     )  # fmt: skip
+    topic.add_argument(
+        "--mine", choices=("image-text", "text-text", "image-image"),
+        help="write the hard negatives of every sample to --out: the others whose texts match its image (or its text) "
+            "best, or whose images do, without those with the same captions or with nearly the same image; "
+            "data.hard_negatives reads the file",
+    )  # fmt: skip
+    topic.add_argument(
+        "--max-cosine", type=_cosine, default=0.95, metavar="COSINE",
+        help="with --mine: images with this cosine or more count as the same one (default: 0.95)",
+    )  # fmt: skip
 
     topic = topics.add_parser(
         "clusters", parents=[common, part], help="spherical k-means",
@@ -77,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     topic.add_argument("--iterations", type=_count, default=25, metavar="N", help="most iterations (25)")
     topic.add_argument("--nearest", type=_count, default=3, metavar="N", help="rows to show per cluster (default: 3)")
     _add_lists(topics, common, part)
+    _add_doubt(topics, common)
     return parser
 
 
@@ -130,6 +141,27 @@ def _number(parse: Callable[[str], float], holds: Callable[[float], bool], wante
     return number
 
 
+def _add_doubt(topics: Any, common: argparse.ArgumentParser) -> None:
+    topic = topics.add_parser(
+        "doubt", parents=[common], help="pairs that may be wrong",
+        description="Print the images that captions of similar images match better than their own, captions that match "
+            "many images of others best, or the classes most confused where captions are labels. --out lists the most "
+            "doubtful samples, the worst first.",
+    )  # fmt: skip
+    topic.add_argument(
+        "--worst", type=_count_or_share, default=100, metavar="N|SHARE",
+        help="samples of the list and the page: a number, or a fraction of all (default: 100)",
+    )  # fmt: skip
+    topic.add_argument("-k", type=_count, default=5, metavar="N", help="neighbours to compare with (default: 5)")
+    topic.add_argument("--html", type=own_path, metavar="FILE", help="write a page with these images to this file")
+    topic.add_argument(
+        "--images", type=with_home, metavar="DATA", help="data that the store was computed of, for --html"
+    )
+
+
 _count = _number(int, lambda value: value >= 1, "a whole number, at least 1")
 _cosine = _number(float, lambda value: -1 <= value <= 1, "a cosine, from -1 to 1")
+_count_or_share = _number(
+    float, lambda value: 0 < value < 1 or (value >= 1 and value % 1 == 0), "a number or a fraction below 1"
+)
 _share = _number(float, lambda value: 0 < value <= 1, "a fraction above 0 and at most 1")

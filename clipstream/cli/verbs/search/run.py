@@ -27,6 +27,7 @@ from clipstream.api.model import Model, usable_device
 from clipstream.cli.verbs.precompute import CHUNK_ROWS, StoreOptions
 from clipstream.cli.verbs.precompute.run import precompute
 from clipstream.cli.verbs.search.indexing import image_row, opened
+from clipstream.cli.verbs.search.pairs import doubt, mine, names_of, sample_columns
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.sources import SampleRef, Source
@@ -73,7 +74,7 @@ def search(options: argparse.Namespace) -> None:
     if options.out:
         check_suffix(Path(options.out))
     store = FeatureStore(options.store, options.cache)
-    rows = StoredRows(store, IMAGE if options.topic == "scores" else options.part)
+    rows = StoredRows(store, getattr(options, "part", IMAGE))
     if not len(rows):
         raise DataError(f"{store.shown} has no rows in {rows.part}: all samples were dropped")
     if options.topic == "scores":
@@ -84,6 +85,9 @@ def search(options: argparse.Namespace) -> None:
         device = torch.empty(0, device="cpu" if device == "auto" else device).device
     except (RuntimeError, AssertionError) as error:
         raise SettingsError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
+    if options.topic == "doubt" or getattr(options, "mine", None):
+        (doubt if options.topic == "doubt" else mine)(options, store, device)
+        return
     {"neighbours": neighbours, "duplicates": duplicates, "clusters": clusters}[options.topic](options, rows, device)
 
 
@@ -101,7 +105,7 @@ def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.devi
         reference = exact.search(rows, queries[:RECALL_QUERIES], options.k, device=device)
         share = exact.recall(exact.Found(*(of[:RECALL_QUERIES] for of in found)), reference)
         print(f"index {path} ({index.factory}): recall@{options.k} {share:.4f} of {len(reference.rows)} queries")
-    names = _names(rows, found.rows)
+    names = names_of(rows, found.rows.flatten().tolist())
     table = result_table("Neighbours", ("query", "rank", "score", "sample", "caption"), NUMBERS)
     written: list[dict[str, Any]] = []
     for title, of_query, numbers in zip(titles, found.scores.tolist(), found.rows.tolist(), strict=True):
@@ -149,7 +153,7 @@ def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.devi
             for names, numbers in _by_shard(rows):
                 drop = (roots[numbers] != numbers).nonzero()[0].tolist()
                 of = [kept[int(roots[numbers[i]])] for i in drop]
-                writer.write({**_samples([names[i] for i in drop]), "duplicate_of": of})
+                writer.write({**sample_columns([names[i] for i in drop]), "duplicate_of": of})
         print(options.out)
 
 
@@ -159,7 +163,7 @@ def clusters(options: argparse.Namespace, rows: StoredRows, device: torch.device
         rows, options.k, seed=options.seed, init=options.init, iterations=options.iterations, device=device
     )
     near = exact.search(rows, found.centroids, options.nearest, device=device)
-    names = _names(rows, near.rows)
+    names = names_of(rows, near.rows.flatten().tolist())
     table = result_table("Clusters", ("cluster", "rows", "share", "nearest"), NUMBERS)
     for number in found.sizes.sort(descending=True, stable=True).indices.tolist():
         size, labels = int(found.sizes[number]), []
@@ -180,7 +184,7 @@ def clusters(options: argparse.Namespace, rows: StoredRows, device: torch.device
                 cosines, numbers = (tensor.cpu() for tensor in found.assign(block.to(device)))
                 some = held[start - first : start - first + len(block)]
                 of = {"choice": [name.choice for name in some], "cluster": numbers.int().numpy()}
-                writer.write({**_samples(some), **of, "score": cosines.numpy()})
+                writer.write({**sample_columns(some), **of, "score": cosines.numpy()})
         print(options.out)
 
 
@@ -296,23 +300,12 @@ def _pixels(query: str, transform: EvalTransform) -> torch.Tensor:
         raise SettingsError(f"the image {query}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _names(rows: StoredRows, numbers: torch.Tensor) -> dict[int, Name]:
-    """The names of rows; -1 has none."""
-    wanted = sorted({*numbers.flatten().tolist()} - {-1})
-    return dict(zip(wanted, rows.names(wanted), strict=True))
-
-
 def _by_shard(rows: StoredRows) -> Iterator[tuple[list[Name], np.ndarray[Any, Any]]]:
     """(names, numbers int64) of the rows of each shard that has rows."""
     for number in range(len(rows.shards)):
         first, end = int(rows.firsts[number]), int(rows.firsts[number + 1])
         if end > first:
             yield rows.names_of(number), np.arange(first, end)
-
-
-def _samples(names: Sequence[Name]) -> dict[str, list[str]]:
-    """The columns of `SAMPLE`."""
-    return {column: [getattr(name, column) for name in names] for column, _ in SAMPLE}
 
 
 def make_index(call: ImageSearch, folder: Path) -> None:
