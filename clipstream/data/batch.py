@@ -88,8 +88,9 @@ class Batch:
         return self.features.get("text", self.ids)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on a device, copied asynchronously if its memory is pinned."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        """The batch on a device; copied asynchronously to a GPU if its memory is pinned, and never to the CPU."""
+        to_gpu = not str(device).startswith("cpu")
+        return self._map(lambda tensor: tensor.to(device, non_blocking=to_gpu))
 
     def clone(self) -> Batch:
         """A copy that shares no memory with the batch."""
