@@ -21,6 +21,7 @@ from torch.func import functional_call
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.checkpointing import checkpoint_blocks
+from clipstream.models.execution.gpu_layers import suit_gpus
 from clipstream.models.execution.text_buckets import TextBuckets
 from clipstream.models.layers import ChannelsLast
 from clipstream.models.model_config import Config, ModelConfig
@@ -62,6 +63,7 @@ def build_towers(
     state = None if files.weights is None else read_weights(files.weights)
     loss_type = _resolve_loss_and_bias(settings, cfg, state, loss_type)
     clip = _create(files, cfg, seed)
+    suit_gpus(clip)
     _check_inputs(clip, files.label, int(cfg["text_cfg"].get("context_length", 77)))
     if state is not None:
         load_weights(clip, state, files)

@@ -166,8 +166,8 @@ class ModelSettings(Section):
         "auto",
         description="skip the padding of texts: N: sort by length into at most N buckets; packed: concatenate the "
         "tokens "
-        "of all texts (open_clip's own text towers, not compiled); auto: packed on the CPU, buckets elsewhere, off for "
-        "towers that attend to padding (SigLIP)",
+        "of all texts (open_clip's own text towers, not compiled); auto: packed on the CPU and in 16 bits on GPUs with "
+        "torch's variable-length attention, else buckets; off for towers that attend to padding (SigLIP)",
     )
     channels_last: Switch = Field(
         "auto",

@@ -10,24 +10,62 @@ from typing import Any
 import pytest
 import torch
 
+from clipstream.models.execution.gpu_layers import PatchProjection, restore_layers
 from clipstream.models.execution.text_buckets import takes_varlen
 from tests.support.gpu_steps import assert_close, gradients, make_batch, make_step, make_towers
+
+Gradients = dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("policy", ["off", "all", "matmuls"])
 def test_packed_texts_in_bf16_are_as_near_as_padded_ones(device: str, policy: str, tmp_path: Path) -> None:
-    if device != "cpu" and not takes_varlen(torch.zeros(3, 2, 32, dtype=torch.bfloat16, device=device)):
+    if device != "cpu" and not takes_varlen(torch.device(device), torch.bfloat16, 32):
         pytest.skip("this GPU has no variable-length attention")
     found = {}
     for buckets, precision in (("off", "fp32"), ("off", "bf16"), ("packed", "bf16")):
-        settings = {"text_buckets": buckets, "grad_checkpointing": policy if buckets == "packed" else "off"}
+        settings: dict[str, Any] = {
+            "text_buckets": buckets,
+            "grad_checkpointing": policy if buckets == "packed" else "off",
+        }
         step = make_step(make_towers(tmp_path, device, **settings), device, precision=precision)
         found[buckets, precision] = gradients(step, make_batch())
-    exact = found.pop(("off", "fp32"))
-    padded, packed = ({n: float((g - exact[n]).norm()) for n, g in one.items()} for one in found.values())
+    assert_as_near(found["packed", "bf16"], found["off", "bf16"], found["off", "fp32"])
+
+
+def assert_as_near(ours: Gradients, theirs: Gradients, exact: Gradients) -> None:
+    """Errors are at most twice as large as theirs, and a thousandth of the largest gradient."""
     largest = max(float(tensor.norm()) for tensor in exact.values())
-    for name, error in packed.items():
-        assert error <= 2 * padded[name] + 1e-3 * largest, name
+    for name, wanted in exact.items():
+        errors = [float((one[name].float() - wanted.float()).norm()) for one in (ours, theirs)]
+        assert errors[0] <= 2 * errors[1] + 1e-3 * largest, name
+
+
+@pytest.mark.parametrize("buckets", ["off", 3])
+def test_layers_of_gpus_are_as_near_as_torchs(device: str, buckets: Any, tmp_path: Path) -> None:
+    found = []
+    for precision, own in (("bf16", True), ("bf16", False), ("fp32", False)):
+        towers = make_towers(tmp_path, device, text_buckets=buckets)
+        if not own:
+            restore_layers(towers.clip)
+        found.append(gradients(make_step(towers, device, precision=precision), make_batch()))
+    assert_as_near(*found)
+
+
+@pytest.mark.parametrize("patch", [14, 16, 32])
+def test_patches_as_rows_are_as_near_as_a_convolution(device: str, patch: int) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Conv2d(3, 64, patch, stride=patch, bias=False).to(device)
+    x = torch.randn(8, 3, 4 * patch, 2 * patch).to(device)
+    found: list[Gradients] = []
+    for kind, dtype in ((PatchProjection, torch.bfloat16), (torch.nn.Conv2d, torch.bfloat16), (torch.nn.Conv2d, None)):
+        layer.__class__ = kind
+        with torch.autocast(torch.device(device).type, dtype, enabled=dtype is not None):
+            result = layer(x)
+        result.float().square().sum().backward()
+        assert layer.weight.grad is not None
+        found.append({"result": result.detach(), "weight": layer.weight.grad.clone()})
+        layer.zero_grad()
+    assert_as_near(*found)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -91,8 +129,8 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "fp16", "micro_batch_size": 4}], ids=str)
-@pytest.mark.parametrize("buckets", ["auto", "packed"])
-def test_a_step_does_not_wait_for_the_gpu(cuda: str, buckets: str, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("buckets", [3, "packed"])
+def test_a_step_does_not_wait_for_the_gpu(cuda: str, buckets: Any, options: dict[str, Any], tmp_path: Path) -> None:
     towers = make_towers(tmp_path, cuda, text_buckets=buckets)
     step = make_step(towers, cuda, clip_norm=1.0, ema=0.9, ema_warmup=True, **options)
     while step(make_batch(), lr=1e-3).overflow:  # until the optimizer has made its moments

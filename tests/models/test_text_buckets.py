@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,11 +194,26 @@ def test_the_setting(tmp_path: Path) -> None:
     name = write(tmp_path)
     assert build(name, text_buckets="off").text_buckets is None
     ways = [build(name, text_buckets=setting).text_buckets for setting in ("auto", "packed", 2)]
-    assert [way.packed if way else None for way in ways] == ["cpu", "all", None]
+    assert [way.packed if way else None for way in ways] == ["auto", "all", None]
     two = build(name, text_buckets=2).text_buckets
     assert two is not None and (two.most, two.exactly) == (2, False)
     shards = TextBuckets("argmax", 0).for_shards()
     assert (shards.most, shards.exactly) == (1, True)
+
+
+@pytest.mark.parametrize("varlen_here", [False, True])
+def test_auto_packs_on_cpus_and_with_variable_length_attention(
+    varlen_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    towers, asked = build(write(tmp_path, text_cfg=TEXT_CFG)).bfloat16(), []
+    monkeypatch.setattr(module, "takes_varlen", lambda *given: asked.append(given) or varlen_here)
+    gpu, auto = torch.device("cuda:0"), towers.text_buckets
+    assert auto is not None and auto._packs(towers.clip, gpu) == varlen_here
+    head = TEXT_CFG["width"] // TEXT_CFG["heads"]
+    assert asked == [(gpu, torch.bfloat16, head)]
+    assert auto._packs(towers.clip, torch.device("cpu")) and not auto._packs(towers.clip, torch.device("meta"))
+    assert all(replace(auto, packed="all")._packs(towers.clip, torch.device(kind)) for kind in ("cuda", "meta"))
+    assert not replace(auto, packed=None)._packs(towers.clip, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
@@ -260,7 +276,7 @@ def test_the_arguments_of_variable_length_attention(tmp_path: Path, monkeypatch:
         calls.append(args[3])
         return varlen_reference(*args, **options)
 
-    monkeypatch.setattr(module, "takes_varlen", lambda q: True)
+    monkeypatch.setattr(module, "takes_varlen", lambda *_: True)
     monkeypatch.setattr(module, "row_length", int)  # as on a GPU
     monkeypatch.setattr(varlen, "varlen_attn", called)
     check(model, ids, truth)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from clipstream.api.model import load_model
 from clipstream.errors import SettingsError
+from clipstream.models.execution.gpu_layers import restore_layers
 from clipstream.models.towers import Towers
 from tests.support import pairs
 from tests.support.model_files import build
@@ -88,8 +89,7 @@ def test_the_model_is_the_merged_one_and_the_adapter_is_peft_s(kind: str, place:
     for name, content in towers.adapters.files().items():
         (tmp_path / name).write_bytes(content)
     base = build(f"local-dir:{place}/{kind}", allow_mismatch=True, text_buckets="off")
-    for block in getattr(base.tower("text"), "resblocks", []):
-        block.attn.__class__ = torch.nn.MultiheadAttention  # as open_clip builds it
+    restore_layers(base.clip)
     model = peft.PeftModel.from_pretrained(base.clip, tmp_path).eval()
     assert {name for name in model.state_dict() if "lora_" in name and "default" in name}
     for ours, theirs in zip(base.eval()(*given)[:2], expected[:2], strict=True):

@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn.attention import varlen
 
 from clipstream.errors import SettingsError
+from clipstream.models.execution.gpu_layers import NARROW, SelfAttention, compute_dtype
 from clipstream.models.settings import PADDING_COUNTS
 
 # torch 2.10 has another keyword for causal attention.
@@ -60,7 +61,7 @@ class Packing:
         8.0. Elsewhere one call for the texts of each length, which are a view (torch 2.15 has no causal attention of
         nested tensors on the CPU).
         """
-        if takes_varlen(q):
+        if takes_varlen(q.device, q.dtype, q.shape[-1]):
             longest = self.lengths[-1]
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             borders = self.borders
@@ -82,14 +83,14 @@ class Packing:
         return torch.cat([*attended, v.new_zeros(len(v) - total, *v.shape[1:])]).to(dtype)
 
 
-def takes_varlen(q: torch.Tensor) -> bool:
-    """Whether torch's variable-length attention takes tensors [tokens, heads, head dim] like this one."""
-    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return VARLEN and q.is_cuda and narrow and _flash(q.device.index)
+def takes_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's variable-length attention takes tensors like these."""
+    fits = dtype in NARROW and head_dim % 8 == 0 and head_dim <= 256
+    return VARLEN and device.type == "cuda" and fits and _flash(device.index)
 
 
 @cache
-def _flash(device: int) -> bool:
+def _flash(device: int | None) -> bool:
     """Whether a GPU has the kernels that variable-length attention falls back on."""
     available: bool = torch.backends.cuda.is_flash_attention_available()
     return torch.version.hip is None and available and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -142,7 +143,7 @@ def ends_of_packed(tower: Any, ids: torch.Tensor, lengths: tuple[int, ...], ends
     return cast(torch.Tensor, x[0].index_select(0, places))
 
 
-class CausalAttention(nn.MultiheadAttention):
+class CausalAttention(SelfAttention):
     """Attention of tokens to those before them, which torch computes without reading the mask where it has a kernel."""
 
     def forward(
@@ -151,6 +152,8 @@ class CausalAttention(nn.MultiheadAttention):
         """See nn.MultiheadAttention; `attn_mask` is causal, or a Packing."""
         if isinstance(attn_mask, Packing):
             return _packed(self, query[0], attn_mask)[None], None
+        if self.is_plain(query, inputs, options):
+            return self.attend(query, causal=attn_mask is not None), None
         options |= {"attn_mask": attn_mask, "is_causal": attn_mask is not None}
         return super().forward(query, *inputs, **options)
 
@@ -204,7 +207,7 @@ class TextBuckets:
             get a gradient of their whole size in each pass; those of open_clip's are looked up once for all buckets.
         portions: sizes that a bucket can have, in parts of the pass, so that compiled blocks see few shapes; None for
             any number of texts.
-        packed: type of the device on which texts are packed instead of cut into buckets (see `Packing`), or all.
+        packed: whether texts are packed instead of cut into buckets (see `Packing`): all, or where that is faster.
     """
 
     rule: str
@@ -213,7 +216,7 @@ class TextBuckets:
     exactly: bool = False
     embeddings: float = 1.0
     portions: int | None = None
-    packed: Literal["cpu", "all"] | None = None
+    packed: Literal["auto", "all"] | None = None
 
     @classmethod
     def of(cls, clip: Any, setting: Setting) -> TextBuckets | None:
@@ -228,9 +231,9 @@ class TextBuckets:
             if setting == "auto":
                 return None
             raise PADDING_COUNTS.error("model.text_buckets", setting, reason)
-        packed: Literal["cpu", "all"] | None = None
+        packed: Literal["auto", "all"] | None = None
         if setting in ("auto", "packed") and (reason := why_unpackable(tower)) is None:
-            packed = "all" if setting == "packed" else "cpu"  # where it was measured to be faster
+            packed = "all" if setting == "packed" else "auto"
         elif setting == "packed":
             raise SettingsError(f"model.text_buckets: packed is not supported, as {reason}: use auto")
         most = setting if isinstance(setting, int) else None
@@ -239,7 +242,7 @@ class TextBuckets:
             table = sum(p.numel() for p in tower.transformer.get_input_embeddings().parameters())
             return cls("padding", int(tower.config.pad_token_id), most, embeddings=total / max(total - table, 1))
         for block in tower.transformer.resblocks:
-            if type(getattr(block, "attn", None)) is torch.nn.MultiheadAttention:
+            if type(getattr(block, "attn", None)) in (nn.MultiheadAttention, SelfAttention):
                 block.attn.__class__ = CausalAttention
         rule, eos = _pooling(tower)
         return cls(rule, eos if rule == "eos" else 0, most, packed=packed)
@@ -265,6 +268,15 @@ class TextBuckets:
     def _ends(self, ids: torch.Tensor) -> torch.Tensor:
         """Place [n] of the token that the feature of each text [n, T] is taken from, by open_clip's pooling."""
         return ids.argmax(dim=1) if self.rule == "argmax" else (ids == self.token).int().argmax(dim=1)
+
+    def _packs(self, tower: Any, device: torch.device) -> bool:
+        """Whether texts are packed on a device; 'auto' packs where that was measured to be faster: on a CPU, and with
+        variable-length attention.
+        """
+        if self.packed != "auto" or device.type != "cuda":
+            return self.packed == "all" or (self.packed == "auto" and device.type == "cpu")
+        layer = tower.transformer.resblocks[0].attn
+        return takes_varlen(device, compute_dtype(layer.out_proj.weight), layer.head_dim)
 
     def plan(self, lengths: Sequence[int], context_length: int, device: str) -> list[Bucket]:
         """The buckets for texts of these lengths, shortest first, at the least cost by `PASS_TOKENS`."""
@@ -304,7 +316,7 @@ class TextBuckets:
             lengths: the true length of each text.
         """
         tower = getattr(clip, "text", clip)
-        packed = self.packed in ("all", ids.device.type)
+        packed = self._packs(tower, ids.device)
         buckets = [] if packed else self.plan(lengths, ids.shape[1], ids.device.type)
         places = None
         if len(buckets) != 1:

@@ -18,6 +18,7 @@ import torch
 
 from clipstream.data.batch import Batch
 from clipstream.errors import SettingsError
+from clipstream.models.execution.gpu_layers import restore_layers
 from clipstream.models.towers import Towers
 from clipstream.training.optim import AdamW, OptimSettings, parameter_groups
 
@@ -29,7 +30,7 @@ class OpenClipStep:
     """A step on open_clip's model of the towers, which is trained in place.
 
     Args:
-        towers: not sharded, in float32.
+        towers: not sharded, in float32; their layers are those of open_clip afterwards.
         device: torch's name of the device.
         precision: of `PRECISIONS`.
         optim: of type adamw.
@@ -56,6 +57,7 @@ class OpenClipStep:
         if towers.own_precision:
             raise SettingsError("open_clip's trainer has no separate precision for locked towers")
         self.mean, self.std, self.device = towers.mean.to(device), towers.std.to(device), device
+        restore_layers(towers.clip)
         model = towers.clip.to(device)
         model.output_dict = True
         if precision == "pure_bf16":
