@@ -12,10 +12,11 @@ Each model has these rows, in bf16 with a fused optimizer:
     open_clip            the step of open_clip_train with amp_bf16 on the same tensors
     open_clip-compiled   the same with --torchcompile
 
-A row is written to the CSV file as soon as it is measured. The models share `--minutes` equally; a row may take 60% of
-the time that its model has left, the last one all of it, and says so where that is too short. Before the clock, a row
-passes over all batches that it will be measured on, again until nothing is compiled; `shards` has new batches, and
-tells how many graphs were compiled meanwhile. A figure of speed is the median of the rounds.
+A row is written to the CSV file as soon as it is measured. The models share `--minutes`, L/14 with twice the share of
+another; a row may take 60% of the time that its model has left, the last one all of it, and says so where that is too
+short. Before the clock, a row passes over all batches that it will be measured on, again until nothing is compiled;
+`shards` has new batches, and tells how many graphs were compiled meanwhile. A figure of speed is the median of the
+rounds.
 
 Pictures are generated (`made.py`); captions are those of `captions.txt`, written as alternative texts of web pages are:
 3 to 41 tokens, 12 in the median. Shards of your own may be given instead. SigLIP has CLIP's tokenizer, which needs no
@@ -24,9 +25,8 @@ download; its token table is larger so, and its arithmetic the same.
 Columns of the CSV file: `X_ms`, time of a part of the step on the GPU's stream, with waits for the host in it
 (`clipstream.utils.timing`); `kernel_ms` and `kernels`, time in which any kernel runs and number of kernels of a
 step, of torch's profiler; `idle`, the share of a step, as measured without the profiler, in which no kernel runs;
-`clock_mhz` and `power_w`, medians of NVML's (`pip install nvidia-ml-py`), empty without it.
-
-No figures yet: they were not measured on a GPU.
+`clock_mhz` and `power_w`, medians of NVML's (`pip install nvidia-ml-py`), empty without it. `--kernels FILE` lists
+the kernels of each row by time.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import date
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,12 +76,13 @@ CAPTIONS = Path(__file__).with_name("captions.txt")
 BATCHES = 4  # in memory
 PASSES = 4  # most passes over them before the clock
 PROFILED = 2  # steps
+LISTED = 40  # kernels of a row
 SHARE = 0.6  # of the time that its model has left, for a row
 INTERVAL = 0.1  # s between two looks at clock and power
 COMPILED = {"train.compile": "blocks"}
 RUNGS = (
     Rung("eager-padded", {"model.text_buckets": "off"}),
-    Rung("eager-buckets"),
+    Rung("eager-buckets", {"model.text_buckets": 10}),  # as many as there are lengths
     Rung("eager-packed", {"model.text_buckets": "packed"}),
     Rung("open_clip", open_clip=True),
     Rung("compiled", COMPILED),
@@ -110,9 +113,10 @@ class Model(NamedTuple):
 
     name: str  # open_clip's
     batch: int
+    share: float = 1.0  # of the time, relative to other models'
 
 
-MODELS = (Model("ViT-B-32", 1024), Model("ViT-B-16", 512), Model("ViT-L-14", 256), Model("ViT-B-16-SigLIP", 512))
+MODELS = (Model("ViT-B-32", 1024), Model("ViT-B-16", 512), Model("ViT-L-14", 256, 2.0), Model("ViT-B-16-SigLIP", 512))
 
 
 class OutOfTime(BaseException):
@@ -205,8 +209,12 @@ def measure(ladder: Ladder, rung: Rung, seconds: float, args: argparse.Namespace
                     found, steps = timer.take()
                     row.update({f"{part}_ms": 1e3 * spent / steps for part, spent in found.items()})
                 if device != "cpu":
-                    row["kernel_ms"], row["kernels"] = kernels_of(step, device)
+                    kernels = kernels_of(step, device)
+                    row["kernel_ms"], row["kernels"] = busy_ms(kernels) / PROFILED, len(kernels) / PROFILED
                     row["idle"] = max(0.0, 1 - row["kernel_ms"] / row["step_ms"])
+                    if args.kernels is not None:
+                        with args.kernels.open("a", encoding="utf-8") as file:
+                            file.write(f"{row['model']}, {rung.name}\n{by_time(kernels, PROFILED)}\n")
         except OutOfTime:
             row["note"] = f"stopped after {seconds:.0f} s"
         except (ClipstreamError, RuntimeError) as error:
@@ -298,22 +306,46 @@ class Sensors:
         return {name: statistics.median(values) for name, values in self._found.items() if values}
 
 
-def kernels_of(step: Callable[[], int], device: str) -> tuple[float, float]:
-    """Milliseconds of a step in which some kernel runs on the GPU, and its number of kernels."""
+class Kernel(NamedTuple):
+    """A kernel or copy that ran on the GPU, in microseconds."""
+
+    start: float
+    end: float
+    name: str
+
+
+def kernels_of(step: Callable[[], int], device: str) -> list[Kernel]:
+    """What ran on the GPU in `PROFILED` steps, by its start."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(PROFILED):
             step()
         synchronize(device)
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
+    return sorted(
+        Kernel(event.time_range.start, event.time_range.end, event.name)
         for event in profile.events() or ()
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     )
+
+
+def busy_ms(kernels: Sequence[Kernel]) -> float:
+    """Milliseconds in which some kernel runs."""
     busy, end = 0.0, float("-inf")
-    for start, stop in spans:
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return busy / 1e3 / PROFILED, len(spans) / PROFILED
+    for kernel in kernels:
+        busy += max(0.0, kernel.end - max(kernel.start, end))
+        end = max(end, kernel.end)
+    return busy / 1e3
+
+
+def by_time(kernels: Sequence[Kernel], steps: int) -> str:
+    """The names of most time, one a line, with milliseconds, share and calls of a step."""
+    calls, spent = Counter(kernel.name for kernel in kernels), dict[str, float]()
+    for kernel in kernels:
+        spent[kernel.name] = spent.get(kernel.name, 0.0) + kernel.end - kernel.start
+    total = sum(spent.values()) or 1.0
+    return "".join(
+        f"{us / 1e3 / steps:8.2f} ms {us / total:6.1%} {calls[name] / steps:6.0f} x  {name[:160]}\n"
+        for name, us in sorted(spent.items(), key=itemgetter(1), reverse=True)[:LISTED]
+    )
 
 
 def table(columns: Sequence[tuple[str, str, str]], rows: Sequence[Row]) -> str:
@@ -416,6 +448,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", default="auto")
     parser.add_argument("--minutes", type=float, default=3.75, help="for all models together (3.75)")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--kernels", type=Path, help="file that lists the kernels of each row")
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -437,7 +470,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if shards is None:
             shards = "::".join(make("jpeg-512", folder / "made", CAPTIONS.read_text(encoding="utf-8").splitlines()))
         for number, model in enumerate(models):
-            until = time.monotonic() + (end - time.monotonic()) / (len(models) - number)
+            share = model.share / sum(one.share for one in models[number:])
+            until = time.monotonic() + (end - time.monotonic()) * share
             for row in rows_of(model, until, shards, folder, args):
                 rows.append(row)
                 if writer is not None:

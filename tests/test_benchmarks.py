@@ -144,6 +144,13 @@ def test_each_row_of_the_gpus_is_in_the_file_before_the_next_one_is_measured(
     assert len(seen) == 3 and file.read_text().count("no time is left") == 3
 
 
+def test_kernels_of_the_gpus_are_added_by_name_and_counted_once_where_they_overlap(gpu: Any) -> None:
+    kernels = [gpu.Kernel(0, 5000, "a"), gpu.Kernel(3000, 9000, "b"), gpu.Kernel(20000, 30000, "a")]
+    assert gpu.busy_ms(kernels) == 19
+    lines = [line.split() for line in gpu.by_time(kernels, steps=2).splitlines()]
+    assert lines == [["7.50", "ms", "71.4%", "1", "x", "a"], ["3.00", "ms", "28.6%", "0", "x", "b"]]
+
+
 def test_a_row_of_the_gpus_stops_when_its_time_is_over(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def compiles_for_long(*_: object) -> None:
         while True:
