@@ -14,6 +14,7 @@ import http.client
 import itertools
 import random
 import re
+import shutil
 import ssl
 import time
 from abc import ABC, abstractmethod
@@ -30,9 +31,11 @@ from urllib.request import HTTPSHandler, OpenerDirector, Request, build_opener
 from clipstream.errors import ClipstreamError
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
+from clipstream.utils import atomic_write
 
 CHUNK = 1 << 20
 GIB = 1 << 30
+DISK_FULL = 1 << 16  # free bytes below which a disk counts as full
 INFO_SECONDS = 10.0  # longest wait for the version of a file: without an answer, a cached file is used
 TRANSIENT = (408, 416, 425, 429)  # 4xx answers after which another attempt may succeed
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
@@ -70,6 +73,23 @@ def disk_error(path: str | Path, error: OSError) -> ShardError:
     """The error of a local file or folder that cannot be written."""
     advice = ": set --data.cache to a folder with more space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     return ShardError("disk", f"cannot write to {path}: {error.strerror or error}{advice}")
+
+
+class Failed(NamedTuple):
+    """Why a shard could not be read or written by a verb that goes on with the others."""
+
+    error: str
+    full: bool = False  # whether the disk is full
+
+
+def failed(error: ShardError | OSError, shown: str, folder: Path) -> Failed:
+    """The result for a shard that could not be read or written."""
+    # The message of a command that could not write is unknown.
+    space = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    if atomic_write.is_full(error) or space < DISK_FULL or getattr(error, "reason", None) == "disk":
+        return Failed(f"{shown}: the disk is full", full=True)
+    said = str(error) if isinstance(error, ShardError) else f"disk: {redact(str(error))}"
+    return Failed(said if shown in said else f"{shown}: {said}")
 
 
 class FileInfo(NamedTuple):

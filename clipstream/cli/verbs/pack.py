@@ -14,24 +14,22 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar
 
 from rich.filesize import decimal
 
 from clipstream.checkpoint.remote_sync import RemoteDir, with_retries
-from clipstream.checkpoint.store import held
+from clipstream.cli.verbs.stage import RECIPE_FLAGS, recipe_of, working_in
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, number_flag
 from clipstream.config.settings import Settings
-from clipstream.data.decode.reencode import Format, Recipe
 from clipstream.data.order_plan import reading_of
-from clipstream.data.packing.lists import PARTS, Corpus, Failed, Listed, ListShard, merged_source
+from clipstream.data.packing.lists import PARTS, Corpus, Listed, ListShard, merged_source
 from clipstream.data.packing.plan import Plan, held_out, plan_of
 from clipstream.data.packing.sample import Recording
 from clipstream.data.packing.shards import Merged, Packed, PackShard, packed_before
@@ -39,7 +37,7 @@ from clipstream.data.scan import identity
 from clipstream.data.sources import Source, SourceContext, indexes
 from clipstream.data.sources.tars import SIZES
 from clipstream.errors import DataError, SettingsError, Stopped
-from clipstream.storage.download import ShardError
+from clipstream.storage.download import Failed, ShardError
 from clipstream.storage.shard_cache import ShardCache, cache_root, total_size
 from clipstream.storage.shard_url import ShardURL, in_braces, redact
 from clipstream.text import counted, duration, listed_lines, printable
@@ -61,9 +59,7 @@ OWN_FLAGS = {
     "--group": "with --val-split: member, column or json:PATH whose equal values stay on one side",
     "--merge": "source with further captions, by key: tars, or a table with the columns key and caption",
     "--check-images": "header (default), or decode: drop images that cannot be decoded, too",
-    "--size": "resize images whose shorter side is longer than this, in pixels",
-    "--format": f"image format: {', '.join(get_args(Format))} (default: keep)",
-    "--quality": "quality of re-encoded JPEG, WebP and AVIF images, 1 to 100 (default: 95)",
+    **RECIPE_FLAGS,
     "--license": "license of the data, for the data card (default: unknown)",
     "--executor": f"{MEANING} (default: local, one process per core)",
 }
@@ -149,20 +145,11 @@ class RemoteOut:
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if samples cannot be read or written."""
     asked = arguments(argv)
-    folder = asked.folder
-    advice = "wait for it, or use another folder"
-    with held(folder, "the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like SIGINT
+    with working_in(asked.folder):
         try:
             pack(asked)
-        except BrokenPipeError:  # the reader of our output has ended
-            raise
-        except OSError as error:
-            raise DataError(f"cannot write to {folder}: {error.strerror or error}") from error
         except ShardError as error:
             raise DataError(str(error)) from error
-        finally:
-            signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -180,13 +167,7 @@ def arguments(argv: Sequence[str]) -> Asked:
     settings = command.load(flags)
     if not settings.data.sources:
         raise SettingsError("missing SOURCE: clipstream pack OUT SOURCE…, or --config with data.sources")
-    size, kind = number_flag(own, "--size", None, least=1), choice_flag(own, "--format", get_args(Format), "keep")
-    quality = number_flag(own, "--quality", None, least=1, most=100)
-    recipe = None
-    if size is not None or kind != "keep":
-        recipe = Recipe(size, cast(Format, kind), 95 if quality is None else quality)
-    elif quality is not None:
-        raise SettingsError("--quality requires --size or --format")
+    recipe = recipe_of(own)
     share = number_flag(own, "--val-split", None)
     if share is not None and share >= 1:
         raise SettingsError(f"--val-split: expected a share above 0 and below 1, not {own['--val-split']!r}")

@@ -20,7 +20,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import entries, expand, indexes, source_type, typed_shards
 from clipstream.data.sources.tars import SIZES
 from clipstream.errors import DataError, SettingsError, Stopped
-from clipstream.storage.download import Monitor, ShardError
+from clipstream.storage.download import Monitor, ShardError, failed
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import total_size
 from clipstream.storage.shard_url import ShardURL, in_braces, parts_of, redact, stable_name
@@ -56,13 +56,15 @@ SETTINGS_FILE = "staged.yaml"
 PARTS = ".parts"  # subfolder for incomplete copies
 COPYING = 16  # default number of local processes, which mostly wait for servers and disks
 SHOWN = 20  # shards that a message names
-DISK_FULL = 1 << 16  # free bytes below which a disk counts as full
 PLAIN = re.compile(r"\w[\w .+=@%-]{0,180}\.tar")
-OWN_FLAGS = {
-    FLAG: f"{MEANING} (default: local:{COPYING}; with --size or --format one per core)",
+RECIPE_FLAGS = {
     "--size": "resize images whose shorter side is longer than this, in pixels",
     "--format": f"image format: {', '.join(get_args(Format))} (default: keep)",
     "--quality": "quality of re-encoded JPEG, WebP and AVIF images, 1 to 100 (default: 95)",
+}
+OWN_FLAGS = {
+    FLAG: f"{MEANING} (default: local:{COPYING}; with --size or --format one per core)",
+    **RECIPE_FLAGS,
 }
 
 
@@ -133,9 +135,8 @@ class Copy:
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if some shards could not be copied."""
     asked = arguments(argv)
-    folder, advice = asked.folder, "wait for it, or use another folder"
-    with held(folder, "the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like SIGINT
+    folder = asked.folder
+    with working_in(folder):
         try:
             shutil.rmtree(folder / PARTS, ignore_errors=True)  # of a killed call
             began, sources = time.monotonic(), plan(asked.settings, folder)
@@ -144,14 +145,30 @@ def main(argv: list[str]) -> int:
             (folder / SETTINGS_FILE).unlink(missing_ok=True)
             copies = copy_all(asked, [shard for source in sources for shard in source.shards])
             _conclude(asked, sources, copies, time.monotonic() - began)
+        finally:
+            shutil.rmtree(folder / PARTS, ignore_errors=True)
+    return 0
+
+
+@contextlib.contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Lock the folder that a verb writes shards to, and handle SIGTERM like SIGINT.
+
+    Raises:
+        SettingsError: another process writes to it.
+        DataError: it cannot be written.
+    """
+    advice = "wait for it, or use another folder"
+    with held(folder, "the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            yield
         except BrokenPipeError:  # the reader of our output has ended
             raise
         except OSError as error:
             raise DataError(f"cannot write to {folder}: {error.strerror or error}") from error
         finally:
             signal.signal(signal.SIGTERM, before)
-            shutil.rmtree(folder / PARTS, ignore_errors=True)
-    return 0
 
 
 def arguments(argv: Sequence[str]) -> Asked:
@@ -167,15 +184,20 @@ def arguments(argv: Sequence[str]) -> Asked:
             inside = ""
     if inside:
         raise SettingsError(f"{folder}: a folder's name cannot contain braces, brackets, * or ::")
-    size, kind = number_flag(own, "--size", None, least=1), choice_flag(own, "--format", get_args(Format), "keep")
-    quality = number_flag(own, "--quality", None, least=1, most=100)
-    recipe = None
-    if size is not None or kind != "keep":
-        recipe = Recipe(size, cast(Format, kind), 95 if quality is None else quality)
-    elif quality is not None:
-        raise SettingsError("--quality requires --size or --format")
+    recipe = recipe_of(own)
     executor = checked(own.get(FLAG), None if recipe else COPYING)
     return Asked(folder, executor, recipe, flags, command.load(flags))
+
+
+def recipe_of(own: Mapping[str, str]) -> Recipe | None:
+    """How images are re-encoded, by a verb's own flags; None for no change. Raises SettingsError: a flag is wrong."""
+    size, kind = number_flag(own, "--size", None, least=1), choice_flag(own, "--format", get_args(Format), "keep")
+    quality = number_flag(own, "--quality", None, least=1, most=100)
+    if size is not None or kind != "keep":
+        return Recipe(size, cast(Format, kind), 95 if quality is None else quality)
+    if quality is not None:
+        raise SettingsError("--quality requires --size or --format")
+    return None
 
 
 def plan(settings: Settings, folder: Path) -> list[StagedSource]:
@@ -354,12 +376,7 @@ def stage_shard(
         whole.replace(target)
         atomic_write.flush(target.parent)
     except (ShardError, OSError) as error:
-        # The message of a command that could not write is unknown.
-        space = shutil.disk_usage(folder).free
-        if atomic_write.is_full(error) or space < DISK_FULL or getattr(error, "reason", None) == "disk":
-            return Copy(error=f"{shown}: the disk is full", full=True)
-        said = str(error) if isinstance(error, ShardError) else f"disk: {redact(str(error))}"
-        return Copy(error=said if shown in said else f"{shown}: {said}")
+        return Copy(error=(told := failed(error, shown, folder)).error, full=told.full)
     finally:
         part.unlink(missing_ok=True)
         changed.unlink(missing_ok=True)

@@ -6,7 +6,8 @@ import contextlib
 import json
 import mmap
 import os
-import shutil
+import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,22 +24,14 @@ from clipstream.data.packing.sample import plain_key
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import OpenShard, SampleRef, ShardIndex, Source, SourceContext
 from clipstream.errors import Dropped
-from clipstream.storage.download import ShardError
+from clipstream.storage.download import Failed, ShardError, failed
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.storage.tar import BLOCK, Shard
 from clipstream.utils import atomic_write
 
 PARTS = ".parts"  # subfolder for lists, downloads and incomplete shards
-DISK_FULL = 1 << 16  # free bytes below which a disk counts as full
 OPEN = 512  # shards of the sources that a process keeps open
 MEASURED = 20  # samples of a shard that is no tar, by which the bytes of all are estimated
-
-
-class Failed(NamedTuple):
-    """Why a shard could not be listed or written."""
-
-    error: str
-    full: bool = False  # whether the disk is full
 
 
 class Listed(NamedTuple):
@@ -75,10 +68,11 @@ class Corpus:
     def __init__(self, sources: Sequence[Source], folder: Path) -> None:
         self.sources, self.folder = list(sources), folder
         self.shards = [(number, name) for number, one in enumerate(sources) for name in dict.fromkeys(one.names)]
-        self._open: OrderedDict[int, tuple[ShardList, OpenShard]] = OrderedDict()
+        # By thread, as those of a worker of Dask share it.
+        self._open: dict[int, OrderedDict[int, tuple[ShardList, OpenShard]]] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_open": OrderedDict()}
+        return {**self.__dict__, "_open": {}}
 
     def source_of(self, shard: int) -> Source:
         """The source of a shard."""
@@ -106,16 +100,17 @@ class Corpus:
 
     def open(self, shard: int) -> tuple[ShardList, OpenShard]:
         """The list of a shard and the shard, which stay open for a while. Raises ShardError, OSError."""
-        if shard in self._open:
-            self._open.move_to_end(shard)
-            return self._open[shard]
+        kept = self._open.setdefault(threading.get_ident(), OrderedDict())
+        if shard in kept:
+            kept.move_to_end(shard)
+            return kept[shard]
         held = ShardList(self.path(shard))
         path = held.head.path
         source, name = self.source_of(shard), self.shards[shard][1]
         made = source.open(name) if path is None else Shard(path, ShardIndex([]))
-        self._open[shard] = held, made
-        if len(self._open) > OPEN:
-            self._open.popitem(last=False)[1][1].close()
+        kept[shard] = held, made
+        if len(kept) > OPEN:
+            kept.popitem(last=False)[1][1].close()
         return held, made
 
     def load(self, shard: int, row: int, members: Collection[str] | None, *, image: bool = True) -> RawSample:
@@ -162,7 +157,7 @@ class ShardList:
         text += " " * (-(len(text) + 1) % 8) + "\n"
         ends = np.cumsum([len(text) for text in texts], dtype=np.uint64)
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+        draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
         atomic_write.write(draft, [text.encode(), ends, np.array(hashes, np.uint64), *_joined(texts)])
         draft.replace(path)
 
@@ -233,12 +228,3 @@ def _key_of(shard: OpenShard, ref: SampleRef) -> str | None:
 def _bytes(spans: Mapping[str, tuple[int, int]]) -> int:
     """Bytes that members take in a tar."""
     return sum(BLOCK + -(-size // BLOCK) * BLOCK for _, size in spans.values() if size < 1 << 62)
-
-
-def failed(error: ShardError | OSError, shown: str, folder: Path) -> Failed:
-    """The result for a shard that could not be read or written."""
-    space = shutil.disk_usage(folder if folder.exists() else folder.parent).free
-    if atomic_write.is_full(error) or space < DISK_FULL or getattr(error, "reason", None) == "disk":
-        return Failed(f"{shown}: the disk is full", full=True)
-    said = redact(str(error))
-    return Failed(said if shown in said else f"{shown}: {said}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import secrets
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ from clipstream.data.decode.captions import (
 )
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
-from clipstream.data.packing.lists import PARTS, Corpus, Failed, Listed, failed
+from clipstream.data.packing.lists import PARTS, Corpus, Listed
 from clipstream.data.packing.plan import Plan
 from clipstream.data.packing.sample import Recording, SamplePacker
 from clipstream.data.sources import ShardIndex, indexes
 from clipstream.errors import Dropped
-from clipstream.storage.download import ShardError
+from clipstream.storage.download import Failed, ShardError, failed
 from clipstream.storage.tar import SampleTable, TarWriter
 from clipstream.utils import atomic_write
 
@@ -132,7 +133,10 @@ class PackShard:
         """Pack a shard by its number in the plan."""
         name, numbers = self.plan.shard(number)
         target = self.folder / name
-        part = self.folder / PARTS / f"{number:06d}.{os.uname().nodename}.{os.getpid()}.part"
+        part = self.folder / PARTS / f"{number:06d}.{secrets.token_hex(8)}.part"
+        if not part.parent.exists():
+            where = f"{self.folder} is not on {socket.gethostname()}"
+            return Failed(f"{name}: {where}: use a folder that all workers share")
         try:
             if (packed := packed_before(self.folder, name, self.digest, self.remote)) is not None:
                 return packed
