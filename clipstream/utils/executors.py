@@ -44,9 +44,9 @@ CONNECT = 10.0  # s that a scheduler may take to answer
 _PACKAGES = {"ray": "ray", "dask": "distributed"}
 
 
-def add_flag(parser: argparse.ArgumentParser, default: str = "local, one process per core") -> None:
+def add_flag(parser: argparse.ArgumentParser) -> None:
     """Add `--executor` to a verb's flags, whose value `checked` takes."""
-    parser.add_argument(FLAG, metavar="EXECUTOR", help=f"{MEANING} (default: {default})")
+    parser.add_argument(FLAG, metavar="EXECUTOR", help=f"{MEANING} (default: local, one process per core)")
 
 
 def checked(executor: str | None, default: int | None = None) -> str:
@@ -306,22 +306,26 @@ class _Ray:
                 time.sleep(0.05)
 
 
+_joined = ""  # the Ray cluster that this process is connected to until it ends: that takes seconds
+
+
 @contextlib.contextmanager
 def _ray(executor: str, do: Callable[[int], Any]) -> Iterator[_Ray]:
+    global _joined
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     import ray
     from ray import cloudpickle
 
     try:
-        ray.init(None if executor == "ray" else executor, logging_level="error", include_dashboard=False)
+        if _joined != executor or not ray.is_initialized():
+            ray.shutdown()
+            ray.init(None if executor == "ray" else executor, logging_level="error", include_dashboard=False)
+            _joined = executor
     except (OSError, RuntimeError, ValueError) as error:
         what = " ".join(str(error).split())[:300]
         raise SettingsError(f"{FLAG}: cannot connect to {executor}: {what}") from error
     finally:
         for number, handler in handlers.items():  # Ray has its own
             signal.signal(number, handler)
-    try:
-        yield _Ray(executor, _pack(do, cloudpickle.dumps))
-    finally:
-        ray.shutdown()
+    yield _Ray(executor, _pack(do, cloudpickle.dumps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -20,7 +21,11 @@ from typing import Any
 
 import pytest
 
-from clipstream.cli.verbs import index, stage
+from clipstream.cli.verbs import index, pack, stage
+from clipstream.data import scan
+from clipstream.data.sample_table import sample_table
+from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.sources import Source
 from clipstream.utils import executors
 from clipstream.utils.executors import run
 from clipstream.utils.processes import Crashed
@@ -85,6 +90,7 @@ def ray_cluster(folder: Path) -> Iterator[list[str]]:
             wait_until(lambda: about.exists() and about.stat().st_size > 0, process)
             own.setenv("RAY_ADDRESS", about.read_text())
             yield ["ray", f"ray://127.0.0.1:{port}"]
+            importlib.import_module("ray").shutdown()  # else Ray ends this process a minute after its cluster
 
 
 @pytest.fixture(scope="module", params=CLUSTERS)
@@ -100,38 +106,47 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @dataclass
 class Dying:
-    """A task whose process is killed once, at shard 3, and leaves half a file."""
+    """Tasks of which number 3 is killed once with its worker, and leaves half a file."""
 
-    do: Callable[..., Any]
-    left: Path
+    do: Callable[[int], Any]
+    folder: Path  # of the output
 
-    def __call__(self, *arguments: Any) -> Any:
-        if arguments[-1] == 3 and not self.left.with_suffix(".died").exists():
-            self.left.with_suffix(".died").touch()
-            self.left.write_bytes(b"half")
+    def __call__(self, number: int) -> Any:
+        died = self.folder.with_name(f"{self.folder.name}-{type(self.do).__name__}")
+        if number == 3 and not died.exists():
+            died.touch()
+            with contextlib.suppress(OSError):
+                (self.folder / ".parts" / "half.part").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.do(*arguments)
+        return self.do(number)
 
 
-def test_a_cluster_that_loses_a_worker_writes_the_same_bytes(
+def test_a_cluster_that_loses_workers_writes_the_same_bytes(
     cluster: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards = make_shards(tmp_path / "shards", [9] * 8)
-    index_shard, stage_shard, made = index.index_shard, stage.stage_shard, {}
-    for number, executor in enumerate(["local:1", "local:2", "local:4", *cluster]):
-        indexes, copies = tmp_path / f"indexes{number}", tmp_path / f"copies{number}"
-        if number:
-            indexes.mkdir()
-            monkeypatch.setattr(index, "index_shard", Dying(index_shard, indexes / "half"))
-            monkeypatch.setattr(stage, "stage_shard", Dying(stage_shard, copies / ".parts/half"))
-        assert index.main([*shards, "--into", str(indexes), "--executor", executor]) == 0
-        assert stage.main([str(copies), "--train-data", "::".join(shards), "--size=16", "--executor", executor]) == 0
-        assert not number or (indexes / "half.died").exists()
-        files = [*indexes.glob("*.index"), *(copies / "sources/train").glob("*.tar")]
-        made[executor] = {path.name: path.read_bytes() for path in files}
-        assert sorted(path.name for path in copies.iterdir() if path.is_dir()) == ["sources"]
+    shards, made = make_shards(tmp_path / "shards", [9] * 8), {}
+    for at, executor in enumerate(["local:1", "local:2", "local:4", *cluster]):
+        folders = [tmp_path / str(at) / name for name in ("indexes", "staged", "packed", "table")]
+        for folder, module in zip(folders, (index, stage, pack, scan), strict=True):
+            folder.mkdir(parents=True)
+            if at:
+                monkeypatch.setattr(module, "run", lambda do, *more, folder=folder: run(Dying(do, folder), *more))
+        indexes, staged, packed, _ = map(str, folders)
+        assert index.main([*shards, "--into", indexes, "--executor", executor]) == 0
+        assert stage.main([staged, "--train-data", "::".join(shards), "--size=16", "--executor", executor]) == 0
+        assert pack.main([packed, *shards, "--shard-size=9", "--val-split=0.2", "--executor", executor]) == 0
+        source = Source(SourceSettings(shards=shards))
+        rows = sample_table(source, DataSettings(), folder=folders[-1], executor=executor)
+        deaths = [path.name for path in folders[0].parent.iterdir() if path.is_file()]
+        assert len(deaths) == 5 * bool(at), deaths
+        files = [path for folder in folders[1:3] for path in folder.rglob("*") if path.suffix in (".tar", ".json", "")]
+        files = [path for path in (*folders[0].iterdir(), *files) if path.is_file()]
+        made[executor] = {str(path.relative_to(folders[0].parent)): path.read_bytes() for path in files}
+        made[executor]["rows"] = rows.read()
     first = made["local:1"]
-    assert len(first) == 16 and all(one == first for one in made.values())
+    assert sum(name.endswith(".tar") for name in first) >= 16
+    for executor, found in made.items():
+        assert found.keys() == first.keys() and not [name for name in first if found[name] != first[name]], executor
 
 
 def divide(number: int) -> float:
