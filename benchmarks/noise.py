@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import re
 import subprocess
 import sys
 import tarfile
@@ -63,13 +62,14 @@ def run(*words: object) -> None:
 def train(out: Path, name: str, data: Path, options: argparse.Namespace, *flags: object) -> float:
     """R@1 of a run, in percent; it is trained unless it is there."""
     results = out / name / "metrics.jsonl"
-    if not (results.is_file() and "r@1" in results.read_text().lower()):
+    if not (results.is_file() and "R@1" in results.read_text(encoding="utf-8")):
         trains, tests = f"{data}/{{00000..00008}}.tar", f"{options.data}/emoji-val/{{00000..00004}}.tar"
         run("train", "--config", "configs/emoji.yaml", "--model", out / "model.json", "--logs", out, "--name", name,
-            "--train-data", trains, "--val-data", tests, "--steps", options.steps, *flags)  # fmt: skip
-    found = {name: value for line in results.read_text().splitlines() for name, value in json.loads(line).items()
-             if re.search(r"R@1$", name, re.IGNORECASE)}  # fmt: skip
-    return 100 * float(np.mean(list(found.values())))
+            "--train-data", trains, "--val-data", tests, "--steps", options.steps,
+            "--evals.val.every", options.steps, *flags)  # fmt: skip
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    last = next(line for line in reversed(lines) if "image_to_text_R@1" in line)
+    return 50 * (float(last["image_to_text_R@1"]) + float(last["text_to_image_R@1"]))
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
         keep, store = out / "keep.parquet", out / "store"
         if not store.exists():
             run("precompute", store, "--towers", "both", "--train-data", noisy, *captions, "--model", out / "noisy")
-        run("filter", noisy, *captions, f"clip_score in top {KEPT}%", "--scores", f"clip_score={store}", "--out", keep)
+        run("filter", noisy, f"clip_score in top {KEPT}%", "--scores", f"clip_score={store}", "--out", keep, *captions)
         names = [f"{row['shard']}/{row['key']}" for row in parquet.read_table(keep).to_pylist()]
         after = train(out, "filtered", out / "data", options, "--seed", seed, "--data.sources.train.keep", keep)
         noise = sum(name in moved for name in names) / len(names)

@@ -152,6 +152,8 @@ def test_shares_count_the_values_that_are_there(values: list[float | None], shar
         ("__import__('os').system('x')", 0, "no such function"),
         ("width in 3", 9, "expected a list"),
         ("min() > 3", 0, "takes 1 or more"),
+        ("t matches 'wdith' or wdith > 1", 21, "unknown field"),
+        ("rank(rank(w)) > 3", 10, "cannot be parts of each other"),
     ],
 )
 def test_wrong_rules_are_told_with_their_place(text: str, place: int, words: str) -> None:

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 0, 2 for a wrong rule, 3 if no sample is kept."""
     options, flags = build_parser().parse_known_args(argv)
     if not (options.rule or options.recipe or options.balance):
-        raise SettingsError("give a RULE, --recipe NAME or --balance FILE")
+        raise SettingsError("give a RULE right after SOURCE, --recipe NAME or --balance FILE")
     if (options.balance is None) != (options.t is None) or (options.t is not None and options.t < 1):
         raise SettingsError("--balance FILE and --t N, 1 or more, go together")
     options.executor = checked(options.executor)

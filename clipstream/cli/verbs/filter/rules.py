@@ -46,7 +46,7 @@ class Rule:
 
     Attributes:
         conjuncts: the tests that must all hold, in order.
-        fields: their names, in order.
+        fields: their names, and where they are.
         ranked: parts whose values of all samples must be known before `holds`, by their texts.
         ranks: of these, the values in ascending order, float64 without NaN.
         samples: number of samples in all.
@@ -56,9 +56,7 @@ class Rule:
 
     def __init__(self, text: str) -> None:
         self.text = " ".join(text.split("\n")).strip()
-        self._given: dict[
-            str, tuple[bool, str]
-        ] = {}  # stand-in of a text or a field -> whether it is a text; its value
+        self._given: dict[str, tuple[bool, str]] = {}  # stand-in -> whether it is a text; the text, or the field
         self._plain = _SPECIAL.sub(self._stand_in, self.text)
         try:
             with warnings.catch_warnings():
@@ -82,7 +80,7 @@ class Rule:
             return ("is not" if word.startswith("not") else "is").ljust(len(word))
         if match["word"]:
             return word.title() if word.lower() in ("true", "false") else word.lower()
-        name = chr(0x4E00 + len(self._given)).ljust(len(word), "_")  # a letter for Python
+        name = chr(0x20000 + len(self._given)).ljust(len(word), "_")  # a letter for Python
         self._given[name] = (True, _ESCAPED.sub(r"\1", word[1:-1])) if match["text"] else (False, word.strip("`"))
         return name
 
@@ -93,12 +91,16 @@ class Rule:
     def _at(self, offset: int) -> int:
         return len(self._plain.encode()[:offset].decode())
 
-    def fields_of(self, node: ast.expr) -> list[str]:
-        """The fields of a part, in order."""
+    def fields_of(self, node: ast.expr) -> dict[str, ast.expr]:
+        """The fields of a part, and where each is."""
         called = {id(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)}
-        names = [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and id(one) not in called]
-        given = [self.given(name) for name in names if name != "missing"]
-        return list(dict.fromkeys(name for is_text, name in given if not is_text))
+        names = [one for one in ast.walk(node) if isinstance(one, ast.Name) and id(one) not in called]
+        found = dict[str, ast.expr]()
+        for one in names:
+            is_text, name = self.given(one.id)
+            if not is_text and name != "missing":
+                found.setdefault(name, one)
+        return found
 
     def fail(self, node: ast.expr, what: str) -> NoReturn:
         """Raise SettingsError about a part."""
@@ -109,10 +111,10 @@ class Rule:
 
     def check_fields(self, known: Sequence[str]) -> None:
         """Raises SettingsError: a field is not among the known ones."""
-        for name in self.fields:
+        for name, node in self.fields.items():
             if name not in known:
                 near = did_you_mean(name, known, 3)
-                self._fail(self.text.find(name), f"unknown field {name!r}{near}; the fields are {listed(known, 60)}")
+                self.fail(node, f"unknown field {name!r}{near}; the fields are {listed(known, 60)}")
 
     def values(self, node: ast.expr, columns: Columns, rows: int) -> np.ndarray[Any, Any]:
         """Those of the numbers float64 [rows] that are there."""
@@ -136,8 +138,9 @@ def _ranked(root: ast.expr) -> Iterator[ast.expr]:
     for node in ast.walk(root):
         if isinstance(node, ast.Call) and _name(node) == "rank":
             yield from node.args[:1]
-        elif isinstance(node, ast.Compare) and any(_name(one) in ("top", "bottom") for one in node.comparators):
-            yield node.left
+        elif isinstance(node, ast.Compare):
+            pairs = zip([node.left, *node.comparators], node.comparators, strict=False)
+            yield from (left for left, right in pairs if _name(right) in ("top", "bottom"))
 
 
 def _name(node: ast.AST) -> str:
@@ -189,11 +192,16 @@ class _Evaluation:
         return pc.and_(found.fill_null(False), pc.is_valid(self.value(left)))
 
     def _extreme(self, left: ast.expr, right: Any) -> Any:
-        values, known = self.numbers(left).fill_null(0).to_numpy(), self.rule.ranks[self.rule.shown(left)]
+        values, known = self.numbers(left).fill_null(0).to_numpy(), self._known(left)
         count = max(1, round(right.args[0].value * len(known) / 100))
         if _name(right) == "top":
             return pa.array(len(known) - known.searchsorted(values, side="right") < count)
         return pa.array(known.searchsorted(values, side="left") < count)
+
+    def _known(self, node: ast.expr) -> np.ndarray[Any, Any]:
+        if (found := self.rule.ranks.get(self.rule.shown(node))) is None:
+            self.rule.fail(node, "'rank' and 'top' cannot be parts of each other")
+        return found
 
     def value(self, node: ast.expr) -> Any:
         """Numbers, texts or booleans, null where they are missing."""
@@ -225,7 +233,7 @@ class _Evaluation:
         if name == "samples":
             return pa.repeat(self.rule.samples, self.rows)
         if name == "rank":
-            values, known = self.numbers(args[0]), self.rule.ranks[self.rule.shown(args[0])]
+            values, known = self.numbers(args[0]), self._known(args[0])
             larger = len(known) - known.searchsorted(values.fill_null(0).to_numpy(), side="right")
             return pc.if_else(pc.is_valid(values), pa.array(larger), None)
         if name in ("abs", "min", "max"):

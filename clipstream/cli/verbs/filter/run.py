@@ -74,7 +74,7 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
     for name in set(OPTIONAL if recipe else ()) - {*samples.fields}:
         samples.columns[name] = pa.nulls(len(samples))
     rule.check_fields([*dict.fromkeys([*samples.fields, *names])])
-    for name in DUPLICATES.keys() & rule.fields:
+    for name in DUPLICATES.keys() & rule.fields.keys():
         samples.columns[name] = samples.duplicates(name, options.best)
     kept = _evaluate(rule, samples)
     if options.balance:
@@ -205,7 +205,7 @@ def _evaluate(rule: Rule, samples: Samples) -> np.ndarray[Any, Any]:
     rule.samples = len(samples)
     if rule.ranked:
         found: dict[str, list[Any]] = {text: [] for text in rule.ranked}
-        for _, block, rows in samples.blocks(rule.fields):
+        for _, block, rows in samples.blocks([*rule.fields]):
             for text, node in rule.ranked.items():
                 found[text].append(rule.values(node, block, rows))
         rule.ranks = {text: np.sort(np.concatenate(values)) for text, values in found.items()}
