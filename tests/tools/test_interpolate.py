@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from clipstream.cli.verbs.train import main as train
 from clipstream.errors import ClipstreamError
 from clipstream.report.interpolation import Mixing, Point, average, interpolate, main_figure, mixed
 from clipstream.training.settings import InterpolateSettings
+from tests.support.pictures import picture
 from tests.support.ranks import ROOT, end_ranks
 from tests.support.runs import flags, furnish, train_on, weights
 
@@ -185,16 +187,35 @@ def test_a_signal_stops_the_choice_and_wrong_targets_stop_the_run(
     assert (place / "runs" / "stopped" / "interpolated" / "frontier.json").is_file()
 
 
-@pytest.mark.parametrize("name", ["lora", "full-with-guard"])
-def test_a_recipe_s_command_runs_and_chooses_weights(name: str, place: Path) -> None:
+@pytest.mark.parametrize("name", ["lora", "full-with-guard", "groups", "class-folders"])
+def test_the_command_of_a_recipe_runs(name: str, place: Path) -> None:
     head = (ROOT / f"configs/recipes/{name}.yaml").read_text()
     found = re.search(r"^#\s+clipstream train (.*)$", head, re.M)
     assert found is not None
+    classes = {"red kite": 0, "robin": 10}
+    for kind, (part, first) in product(classes, (("train", 0), ("heldout", 5))):
+        for number in range(first, first + 5):
+            path = place / "birds" / part / kind / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(picture(classes[kind] + number))
+    (place / "birds/classes.txt").write_text("\n".join(classes))
+    folders = name == "class-folders"
     words = {"configs/": f"{ROOT}/configs/", "START": f"{place}/runs/start", "train.csv": f"{place}/pairs/00000.tar",
-             "heldout.csv": f"{place}/val/*.tar", "KNOWN": f"{place}/pairs/00001.tar"}  # fmt: skip
+             "heldout.csv": f"{place}/val/*.tar", "KNOWN": f"{place}/pairs/00001.tar",
+             "REPLAY": f"{place}/pairs/00002.tar", "json:FIELD": "cls",
+             "TRAIN": f"{place}/birds/train" if folders else f"{place}/pairs/*.tar",
+             "HELDOUT": f"{place}/birds/heldout" if folders else f"{place}/val/*.tar",
+             "classes.txt": f"{place}/birds/classes.txt"}  # fmt: skip
     argv = shlex.split(re.sub("|".join(words), lambda match: words[match[0]], found[1]))
     less = ["--steps", "2", "--warmup", "0", "--data.global-batch-size", "8", "--device", "cpu", "--run.threads", "1",
-            "--workers", "1", "--train.interpolate.alphas", "[1]"]  # fmt: skip
+            "--workers", "1"]  # fmt: skip
+    chooses = name in ("lora", "full-with-guard")
+    less += ["--train.interpolate.alphas", "[1]"] if chooses else []
     assert train([*argv, *less, "--logs", f"{place}/recipes", "--name", name]) == 0
-    said = figures(place / "recipes" / name / "interpolated")
-    assert said["guards"] == ["known"] and said["target"] == "val"
+    if chooses:
+        said = figures(place / "recipes" / name / "interpolated")
+        assert said["guards"] == ["known"] and said["target"] == "val"
+    else:
+        records = map(json.loads, (place / "recipes" / name / "metrics.jsonl").read_text().splitlines())
+        last = [record for record in records if record.get("eval") == "val"][-1]
+        assert last["n"] > 0 and ("top1" in last) == folders
