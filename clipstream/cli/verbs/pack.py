@@ -401,6 +401,8 @@ def _conclude(
         f"{f'; dropped: {told}' if told else ''}; {made:,} were written now, in "
         f"{duration(time.monotonic() - began)}"
     )
+    if not any("txt" in one.suffixes for one in packed):
+        print("they have labels and no captions: train with {type: label, label: cls} as data.sources.train.caption")
     _print_command(asked, list(whole))
 
 
