@@ -19,8 +19,9 @@ from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.order.rng import hash_of
 
 SIDE, WAVES = 32, 9  # pixels of a side that an image is reduced to, and lowest frequencies of each side
-NEAR = 6  # differing bits of 64 up to which two images are nearly the same
+NEAR = 8  # differing bits of 64 up to which two images are nearly the same
 EQUAL = 3  # bands of bits that are compared at once: fewer take more comparisons, more take more passes
+MANY = 1 << 21  # hashes from which these bands are wider
 Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
 
@@ -43,11 +44,12 @@ class Look(NamedTuple):
 def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS) -> Look:
     """Whether the 64 lowest frequencies of an image but the mean are above their median, and whether it is flat.
 
-    A copy that was scaled, encoded again or slightly retouched differs in few bits. A JPEG is decoded at a fraction of
-    its size, which reads all of the file: only the inverse transform and the colours of its pixels are left out.
-    Raises Dropped: the image cannot be decoded.
+    A copy that was scaled, encoded again or cropped by some percent differs in few bits. A JPEG is decoded at a
+    fraction of its size, which reads all of the file: only the inverse transform and the colours of its pixels are
+    left out. Raises Dropped: the image cannot be decoded.
 
-    Source: the perceptual hash of phash.org, by the discrete cosine transform of 32 x 32 grey pixels.
+    Source: the perceptual hash of phash.org, by the discrete cosine transform of 32 x 32 grey pixels, which are
+    weighted by a sine, as a crop changes what is near the border most.
     """
     header = read_header(data, True, max_pixels)
     factor = next((one for one in FACTORS if header.scales and min(header.size) >= 4 * SIDE * one), 1)
@@ -57,18 +59,23 @@ def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS) -> Lo
     image = opaque(Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels), background)
     flat = all(low == high for low, high in np.atleast_2d(image.getextrema()))
     image = turned(image if image.mode == "L" else converted(image, "L"), header.orientation)
-    grey = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX), np.float64)
-    waves, order = _waves()
-    values = np.round((waves @ grey @ waves.T).ravel()[order], 3)
-    return Look(int(np.packbits(values > np.median(values)).view(">u8")[0]), flat)
+    grey = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR), np.float64)
+    weights, waves, order = _waves()
+    values = waves @ (grey - (weights @ grey @ weights)) @ waves.T
+    values = np.round(values.ravel()[order], 3)
+    middle = np.sort(values)[31:33].mean()
+    return Look(int(np.packbits(values > middle).view(">u8")[0]), flat)
 
 
 @cache
-def _waves() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The cosines [WAVES, SIDE], and the places of the 64 lowest of WAVES x WAVES frequencies without the mean."""
+def _waves() -> tuple[np.ndarray[Any, Any], ...]:
+    """The weights of a row's pixels, their sum being 1, the weighted cosines [WAVES, SIDE], and the places of the 64
+    lowest of WAVES x WAVES frequencies without the mean.
+    """
+    window = np.sin(np.pi / SIDE * (np.arange(SIDE) + 0.5))
     waves = np.cos(np.pi / SIDE * np.outer(np.arange(WAVES), np.arange(SIDE) + 0.5))
     sums = np.add.outer(np.arange(WAVES), np.arange(WAVES)).ravel()
-    return waves, np.argsort(sums, kind="stable")[1:65]
+    return window / window.sum(), waves * window, np.argsort(sums, kind="stable")[1:65]
 
 
 def caption_hash(text: str) -> int:
@@ -80,21 +87,38 @@ def caption_hash(text: str) -> int:
 def near_pairs(hashes: Hashes, most: int = NEAR) -> Iterator[tuple[Any, Any]]:
     """Numbers of pairs of different hashes with at most `most` differing bits; a pair may come more than once.
 
-    Of `most` + EQUAL bands of bits, EQUAL are the same in such a pair: it stands together if sorted by these.
+    Of `most` + EQUAL bands of bits, EQUAL are the same in such a pair: it stands together if sorted by these. From MANY
+    hashes on, bands are wider: of pairs with `most` bits 7 of 8 are found, and all with `most` - 2.
     """
-    bands = [sum(1 << bit for bit in part.tolist()) for part in np.array_split(np.arange(64), most + EQUAL)]
-    for equal in itertools.combinations(bands, EQUAL):
-        keys = hashes & np.uint64(sum(equal))
-        order = np.argsort(keys, kind="stable")
-        keys, left = keys[order], np.arange(len(keys))
+    bands = np.array_split(np.arange(64), most + EQUAL - 2 * (len(hashes) >= MANY))
+    for chosen in itertools.combinations(bands, EQUAL):
+        keys = np.zeros(len(hashes), np.uint64)
+        for bits in chosen:
+            keys <<= np.uint64(len(bits))
+            keys |= (hashes >> np.uint64(bits[0])) & np.uint64((1 << len(bits)) - 1)
+        keys <<= np.uint64(32)
+        keys |= np.arange(len(hashes), dtype=np.uint64)
+        keys.sort()  # with the number of the hash in its lower half: faster than argsort
+        numbers = keys.astype(np.uint32)
+        keys >>= np.uint64(32)
+        keys, ordered = keys.astype(np.uint32), hashes[numbers]
+        left = np.flatnonzero(keys[1:] == keys[:-1])
         for distance in itertools.count(1):
-            left = left[left + distance < len(keys)]
-            left = left[keys[left] == keys[left + distance]]
+            near = left[_ones(ordered[left] ^ ordered[left + distance]) <= most]
+            if len(near):
+                yield numbers[near], numbers[near + distance]
+            left = left[left + distance + 1 < len(keys)]
+            left = left[keys[left] == keys[left + distance + 1]]
             if not len(left):
                 break
-            some, others = order[left], order[left + distance]
-            bits = np.unpackbits((hashes[some] ^ hashes[others]).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
-            yield some[bits <= most], others[bits <= most]
+
+
+def _ones(values: Hashes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The number of bits that are set in each value."""
+    if hasattr(np, "bitwise_count"):  # since NumPy 2.0
+        found: np.ndarray[Any, np.dtype[np.uint8]] = np.asarray(np.bitwise_count(values), np.uint8)
+        return found
+    return np.unpackbits(values.view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1, dtype=np.uint8)
 
 
 class Disjoint:
