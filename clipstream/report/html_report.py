@@ -540,14 +540,14 @@ def render_gallery(
     side, left, cards = SIDE if len(order) <= MANY else SMALL, MOST, {}
     for row in order:
         own = card(row)
-        src, width, height = _thumbnail(own.image if left else None, side)
+        src, width, height = thumbnail(own.image if left else None, side)
         # Once a thumbnail does not fit, no more are computed.
         src, left = (src, left - len(src)) if len(src) <= left else ("", 0)
         others = [(other, round(score, 4)) for other, score in near.get(row, ()) if other != row]
         told = {"name": own.name, "caption": shortened(own.caption, LONGEST), "link": own.link, "near": others}
         cards[row] = {**told, "src": src, "width": width, "height": height}
     page: str = template("gallery.html").render(
-        queries=[(shortened(text, LONGEST), *_thumbnail(image, SMALL), hits) for (text, image), hits in queries],
+        queries=[(shortened(text, LONGEST), *thumbnail(image, SMALL), hits) for (text, image), hits in queries],
         cards=cards,
         about=about,
         data={row: {**cards[row], **({"src": ""} if row in shown else {})} for row in cards},  # the page has its image
@@ -557,7 +557,7 @@ def render_gallery(
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
-def _thumbnail(data: bytes | None, side: int) -> tuple[str, int, int]:
+def thumbnail(data: bytes | None, side: int) -> tuple[str, int, int]:
     """A data URL with a JPEG, its width and its height; '' and a square if there is no image."""
     try:
         image = opened(data or b"")

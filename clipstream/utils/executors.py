@@ -44,7 +44,7 @@ CONNECT = 10.0  # s that a scheduler may take to answer
 _PACKAGES = {"ray": "ray", "dask": "distributed"}
 
 
-def add_flag(parser: argparse.ArgumentParser) -> None:
+def add_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add `--executor` to a verb's flags, whose value `checked` takes."""
     parser.add_argument(FLAG, metavar="EXECUTOR", help=f"{MEANING} (default: local, one process per core)")
 

@@ -61,3 +61,12 @@ def make_shards(folder: Path, counts: Sequence[int], start: int = 0, **extra: An
             number += 1
         paths.append(str(write_tar(folder / f"{i:05d}.tar", samples)))
     return paths
+
+
+def photo(seed: int) -> Image.Image:
+    """An image with structure at several scales."""
+    draw, image = np.random.default_rng(seed), np.zeros((128, 128, 3))
+    for side in (3, 7, 20):
+        noise = Image.fromarray(draw.integers(0, 256, (side, side, 3), dtype=np.uint8))
+        image += np.asarray(noise.resize((128, 128), Image.Resampling.BICUBIC), np.float64) / 3
+    return Image.fromarray(image.astype(np.uint8))

@@ -10,22 +10,27 @@ import argparse
 import contextlib
 import html
 import io
+import json
+import math
 import os
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from rich.console import Console
 from typing_extensions import TypedDict, Unpack
 
-from clipstream.config.dump import print_config, take_flag
+from clipstream.config.config_sources import to_yaml
+from clipstream.config.dump import portable, print_config, secrets, take_flag
 from clipstream.config.entry import entry_point
-from clipstream.config.settings import PathLike, load
+from clipstream.config.flags import output_file
+from clipstream.config.settings import PathLike, Settings, changed, load
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
 from clipstream.data.decode.images import check_shape, converted, loaded, lost_area, opaque, opened
@@ -40,12 +45,17 @@ from clipstream.data.text_settings import CaptionSettings
 from clipstream.errors import ClipstreamError, DataError, Dropped, SettingsError, each, wrong_type
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.shard_url import in_braces, redact
+from clipstream.storage.shard_url import in_braces, redact, redact_tree
 from clipstream.storage.tar import SCATTERED
-from clipstream.text import MESSAGE, listed, printable, shortened
+from clipstream.text import MESSAGE, counted, listed, percent, printable, shortened
+from clipstream.utils import atomic_write, executors
 from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.content import OTHER_NAME
+from clipstream.utils.cores import cores
 from clipstream.utils.logs import loading, on_terminal
+
+if TYPE_CHECKING:
+    from clipstream.cli.verbs.check_all import Examined
 
 T = TypeVar("T")
 SAMPLES, WHOLE = 500, 2000  # samples to read; data with at most so many are read whole
@@ -56,6 +66,8 @@ CELL = 400  # characters of a table's cell
 SQUARE = ImageSpec((224, 224))  # whose crop leaves out as much as that of any square
 SAID = 0.1  # mean share of the area that a crop leaves out, from which it is told
 OFF_TERMINAL = 160  # columns where there is no terminal
+PROFILED = 64  # samples whose members and fields give examples and suggestions
+WHOLE_FLAGS = ("headers", "executor", "table", "json", "html", "yaml", "strict")  # that need --all
 CONTEXT = 77  # tokens that CLIP models read of a caption
 
 
@@ -86,6 +98,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--samples", type=int, metavar="N", help="samples to read; 0: all (default: 500, or all of 2,000 or fewer)"
     )
+    whole = parser.add_argument_group("the whole of a data set")
+    whole.add_argument("--all", action="store_true", help="read all samples: captions, images, duplicates, problems")
+    whole.add_argument("--headers", action="store_true", help="read the headers of images only: faster, no duplicates")
+    whole.add_argument("--table", metavar="FOLDER", help="folder for the table of samples (default: in the cache)")
+    whole.add_argument("--json", metavar="FILE", help="write the figures as JSON; '-': print nothing else")
+    whole.add_argument("--html", metavar="FILE", help="write a page with charts, the worst samples and examples")
+    whole.add_argument("--yaml", metavar="FILE", help="write settings that train on these data, for --config")
+    whole.add_argument(
+        "--strict", nargs="?", type=float, const=0.0, metavar="SHARE",
+        help="exit code 3 if a problem concerns more than this share of the samples (default: 0), for CI",
+    )  # fmt: skip
+    executors.add_flag(whole)
     return parser
 
 
@@ -97,11 +121,19 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.samples is not None and options.samples < 0:
         parser.error(f"--samples must be 0 or more, not {options.samples}")
+    given = [flag for flag in WHOLE_FLAGS if getattr(options, flag) not in (None, False)]
+    if given and not options.all:
+        parser.error(f"--{given[0]} needs --all")
+    if options.all and options.samples is not None:
+        parser.error("--samples does not go with --all, which reads all samples")
     shards, flags = "::".join(in_braces(options.shards)), _flags(vars(options))
     settings = load(["--train-data", shards, *flags])
     if every is not None:
         return print_config(settings, "check", every)
     command = ["clipstream", "train", "--train-data", redact(shards), *flags]
+    if options.all:
+        check_all(settings, ["--train-data", shards, *flags], command, options)
+        return 0
     print_checked(settings.data.sources["train"], command, options.samples)
     return 0
 
@@ -360,6 +392,112 @@ def _warnings(view: CheckReport, caption: CaptionSettings) -> Iterator[str]:
         yield warning
 
 
+def _further(view: CheckReport, total: int | None) -> list[str]:
+    """Flags of the suggested command besides those of the data."""
+    same = view.first_captions.warning()  # as of classes, which are no captions to hold out
+    few = total is not None and total < FEW
+    return [
+        *([] if same else ["--val-split", "0.1"]),
+        *(["--model", "ViT-B-32", "--pretrained", "openai"] if few else []),
+    ]
+
+
+def check_all(settings: Settings, flags: list[str], command: Sequence[str], options: argparse.Namespace) -> None:
+    """Read all samples of the source `train`, print what was found, and write the files that are asked for.
+
+    Args:
+        flags: of the data, with which `settings` were made.
+        command: trains with these settings, in words.
+        options: of the verb.
+
+    Raises:
+        SettingsError: the caption settings do not fit together, the shards cannot be listed, or files not be written.
+        DataError: no sample is usable, or `--strict` does not accept the data.
+    """
+    from clipstream.cli.verbs import check_all as whole
+
+    key, outputs = SHORT_FLAGS.rpartition(".")[2], {flag: getattr(options, flag) for flag in ("json", "html", "yaml")}
+    for flag, path in outputs.items():
+        if path is not None and (flag, path) != ("json", "-"):
+            output_file({f"--{flag}": path}, f"--{flag}")
+    section = settings.data.sources[key]
+    view = look(section, PROFILED)
+    folder = None if options.table is None else Path(options.table)
+    executor = executors.checked(options.executor)
+    source = Source(section, SourceContext(cache=settings.data.cache, key=SHORT_FLAGS))
+    with contextlib.redirect_stdout(sys.stderr if outputs["json"] == "-" else sys.stdout):
+        found = whole.examine(source, settings.data, headers=options.headers, folder=folder, executor=executor)
+    used, read = found.figures["used"], found.figures["samples"]
+    if not used:
+        print_checked(section, command, None)
+    broken = len(found.figures["broken_shards"])
+    further = [] if broken else _further(view, used)  # an evaluation ends at a broken shard
+    if (share := broken / found.figures["shards"]) > settings.data.max_shard_failures:
+        further.append(f"--data.max-shard-failures={math.ceil(100 * share) / 100}")
+    if read and 1 - used / read > settings.data.max_sample_failures:  # which would end training
+        further.append(f"--data.max-sample-failures={math.ceil(100 * (1 - used / read)) / 100}")
+    trains = load([*flags, *further])
+    model = {"name": trains.model.name, **changed(trains.model)}
+    mend = "# No data.val_split, as shards are broken: `clipstream pack` mends them.\n" if broken else ""
+    head, tree = f"# clipstream train --config FILE\n{mend}", {"model": model, "data": changed(portable(trains.data))}
+    examples = {f"{one.member}.{one.path}": one.example for one in view.profile.fields()[1].values()}
+    tables = whole.tables(found, examples)
+    if outputs["json"] != "-":
+        console = ResultConsole(OFF_TERMINAL, markup=False)
+        _show_all(found, view, tables, console)
+        view.long = 0  # which is told already, of all
+        for warning in (*_warnings(view, section.caption), *filter(None, [view.profile.layout()])):
+            console.print(f"note: {warning}", soft_wrap=True)
+        trains_with = printable(shlex.join([*command, *further]), MESSAGE)
+        console.print(f"train on them with: {trains_with}", soft_wrap=True)
+    text = json.dumps(found.figures, indent=1, ensure_ascii=False) + "\n"
+    if outputs["json"] is not None:
+        if outputs["json"] == "-":
+            print(text, end="")
+        else:
+            atomic_write.replace(Path(outputs["json"]), text.encode(errors="backslashreplace"))
+    if outputs["html"] is not None:
+        whole.write_page(
+            found, Path(outputs["html"]), settings.data, {**tables, "yaml": head + to_yaml(redact_tree(tree))}
+        )
+    if outputs["yaml"] is not None:
+        content, private = (head + to_yaml(tree)).encode(errors="surrogateescape"), bool(secrets(trains))
+        atomic_write.replace(Path(outputs["yaml"]), content, private=private)
+    if options.strict is not None and (failures := found.failures(options.strict)):
+        raise DataError("\n".join([f"--strict: {counted(len(failures), 'problem')}", *failures]))
+
+
+def _show_all(found: Examined, view: CheckReport, tables: dict[str, Any], console: Console) -> None:
+    """Print the figures of all samples as tables."""
+    figures, captions, images = found.figures, found.figures["captions"], found.figures["images"]
+    read, rows = max(1, figures["samples"]), tables
+    console.print(f"{figures['data']}: {figures['samples']:,} samples read, {figures['used']:,} used by training")
+    shown = {suffix: one.example for suffix, one in view.profile.fields()[0].items()}
+    shown |= {suffix: "image" for suffix in figures["members"] if view.profile.images[suffix]}
+    members = [(name, count, shown.get(name, "JSON" * name.endswith("json"))) for name, count in rows["members"]]
+    _table(console, "Members", ("suffix", "samples", "content"), members)
+    _table(console, "JSON fields", ("field", "filled", "types", "example"), rows["fields"])
+    _table(console, "Lengths and sizes", ("", "least", "5%", "median", "95%", "most"), rows["quantiles"])
+    listings = [("formats", images["formats"]), ("languages", captions["languages"])]
+    for title, counts in listings:
+        if counts:
+            shares = [f"{name} {count / sum(counts.values()):.1%}" for name, count in counts.items()]
+            console.print(f"{title}: {listed(shares, 10)}", soft_wrap=True)
+    _table(console, "Speed of one core", ("stage", "samples/s"), rows["stages"])
+    columns = ("model", "samples/s of an A100, published", "cores for 1 GPU", "cores for 8 GPUs")
+    _table(console, f"Cores that feed GPUs (here are {cores()})", columns, rows["needed"])
+    problems = []
+    for one in found.problems:
+        share = (f"{one.samples:,}", percent(one.samples / read)) if one.samples else ("", "")
+        example = found.name(one.rows[0]) if one.rows else ""
+        problems.append((*share, one.says, "note" if one.is_note else "problem", example))
+    _table(console, "Problems: samples that …", ("samples", "share", "problem", "kind", "example"), problems)
+    if not problems:
+        console.print("no problem was found")
+    if rows["skipped"]:
+        console.print(f"note: {rows['skipped']}", soft_wrap=True)
+
+
 def print_checked(source: SourceSettings, command: Sequence[str], samples: int | None) -> None:
     """Print the contents of the shards and the flags to train on them.
 
@@ -384,10 +522,7 @@ def print_checked(source: SourceSettings, command: Sequence[str], samples: int |
     if view.used:
         for warning in _warnings(view, source.caption):
             console.print(f"warning: {warning}", soft_wrap=not console.is_terminal)
-        same = view.first_captions.warning()  # as of classes, which are no captions to hold out
-        command = [*command, *([] if same else ["--val-split", "0.1"])]
-        if view.total is not None and view.total < FEW:
-            command += ["--model", "ViT-B-32", "--pretrained", "openai"]
+        command = [*command, *_further(view, view.total)]
         console.print(f"train on them with: {printable(shlex.join(command), MESSAGE)}", soft_wrap=True)
         return
     reason, count = view.drops.most_common(1)[0]

@@ -1,0 +1,47 @@
+"""The page of a data set (`clipstream check --all --html`): figures, charts and images become one HTML file.
+
+It needs no network; texts are escaped, and thumbnails are left out once they take as much as on a gallery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from clipstream import __version__
+from clipstream.report.charts import Bars
+from clipstream.report.html_report import CONTROLS, MOST, SMALL, template, thumbnail
+from clipstream.text import percent
+
+
+class Sheet(NamedTuple):
+    """Images with a title."""
+
+    title: str
+    says: str  # a sentence
+    images: Sequence[tuple[bytes | None, str, str, str]]  # (file, SHARD/KEY, caption, note)
+
+
+def render_data(
+    figures: Mapping[str, Any], charts: Sequence[Bars], sheets: Sequence[Sheet], told: Mapping[str, Any]
+) -> str:
+    """The page.
+
+    Args:
+        figures: as `check_all` has them.
+        charts: histograms and counts by name.
+        sheets: images of problems, and examples.
+        told: `yaml`, the settings that train, `command`, `quantiles` (name -> cells) and `needed` (rows of a table).
+    """
+    left, shown = MOST, []
+    for sheet in sheets:
+        images = []
+        for data, name, caption, note in sheet.images:
+            src, width, height = thumbnail(data if left else None, SMALL)
+            src, left = (src, left - len(src)) if len(src) <= left else ("", 0)
+            images.append({"src": src, "width": width, "height": height, "key": name, "text": caption, "note": note})
+        shown.append({"title": sheet.title, "says": sheet.says, "images": images})
+    page: str = template("data.html").render(
+        told, figures=figures, charts=charts, sheets=shown, percent=percent, version=__version__
+    )
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", page)
