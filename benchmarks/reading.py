@@ -1,6 +1,8 @@
-"""Raw samples per CPU-second from local tars: clipstream's verifying reader and webdataset's.
+"""Raw samples per CPU-second from local tars: clipstream's verifying reader and webdataset's, and `check --all`.
 
     python benchmarks/reading.py
+    python benchmarks/reading.py --check                        # of images made here
+    python benchmarks/reading.py --check 'shards/*.tar' --caption-json caption.en
 
 Both yield every sample's key and the bytes of its three members (jpg, txt, json) from the same generated shards,
 which are in the page cache: `small` has images of 2 kB, `photos` of 20 to 120 kB. They alternate over several rounds
@@ -8,21 +10,40 @@ in one run; the ratio is the median over the rounds. CPU time is measured, becau
 
 On two cores of a shared server: small 15,043 samples per CPU-second, webdataset 1.0.2 2,436, ratio 5.8 (4.9 to 7.3 over
 the rounds); photos 12,426 and 2,571, ratio 5.5 (4.5 to 6.3).
+
+`--check` compares what `clipstream check --all` does with each sample with the least that it takes, by the CPU time of
+one process, from the page cache: `--headers` with reading all members by the verifying reader; the whole, which decodes
+and hashes, with reading and decoding alone, of JPEGs in grey at the reduced scale that the hash needs (all
+entropy-coded data are read), of other formats by Pillow.
+
+FIGURES
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
+import made
+import simplejpeg
 import webdataset as wds
+from PIL import Image
 
+from clipstream.config.settings import load
+from clipstream.data.decode.captions import split_keys
+from clipstream.data.decode.images import FACTORS
+from clipstream.data.duplicates import SIDE
+from clipstream.data.sample_table import Columns, table_pass
+from clipstream.data.settings import IMAGE_KEY
+from clipstream.data.sources import Source, SourceContext, expand
 from clipstream.storage.tar import Shard
 
 KINDS = {"small": (2_000, 2_000, 10_000), "photos": (20_000, 120_000, 1_000)}  # bytes of a picture, samples of a shard
@@ -67,12 +88,78 @@ def rate(read: Callable[[list[str]], Iterator[int]], paths: list[str]) -> tuple[
     return len(sizes) / (time.process_time() - began), sum(sizes)
 
 
+def raw(paths: list[str], *, decoded: bool = False) -> Iterator[int]:
+    """Bytes of each sample, all members read by the verified reader, and the image decoded as far as its hash needs."""
+    keys = split_keys(IMAGE_KEY)
+    for path in paths:
+        shard = Shard(path)
+        for ref in shard.index.samples:
+            sample = shard.load(ref)
+            if decoded:
+                decode(next(sample[key] for key in keys if key in sample))
+            yield sum(map(len, sample.values()))
+        shard.close()
+
+
+def decode(data: bytes) -> None:
+    """The floor of decoding an image for its hash."""
+    if data[:2] != b"\xff\xd8":
+        Image.open(io.BytesIO(data)).load()
+        return
+    height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    factor = next((one for one in FACTORS if min(height, width) >= 4 * SIDE * one), 1)
+    least = {"min_height": -(-height // factor), "min_width": -(-width // factor)}
+    simplejpeg.decode_jpeg(data, "GRAY", fastupsample=True, **least)
+
+
+def check(paths: list[str], flags: Sequence[str], rounds: int) -> None:
+    """Measure `check --all` beside its floors, and print a line for each."""
+    settings = load(["--train-data", "::".join(paths), *flags])
+    source, numbers = Source(settings.data.sources["train"], SourceContext(key="data.sources.train")), count()
+
+    def whole(decoded: bool) -> Callable[[list[str]], Iterator[int]]:
+        def read(_: list[str]) -> Iterator[int]:
+            part = Path(folder) / f"{next(numbers)}"
+            part.mkdir()
+            work = table_pass(source, settings.data, Columns(decode=decoded), part)
+            for number in range(len(work.names)):
+                done = work(number)
+                assert isinstance(done, int), done
+                yield from [1] * done
+
+        return read
+
+    with tempfile.TemporaryDirectory() as folder:
+        for title, floor, ours in (
+            ("--headers", raw, whole(False)),
+            ("decoded, hashed", lambda paths: raw(paths, decoded=True), whole(True)),
+        ):
+            found = [(rate(floor, paths)[0], rate(ours, paths)[0]) for _ in range(rounds)]
+            least, mine = (statistics.median(values) for values in zip(*found, strict=True))
+            shares = [second / first for first, second in found]
+            spread = f"{min(shares):.2f} to {max(shares):.2f}"
+            print(f"{title:<16} floor {least:9,.0f}  check {mine:9,.0f} samples/CPU-s  ratio "
+                  f"{statistics.median(shares):.2f} ({spread})", flush=True)  # fmt: skip
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+    parser.add_argument("--check", nargs="*", metavar="SHARDS", help="measure `check --all`")
+    args, flags = parser.parse_known_args()
+    if args.check is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            works = {"shards": expand(args.check)} if args.check else {
+                kind: made.make(kind, Path(folder) / kind) for kind in ("jpeg-256", "jpeg-512", "png-512")
+            }  # fmt: skip
+            for name, paths in works.items():
+                print(name)
+                check(paths, flags, args.rounds)
+        return
+    if flags:
+        parser.error(f"unknown flags: {' '.join(flags)}")
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
             paths = make(Path(folder), kind, args.shards)

@@ -173,17 +173,21 @@ def sample_table(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"the sample table cannot be written: {error}") from error
-    part = _Part(source.settings, columns, data.max_image_pixels, folder)
-    work = ShardPass(source, data, None, part)
+    work = table_pass(source, data, columns, folder)
     paths = [part_of(folder, number) for number in range(len(work.names))]
     missing = [number for number, path in enumerate(paths) if not path.exists()]
     faults = {}
-    if missing:
-        part.tools[1]("once, before processes are forked")
     for number, result in each_shard("samples", work, missing, int, executor):
         if isinstance(result, Crashed):
             faults[redact(work.names[number])] = result.how
     return SampleTable(folder, [path for path in paths if path.exists()], faults)
+
+
+def table_pass(source: Source, data: DataSettings, columns: Columns, folder: Path) -> ShardPass[int]:
+    """What writes the part of a shard by its number, and returns its rows; see `sample_table`."""
+    part = _Part(source.settings, columns, data.max_image_pixels, folder)
+    part.tools[1]("the vocabulary is read once, before processes are forked")
+    return ShardPass(source, data, None, part)
 
 
 def part_of(folder: Path, number: int) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from clipstream import __version__
 from clipstream.report.charts import Bars
-from clipstream.report.html_report import CONTROLS, MOST, SMALL, template, thumbnail
+from clipstream.report.pages import CONTROLS, MOST, SMALL, template, thumbnail
 from clipstream.text import percent
 
 

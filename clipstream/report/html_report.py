@@ -13,12 +13,10 @@ import base64
 import hashlib
 import io
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,13 @@ from typing_extensions import TypedDict
 
 from clipstream import __version__
 from clipstream.checkpoint.store import is_occupied
-from clipstream.data.decode.images import converted, loaded, opaque, opened, orientation_of, turned
 from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
-from clipstream.errors import Dropped, SettingsError
+from clipstream.errors import SettingsError
 from clipstream.report.charts import COLOURS, Chart, Points, Series, StepTimes, short
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, groups, way_of
+from clipstream.report.pages import CONTROLS, MOST, SIDE, SMALL, template, thumbnail
 from clipstream.report.sinks import AUDIT_FILE, LARGEST, METRICS_FILE, ImageFiles, Page, Record, Sink, flat, lines
 from clipstream.report.terminal import chance_of, early_stop_line, interval, is_minor, is_share
 from clipstream.storage.shard_url import redact
@@ -45,7 +43,6 @@ from clipstream.utils.section import checked
 
 REPORT_FILE = "report.html"
 TEMPLATE = "page.html"
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # which no page has, though names of runs may
 TITLES = {  # of curves, in the order of the page; others follow
     "loss": "loss",
     "samples_per_s": "samples a second",
@@ -82,8 +79,6 @@ ROW = 3  # charts side by side
 ODD = 0.05  # share of dropped samples that is marked
 TILES = 8  # metrics shown as large figures
 COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
-MOST = 4_700_000  # bytes of thumbnails of a gallery
-SIDE, SMALL = 288, 160  # pixels of a thumbnail's longer side; SMALL where there are more than MANY cards
 MANY = 150  # cards of a gallery
 LONGEST = 500  # characters of a caption
 Hits = Sequence[tuple[int, float]]  # (row, score), best first
@@ -402,16 +397,6 @@ def image_size(src: str) -> tuple[int, int]:
     return LARGEST, LARGEST
 
 
-@cache
-def template(name: str) -> Any:
-    """A page's template; a process that writes several pages compiles it once."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader("clipstream.report", "")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template(name)
-
-
 def _series(names: Sequence[str], points: Sequence[Points], marks: Sequence[str] = ()) -> tuple[Series, ...]:
     return tuple(
         Series(name, line, number, other=bool(mark))
@@ -555,18 +540,3 @@ def render_gallery(
         allow=lambda text: f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'",
     )
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", page)
-
-
-def thumbnail(data: bytes | None, side: int) -> tuple[str, int, int]:
-    """A data URL with a JPEG, its width and its height; '' and a square if there is no image."""
-    try:
-        image = opened(data or b"")
-        orientation = orientation_of(image)
-        image.draft("RGB", (2 * side, 2 * side))  # a JPEG is decoded at a fraction of its size
-        image = converted(turned(opaque(loaded(image), (255, 255, 255)), orientation))
-    except Dropped:
-        return "", side, side
-    image.thumbnail((side, side))
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=82)
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}", *image.size

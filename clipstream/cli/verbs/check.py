@@ -20,12 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
 from typing_extensions import TypedDict, Unpack
 
+from clipstream.cli.verbs import check_all as whole
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.dump import portable, print_config, secrets, take_flag
 from clipstream.config.entry import entry_point
@@ -53,9 +54,6 @@ from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.content import OTHER_NAME
 from clipstream.utils.cores import cores
 from clipstream.utils.logs import loading, on_terminal
-
-if TYPE_CHECKING:
-    from clipstream.cli.verbs.check_all import Examined
 
 T = TypeVar("T")
 SAMPLES, WHOLE = 500, 2000  # samples to read; data with at most so many are read whole
@@ -98,18 +96,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--samples", type=int, metavar="N", help="samples to read; 0: all (default: 500, or all of 2,000 or fewer)"
     )
-    whole = parser.add_argument_group("the whole of a data set")
-    whole.add_argument("--all", action="store_true", help="read all samples: captions, images, duplicates, problems")
-    whole.add_argument("--headers", action="store_true", help="read the headers of images only: faster, no duplicates")
-    whole.add_argument("--table", metavar="FOLDER", help="folder for the table of samples (default: in the cache)")
-    whole.add_argument("--json", metavar="FILE", help="write the figures as JSON; '-': print nothing else")
-    whole.add_argument("--html", metavar="FILE", help="write a page with charts, the worst samples and examples")
-    whole.add_argument("--yaml", metavar="FILE", help="write settings that train on these data, for --config")
-    whole.add_argument(
+    group = parser.add_argument_group("the whole of a data set")
+    group.add_argument("--all", action="store_true", help="read all samples: captions, images, duplicates, problems")
+    group.add_argument("--headers", action="store_true", help="read the headers of images only: faster, no duplicates")
+    group.add_argument("--table", metavar="FOLDER", help="folder for the table of samples (default: in the cache)")
+    group.add_argument("--json", metavar="FILE", help="write the figures as JSON; '-': print nothing else")
+    group.add_argument("--html", metavar="FILE", help="write a page with charts, the worst samples and examples")
+    group.add_argument("--yaml", metavar="FILE", help="write settings that train on these data, for --config")
+    group.add_argument(
         "--strict", nargs="?", type=float, const=0.0, metavar="SHARE",
         help="exit code 3 if a problem concerns more than this share of the samples (default: 0), for CI",
     )  # fmt: skip
-    executors.add_flag(whole)
+    executors.add_flag(group)
     return parser
 
 
@@ -414,8 +412,6 @@ def check_all(settings: Settings, flags: list[str], command: Sequence[str], opti
         SettingsError: the caption settings do not fit together, the shards cannot be listed, or files not be written.
         DataError: no sample is usable, or `--strict` does not accept the data.
     """
-    from clipstream.cli.verbs import check_all as whole
-
     key, outputs = SHORT_FLAGS.rpartition(".")[2], {flag: getattr(options, flag) for flag in ("json", "html", "yaml")}
     for flag, path in outputs.items():
         if path is not None and (flag, path) != ("json", "-"):
@@ -467,7 +463,7 @@ def check_all(settings: Settings, flags: list[str], command: Sequence[str], opti
         raise DataError("\n".join([f"--strict: {counted(len(failures), 'problem')}", *failures]))
 
 
-def _show_all(found: Examined, view: CheckReport, tables: dict[str, Any], console: Console) -> None:
+def _show_all(found: whole.Examined, view: CheckReport, tables: dict[str, Any], console: Console) -> None:
     """Print the figures of all samples as tables."""
     figures, captions, images = found.figures, found.figures["captions"], found.figures["images"]
     read, rows = max(1, figures["samples"]), tables

@@ -14,18 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
+from PIL import Image
 
-from clipstream.data.batch import ImageSpec
+from clipstream.data.decode.images import FACTORS, decode, read_header
 from clipstream.data.decode.key_lists import NOT_KEPT
-from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.duplicates import near_pairs
-from clipstream.data.image_settings import AugmentSettings
-from clipstream.data.order.rng import SampleRNG
 from clipstream.data.sample_table import EMPTY, NULL, Columns, SampleTable, detector, sample_table
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
@@ -36,6 +32,9 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.text import counted, percent, shortened
 from clipstream.utils import atomic_write
 from clipstream.utils.content import IMAGE_NAME
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 CONTEXT = 77  # tokens that CLIP models read of a caption
 SIDE = 224  # pixels of a side that most models see
@@ -101,6 +100,8 @@ def examine(
 
     Raises SettingsError: as `sample_table`.
     """
+    import pyarrow.compute as pc
+
     columns = Columns(decode=not headers, languages=not headers and detector() is not None)
     table = sample_table(source, data, columns, folder=folder, executor=executor)
     rows = table.read([name for name in table.columns if name not in ("other_hashes", "caption_chars")])
@@ -148,6 +149,8 @@ def examine(
 
 
 def _counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:
+    import pyarrow.compute as pc
+
     for one in pc.value_counts(column).to_pylist():
         if one["values"] is not None:
             yield str(one["values"]), int(one["counts"])
@@ -160,8 +163,8 @@ def _quantiles(values: np.ndarray[Any, Any]) -> dict[str, float] | None:
 
 def _add(found: Examined, name: str, mask: Any, says: str, worst: Any = None, *, is_note: bool = False) -> None:
     """Add a problem of the samples of a mask, if there are any; `worst` is a value that is highest for the worst."""
-    if isinstance(mask, pa.ChunkedArray):
-        mask = mask.to_numpy().astype(bool) if not mask.null_count else pc.fill_null(mask, False).to_numpy()
+    if not isinstance(mask, np.ndarray):
+        mask = mask.fill_null(False).to_numpy()
     places = np.flatnonzero(mask)
     if not len(places):
         return
@@ -175,6 +178,8 @@ def _add(found: Examined, name: str, mask: Any, says: str, worst: Any = None, *,
 
 def _captions(found: Examined) -> None:
     """Lengths, languages, and captions that are no texts."""
+    import pyarrow.compute as pc
+
     rows, there = found.rows, found.rows.filter(pc.is_valid(found.rows["caption"]))
     tokens, texts = rows["caption_tokens"].fill_null(0).to_numpy(), there["caption"]
     characters = pc.utf8_length(texts).to_numpy()
@@ -205,6 +210,8 @@ def _captions(found: Examined) -> None:
 
 def _images(found: Examined) -> None:
     """Formats, sizes and shapes."""
+    import pyarrow.compute as pc
+
     there = found.rows.filter(pc.is_valid(found.rows["width"]))
     width, height = there["width"].to_numpy().astype(float), there["height"].to_numpy().astype(float)
     formats = dict(Counter(dict(_counts(there["format"]))).most_common())
@@ -230,6 +237,8 @@ def _images(found: Examined) -> None:
 
 def _duplicates(found: Examined) -> None:
     """Captions, files and images that several samples have."""
+    import pyarrow.compute as pc
+
     figures = found.figures["duplicates"] = {}
     for name, column, what in (
         ("captions", "caption_hash", "a caption that other samples have as well"),
@@ -266,13 +275,15 @@ def _duplicates(found: Examined) -> None:
 
 
 def _crop_seconds(found: Examined, data: DataSettings) -> dict[str, float]:
-    """The time of one core for the decoded crop of an image in training, at SIDE pixels: measured."""
-    crop = TrainTransform(ImageSpec((SIDE, SIDE)), AugmentSettings(), found.source.settings.background)
+    """The measured time of one core for an image of SIDE pixels, decoded at the scale that training takes."""
     images = load_images(found, spread(found, TIMED), data)
     began, count = time.thread_time(), 0
-    for row, image in images.items():
+    for image in images.values():
         with suppress(Dropped):
-            crop(image, SampleRNG(row))
+            header = read_header(image, True, data.max_image_pixels)
+            factor = next((one for one in FACTORS if header.scales and min(header.size) >= 2 * SIDE * one), 1)
+            pixels = decode(image, header, factor, (255, 255, 255))
+            Image.fromarray(pixels.squeeze()).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
             count += 1
     return {"crop": (time.thread_time() - began) / count} if count else {}
 
@@ -312,7 +323,7 @@ def tables(found: Examined, examples: Mapping[str, str]) -> dict[str, Any]:
         "caption": "captions and tokens",
         "language": "languages",
         "image": "decode and hash the image" if "duplicates" in figures else "read the header of the image",
-        "crop": f"decode and crop for training, {SIDE} px",
+        "crop": f"decode and resize for training, {SIDE} px",
     }
     fields = figures["json_fields"].items()
     skipped = "duplicates" in figures and detector() is None
@@ -346,6 +357,8 @@ def write_page(found: Examined, path: Path, data: DataSettings, told: Mapping[st
 
 def spread(found: Examined, most: int) -> list[int]:
     """Rows that training uses, spread evenly."""
+    import pyarrow.compute as pc
+
     used = np.flatnonzero(pc.equal(found.rows["reason"], "").to_numpy())
     return used[np.linspace(0, len(used) - 1, min(most, len(used))).astype(int)].tolist() if len(used) else []
 

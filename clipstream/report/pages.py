@@ -1,0 +1,41 @@
+"""Parts that HTML pages share: their templates, and thumbnails. Imports no torch."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from functools import cache
+from typing import Any
+
+from clipstream.data.decode.images import converted, loaded, opaque, opened, orientation_of, turned
+from clipstream.errors import Dropped
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # which no page has, though names of runs may
+MOST = 4_700_000  # bytes of thumbnails of a gallery
+SIDE, SMALL = 288, 160  # pixels of a thumbnail's longer side; SMALL where there are more than MANY cards
+
+
+@cache
+def template(name: str) -> Any:
+    """A page's template; a process that writes several pages compiles it once."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("clipstream.report", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template(name)
+
+
+def thumbnail(data: bytes | None, side: int) -> tuple[str, int, int]:
+    """A data URL with a JPEG, its width and its height; '' and a square if there is no image."""
+    try:
+        image = opened(data or b"")
+        orientation = orientation_of(image)
+        image.draft("RGB", (2 * side, 2 * side))  # a JPEG is decoded at a fraction of its size
+        image = converted(turned(opaque(loaded(image), (255, 255, 255)), orientation))
+    except Dropped:
+        return "", side, side
+    image.thumbnail((side, side))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=82)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}", *image.size
