@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from clipstream.data.decode.images import FACTORS, Colour, converted, decode, opaque, read_header, turned
+from clipstream.data.decode.images import FACTORS, Colour, Header, converted, decode, opaque, read_header, turned
 from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.order.rng import hash_of
 
@@ -41,7 +41,7 @@ class Look(NamedTuple):
     one_colour: bool  # whether all its pixels are the same
 
 
-def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS) -> Look:
+def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS, header: Header | None = None) -> Look:
     """Whether the 64 lowest frequencies of an image but the mean are above their median, and whether it is flat.
 
     A copy that was scaled, encoded again or cropped by some percent differs in few bits. A JPEG is decoded at a
@@ -51,15 +51,16 @@ def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS) -> Lo
     Source: the perceptual hash of phash.org, by the discrete cosine transform of 32 x 32 grey pixels, which are
     weighted by a sine, as a crop changes what is near the border most.
     """
-    header = read_header(data, True, max_pixels)
+    header = header or read_header(data, True, max_pixels)
     factor = next((one for one in FACTORS if header.scales and min(header.size) >= 4 * SIDE * one), 1)
     pixels = decode(data, header, factor, background, "GRAY")
-    if pixels.shape[2] == 1 and (flat := bool((pixels == pixels[0, 0]).all())):
-        pixels = decode(data, read_header(data, True, max_pixels), factor, background)  # its colours may differ
     image = opaque(Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels), background)
-    flat = all(low == high for low, high in np.atleast_2d(image.getextrema()))
     image = turned(image if image.mode == "L" else converted(image, "L"), header.orientation)
-    grey = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR), np.float64)
+    grey = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR))
+    if flat := bool(grey.min() == grey.max()):  # of one grey, which may be of several colours
+        pixels = decode(data, read_header(data, True, max_pixels), factor, background)
+        flat = bool((pixels == pixels[0, 0]).all())
+    grey = grey.astype(np.float64)
     weights, waves, order = _waves()
     values = waves @ (grey - (weights @ grey @ weights)) @ waves.T
     values = np.round(values.ravel()[order], 3)
@@ -80,7 +81,10 @@ def _waves() -> tuple[np.ndarray[Any, Any], ...]:
 
 def caption_hash(text: str) -> int:
     """64 bits of a caption, the same for other spaces, another case and other forms of the same characters."""
-    plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    if text.isascii():
+        plain = text.lower()
+    else:
+        plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     return hash_of(" ".join(plain.split()).encode(errors="surrogatepass"))
 
 

