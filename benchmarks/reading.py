@@ -16,7 +16,7 @@ one process, from the page cache: `--headers` with reading all members by the ve
 whole, which decodes and hashes, with reading and decoding alone, of JPEGs in grey at the reduced scale that the hash
 needs (all entropy-coded data are read), of other formats by Pillow. Shards have 2,000 samples.
 
-On two cores of a shared server, ratio to the floor (lowest to highest of 3 or 5 rounds): photographs of 350 to 700 pixels
+On two cores of a shared server, ratio to the floor (lowest to highest of 3 or 5 rounds): photographs of 350 to 700 px
 --headers 0.67 (0.52 to 0.75), whole 0.60 (0.52 to 0.66); made JPEGs of 512 pixels 0.78 (0.67 to 0.84) and 0.69 (0.61 to
 0.72), of 256 pixels 0.57 and 0.46; PNGs of 64 pixels 0.22 and 0.25, where the floor reads 37,901 samples/CPU-s.
 """
