@@ -69,7 +69,10 @@ def test_what_is_printed_reads_back_the_same(line: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_read_back_the_same(config: Path, tmp_path: Path) -> None:
-    more = ["--data.sources.stamps.shards=s.tar", "--evals.classes.data.shards=v.tar"] if config.stem == "lit" else []
+    more = {
+        "lit": ["--data.sources.stamps.shards=s.tar", "--evals.classes.data.shards=v.tar"],
+        "groups": ["--loss.positives.by=json:sku", "--data.groups.by=json:sku"],
+    }.get(config.stem, [])
     check_round_trip(["--config", str(config), "--lr=2", "--train-data=a.tar", "--val-data=v.tar", *more], tmp_path)
 
 

@@ -15,9 +15,10 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream filter",
-        usage="clipstream filter SOURCE [RULE] --out FILE [flags that say how training reads SOURCE]",
+        usage="clipstream filter SOURCE [RULE] --out FILE [FLAGS…]",
         description="Write the list of the samples that a rule keeps, for data.sources.NAME.keep and for `clipstream "
-        "pack`; or with --balance a table of probabilities, for data.sources.NAME.probability. Example: "
+        "pack`; or with --balance a table of probabilities, for data.sources.NAME.probability. FLAGS of training say "
+        "how SOURCE is read. Example: "
         "'caption_tokens >= 4 and width >= 200 and clip_score in top 30%%'. Without --out the rule is only tried.",
         allow_abbrev=False,
     )
