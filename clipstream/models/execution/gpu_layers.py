@@ -67,7 +67,7 @@ class SelfAttention(nn.MultiheadAttention):
     def attend(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, causal: bool = False) -> torch.Tensor:
         """Attention of tokens [n, T, width], to those before them if `causal`."""
         projected = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        parts = projected.view(*x.shape[:2], 3, self.num_heads, -1).unbind(2)
+        parts = projected.view(*x.shape[:2], 3, self.num_heads, self.head_dim).unbind(2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return cast(torch.Tensor, self.out_proj(found.transpose(1, 2).flatten(2)))
@@ -82,18 +82,20 @@ class PatchProjection(nn.Conv2d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """See nn.Conv2d."""
-        (height, width), (n, _, *size) = self.kernel_size, input.shape
+        (height, width), (n, channels, *size) = self.kernel_size, input.shape
         if input.ndim != 4 or size[0] % height or size[1] % width or not on_gpu(input):
             return super().forward(input)
         if (dtype := compute_dtype(input)) not in NARROW:
             return super().forward(input)
         high, wide = size[0] // height, size[1] // width
-        patches = input.view(n, -1, high, height, wide, width).permute(0, 2, 4, 1, 3, 5)
-        rows = patches.to(dtype, memory_format=torch.contiguous_format).reshape(n, high * wide, -1)
+        patches = input.view(n, channels, high, height, wide, width).permute(0, 2, 4, 1, 3, 5)
+        rows = patches.to(dtype, memory_format=torch.contiguous_format).reshape(
+            n, high * wide, channels * height * width
+        )
         weight = self.weight.flatten(1)
         if missing := -rows.shape[2] % ALIGNED:
             rows, weight = F.pad(rows, (0, missing)), F.pad(weight, (0, missing))
-        return F.linear(rows, weight, self.bias).transpose(1, 2).view(n, -1, high, wide)
+        return F.linear(rows, weight, self.bias).transpose(1, 2).view(n, self.out_channels, high, wide)
 
 
 def suit_gpus(clip: nn.Module) -> None:

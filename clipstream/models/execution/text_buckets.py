@@ -164,7 +164,7 @@ def _packed(layer: nn.MultiheadAttention, x: torch.Tensor, packing: Packing) -> 
     is: the lengths differ from batch to batch.
     """
     projected = F.linear(x, layer.in_proj_weight, layer.in_proj_bias)
-    q, k, v = projected.view(len(x), 3, layer.num_heads, -1).unbind(1)
+    q, k, v = projected.view(len(x), 3, layer.num_heads, layer.head_dim).unbind(1)
     return cast(torch.Tensor, layer.out_proj(packing.attend(q, k, v).flatten(1)))
 
 

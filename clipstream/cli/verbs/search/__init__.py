@@ -103,7 +103,7 @@ def _add_lists(topics: Any, common: argparse.ArgumentParser, part: argparse.Argu
     )
     topic.add_argument(
         "--clusters", type=_count, default=0, metavar="N",
-        help="compare images of the same one of N clusters alone (SemDeDup): N times as fast (default: all pairs)",
+        help="compare images of the same one of N clusters alone (SemDeDup), after k-means (default: all pairs)",
     )  # fmt: skip
     topic.add_argument(
         "--keep-by", choices=("first", "score", "centroid"), default="first",
