@@ -127,11 +127,11 @@ def test_rules_agree_with_python(part: Value, rows: list[tuple[Any, ...]]) -> No
 def test_shares_count_the_values_that_are_there(values: list[float | None], share: int) -> None:
     columns = {"x": pa.array([None if value is None else float(value) for value in values])}
     known = sorted((value for value in values if there(value) is not None), reverse=True)
-    count = max(1, round(share * len(known) / 100))
+    count = round(share * len(known) / 100)
     for word, order in (("top", known), ("bottom", known[::-1])):
         rule = Rule(f"x in {word} {share}%")
         rule.ranks = {"x": np.sort(rule.values(rule.ranked["x"], columns, len(values)))}
-        least = order[count - 1] if order else math.nan
+        least = order[count - 1] if count else math.nan
         wanted = [there(v) is not None and (v >= least if word == "top" else v <= least) for v in values]
         assert rule.holds(rule.conjuncts[0], columns, len(values)).tolist() == wanted
 
@@ -154,6 +154,17 @@ def test_shares_count_the_values_that_are_there(values: list[float | None], shar
         ("min() > 3", 0, "takes 1 or more"),
         ("t matches 'wdith' or wdith > 1", 21, "unknown field"),
         ("rank(rank(w)) > 3", 10, "cannot be parts of each other"),
+        ("not ~w", 4, "write not"),
+        ("+w > 1", 0, "has no meaning"),
+        ("w in top(width)", 5, "write top 30%"),
+        ("w in top()", 5, "write top 30%"),
+        ("w in top(-5)", 5, "write top 30%"),
+        ("w in bottom('x')", 5, "write bottom 30%"),
+        ("w in top 101%", 5, "write top 30%"),
+        ("t == '#' and w > 1 # and w > 2", 19, "# has no meaning"),
+        ("w < 1" + "0" * 400, 4, "too large"),
+        ("t == f'a'", 5, "without letters"),
+        ("t == b'a'", 5, "without letters"),
     ],
 )
 def test_wrong_rules_are_told_with_their_place(text: str, place: int, words: str) -> None:
@@ -219,11 +230,12 @@ def test_scores_and_tables_are_joined(tmp_path: Path, capsys: pytest.CaptureFixt
     flags = ["--scores", f"clip={tmp_path}/scores.parquet", "--scores", f"bad={tmp_path}/listed.csv", "--out", str(out)]
     assert main([shards, "clip in top 30% and not bad", *flags]) == 0
     assert kept(out) == ["00001.tar/000007", "00001.tar/000008"]
-    assert "lacks 1 of 11 samples" in capsys.readouterr().out
+    assert "lacks 1 of 11 samples: the field is missing there" in capsys.readouterr().out
     parquet.write_table(pa.table({"n": [1, 4], "aesthetic": [5.0, None]}), tmp_path / "more.parquet")
     flags = ["--join", f"{tmp_path}/mo*.parquet", "--on", "json.n", "--out", str(out)]
     assert main([shards, "aesthetic is missing or aesthetic < 5", *flags]) == 0
     assert len(kept(out)) == 10 and "00000.tar/000001" not in kept(out)
+    assert main([shards, "n == 4", *flags]) == 0 and kept(out) == ["00000.tar/000004"]
     assert main([shards, "asthetic > 3", *flags]) == 2
     assert "did you mean 'aesthetic'" in capsys.readouterr().err
     assert main([shards, "not duplicate_of_file", "--best", "caption"]) == 2

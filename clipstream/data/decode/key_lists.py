@@ -42,7 +42,8 @@ class KeyList:
     Attributes:
         values: of `column`, float64, in the order of `place`; None without one.
 
-    Raises SettingsError: the file cannot be read, or holds no key of this source, or `column` is not there.
+    Raises SettingsError: the file cannot be read, or holds no key of this source, or `column` is not there, holds no
+    numbers, or two for one sample.
     """
 
     def __init__(self, path: str, source: str, column: str | None = None) -> None:
@@ -51,9 +52,11 @@ class KeyList:
             if path.endswith(TABLES):
                 names, *columns = read_key_table(path, source, *([] if column is None else [column]))
                 values = np.array(columns[0], dtype=np.float64) if columns else None
+                if values is not None and values.ndim != 1:
+                    raise ValueError(f"the column {column!r} has lists, not numbers")
             else:
                 names = _of_text(Path(path))
-        except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are ValueErrors and KeyErrors
+        except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow's errors are ValueErrors and KeyErrors
             text = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise SettingsError(f"{path}: cannot read a list of keys: {text}") from error
         if not names:
@@ -64,8 +67,14 @@ class KeyList:
             self._hashes = np.unique(hashes)
         else:
             rows = np.repeat(np.arange(len(names)), [sum(1 for _ in forms(name)) for name in names])
-            self._hashes, first = np.unique(hashes, return_index=True)
+            self._hashes, first, of = np.unique(hashes, return_index=True, return_inverse=True)
             self.values = values[rows[first]]
+            other = np.flatnonzero(~np.isclose(self.values[of], values[rows], rtol=0, atol=0, equal_nan=True))
+            if len(other):
+                one, other_one = names[rows[first[of[other[0]]]]], names[rows[other[0]]]
+                found = f"{self.values[of[other[0]]]:g} for {one!r} and {values[rows[other[0]]]:g} for {other_one!r}"
+                hint = "samples are found by KEY or SHARD/KEY, without folders: give shards different names"
+                raise SettingsError(f"{path}: {column} {found}: {hint}")
 
     def holds(self, name: str, key: str) -> bool:
         """Whether a sample is listed, by its name 'SHARD/KEY' or by its key."""

@@ -70,6 +70,22 @@ def test_wrong_files(tmp_path: Path, name: str, content: str | None, said: str) 
     assert name in str(caught.value)
 
 
+def test_a_column_must_have_one_number_for_each_sample(tmp_path: Path) -> None:
+    path, shards = tmp_path / "p.parquet", ["a/0.tar", "b/0.tar", "b/1.tar"]
+    for values, said in (
+        ([0.5, 0.25, 1.0], "p 0.5 for 'a/0.tar/k' and 0.25 for 'b/0.tar/k'"),
+        ([{"x": 1}] * 3, "cannot read a list of keys"),
+        ([[0.5, 1.0]] * 3, "'p' has lists"),
+        ([0.5, 0.5, 1.0], ""),
+    ):
+        parquet.write_table(pa.table({"shard": shards, "key": ["k"] * 3, "p": values}), path)
+        if said:
+            with pytest.raises(SettingsError, match=said):
+                KeyList(str(path), "train", "p")
+    keys = KeyList(str(path), "train", "p")
+    assert keys.values is not None and keys.values[keys.place("1.tar/k", "k")] == 1
+
+
 def write_shards(folder: Path) -> str:
     """Two shards of 50 samples with the keys k0 … k49; the picture of every tenth is broken."""
     for shard in range(2):

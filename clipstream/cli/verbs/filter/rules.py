@@ -6,8 +6,8 @@ by RE2, in linear time), `FIELD is missing`, and `FIELD in top 30%`, which holds
 values that there are, and for those equal to the least of these; `rank(FIELD)` counts the samples with a larger value.
 A backslash in a text stands for itself, except before a quote. Backquotes enclose a field with unusual characters.
 
-Any test of a missing value (null or NaN) is false, also `!=` and `not in`; arithmetic with it is missing. Numbers are
-computed and compared in float64, integers with integers exactly.
+Any test of a missing value (null or NaN) is false, also `!=` and `not in`, so that `not` of one is true; arithmetic
+with it is missing. Numbers are computed and compared in float64, integers with integers exactly.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Rule:
         self.text = " ".join(text.split("\n")).strip()
         self._given: dict[str, tuple[bool, str]] = {}  # stand-in -> whether it is a text; the text, or the field
         self._plain = _SPECIAL.sub(self._stand_in, self.text)
+        if found := re.match(r"""[^#"']*(?=#)""", self._plain):
+            self._fail(found.end(), "# has no meaning in a rule: write a text in quotes")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SyntaxWarning)
@@ -67,6 +69,7 @@ class Rule:
             self._fail(at, error.msg + HINTS.get(self.text[at : at + 1], ""))
         except (ValueError, RecursionError, MemoryError) as error:
             raise SettingsError(f"the rule cannot be read: {error}") from error
+        self._check(root)
         self.conjuncts, self.fields = list(_conjuncts(root)), self.fields_of(root)
         self.ranked: dict[str, ast.expr] = {self.shown(node): node for node in _ranked(root)}
         self.ranks: dict[str, np.ndarray[Any, Any]] = {}
@@ -83,6 +86,18 @@ class Rule:
         name = chr(0x20000 + len(self._given)).ljust(len(word), "_")  # a letter for Python
         self._given[name] = (True, _ESCAPED.sub(r"\1", word[1:-1])) if match["text"] else (False, word.strip("`"))
         return name
+
+    def _check(self, root: ast.expr) -> None:
+        """Raises SettingsError: a part is never valid, whatever the fields are."""
+        for node in ast.walk(root):
+            if isinstance(node, ast.Constant) and type(node.value) is int and node.value >= 1 << 1023:
+                self.fail(node, "the number is too large")
+            if isinstance(node, ast.Name) and node.id not in self._given and {*node.id} & {n[0] for n in self._given}:
+                self.fail(node, "write a text in quotes, and a field in backquotes, without letters next to it")
+            if isinstance(node, ast.Call) and _name(node) in ("top", "bottom"):
+                share = node.args[0].value if len(node.args) == 1 and isinstance(node.args[0], ast.Constant) else None
+                if not (isinstance(share, int | float) and 0 <= share <= 100) or node.keywords:
+                    self.fail(node, f"write {_name(node)} 30%, with a share from 0% to 100%")
 
     def shown(self, node: ast.expr) -> str:
         """The text of a part."""
@@ -193,7 +208,7 @@ class _Evaluation:
 
     def _extreme(self, left: ast.expr, right: Any) -> Any:
         values, known = self.numbers(left).fill_null(0).to_numpy(), self._known(left)
-        count = max(1, round(right.args[0].value * len(known) / 100))
+        count = round(right.args[0].value * len(known) / 100)
         if _name(right) == "top":
             return pa.array(len(known) - known.searchsorted(values, side="right") < count)
         return pa.array(known.searchsorted(values, side="left") < count)
@@ -217,9 +232,11 @@ class _Evaluation:
             return pc.negate(self.numbers(node.operand))
         if isinstance(node, ast.Call):
             return self._called(node, _name(node), node.args)
-        if isinstance(node, ast.BoolOp | ast.Compare | ast.UnaryOp):
+        is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+        if is_not or isinstance(node, ast.BoolOp | ast.Compare):
             return self.test(node)
-        self.rule.fail(node, f"{self.rule.shown(node)!r} has no meaning in a rule: use 'and', 'or', 'not', and numbers")
+        hint = "write not" if isinstance(node, ast.UnaryOp) else "use 'and', 'or', 'not', and numbers"
+        self.rule.fail(node, f"{self.rule.shown(node)!r} has no meaning in a rule: {hint}")
 
     def _called(self, node: ast.Call, name: str, args: list[ast.expr]) -> Any:
         if name not in FUNCTIONS:

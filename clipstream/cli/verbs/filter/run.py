@@ -68,7 +68,7 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
     for spec in options.scores:
         samples.join_scores(spec)
     if table is not None:
-        hidden = {key, *FIELDS} - {"language"}  # of the same name in samples
+        hidden = {*FIELDS} - {"language"} | {key} - {*wanted}  # of the same name in samples, or not in the rule
         joined = {name: table[name] for name in table.column_names if name not in hidden}
         samples.add(joined, table[key].cast(pa.string()), samples.all(options.on), options.join)
     for name in set(OPTIONAL if recipe else ()) - {*samples.fields}:
@@ -174,7 +174,7 @@ class Samples:
             example = own[0].as_py()
             raise SettingsError(f"{where} has none of the {len(self):,} samples, the first of which is {example!r}")
         if rows.null_count:
-            print(f"{where} lacks {rows.null_count:,} of {len(self):,} samples, for which tests are false")
+            print(f"{where} lacks {rows.null_count:,} of {len(self):,} samples: the field is missing there")
         self.columns |= {name: column.combine_chunks().take(rows) for name, column in columns.items()}
 
     def duplicates(self, name: str, best: str | None) -> Any:
