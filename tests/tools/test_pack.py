@@ -26,10 +26,12 @@ from clipstream.cli.verbs.pack import main
 from clipstream.config.settings import load
 from clipstream.data.decode.captions import build_caption, candidates
 from clipstream.data.duplicates import look_of, near_pairs
+from clipstream.data.order.lanes import Numbers
 from clipstream.data.packing.lists import PARTS
 from clipstream.data.packing.plan import Plan
+from clipstream.data.packing.shards import Packed, PackShard
 from clipstream.data.sources import indexes
-from clipstream.storage.tar import Shard, scan
+from clipstream.storage.tar import SampleTable, Shard, scan
 from tests.support.forks import ROOT, TIMEOUT, wait_until
 from tests.support.pictures import make_shards, picture
 from tests.support.savers import small_disk
@@ -136,12 +138,42 @@ def test_killed_at_any_time_it_goes_on_to_the_same_bytes(
     assert files(target) == files(tmp_path / "a/x"), "what is damaged is written anew"
 
 
+def test_lists_of_another_pack_are_not_used(shards: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.tar").write_text("<html>")
+    out, other = tmp_path / "x", f"{shards}/00001.tar::{shards}/00003.tar"
+    assert main([str(out), f"{shards}/00000.tar::{tmp_path}/bad.tar"]) == 3
+    assert list((out / PARTS).glob("*/lists/*.list"))
+    (out / "pack.json").unlink()
+    assert len(packed(out, other)) == 10
+    (out / "SHA256SUMS").unlink()
+    assert len(packed(out, other)) == 10, "a pack without checksums is not complete"
+
+
+def test_two_workers_write_one_shard(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, twice = list[PackShard](), PackShard._write
+
+    def write(self: PackShard, part: Path, numbers: Numbers) -> tuple[SampleTable, Packed]:
+        found = twice(self, part, numbers)
+        if not tasks:  # another worker is done with the shard between the write and the rename
+            tasks.append(self)
+            assert isinstance(self(0), Packed)
+        return found
+
+    monkeypatch.setattr(PackShard, "_write", write)
+    monkeypatch.setattr("clipstream.cli.verbs.pack.run", lambda do, count, _: ((n, do(n)) for n in range(count)))
+    for out in (str(tmp_path / "x"), f"local://{tmp_path}/y"):
+        tasks.clear()
+        assert main([out, shards]) == 0 and tasks
+    assert samples(tmp_path / "x/00000.tar") == samples(tmp_path / "y/00000.tar")
+    assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.tmp"))
+
+
 def test_an_interrupted_call_says_how_to_go_on(shards: str, tmp_path: Path) -> None:
     stopped = process(str(tmp_path / "x"), f"{shards}/00000.tar::pipe:sleep 60; cat x.tar")
-    wait_until(lambda: bool(list((tmp_path / "x" / PARTS).glob("lists/*.list"))))
+    wait_until(lambda: bool(list((tmp_path / "x" / PARTS).glob("*/lists/*.list"))))
     stopped.send_signal(signal.SIGTERM)
     _, err = stopped.communicate(timeout=TIMEOUT)
-    assert stopped.returncode == 75 and "1 of 2 shards are done; rerun the same command" in err
+    assert stopped.returncode == 75 and " of 2 shards are done; rerun the same command" in err
     assert "Traceback" not in err
 
 
@@ -282,6 +314,15 @@ def test_validation_has_no_near_duplicates_and_no_shared_groups(tmp_path: Path) 
     )
 
 
+def test_samples_of_a_class_are_on_both_sides_of_a_split(tmp_path: Path) -> None:
+    rows = [{"__key__": f"{n}", "jpg": picture(n, 64), "cls": f"{n % 2}"} for n in range(40)]
+    write_tar(tmp_path / "s/0.tar", rows)
+    label = ["--data.sources.train.caption", "{type: label, label: cls, classes: [cat, dog]}"]
+    packed(tmp_path / "x", f"{tmp_path}/s", "--val-split", "0.3", *label)
+    for part in ("train", "val"):
+        assert {one["cls"] for one in samples(*(tmp_path / "x" / part).glob("*.tar")).values()} == {b"0", b"1"}
+
+
 def test_remote_shards_are_downloaded_once(shards: str, tmp_path: Path) -> None:
     site = Site()
     site.bodies = {path.name: path.read_bytes() for path in Path(shards).glob("*.tar")}
@@ -337,6 +378,7 @@ def test_a_plan_covers_all_samples_in_bounded_memory() -> None:
         (["{tmp}/x", "0.tar", "--shard-size", "5XB"], "--shard-size: expected"),
         (["{tmp}/x", "0.tar", "--quality", "5"], "--quality requires"),
         (["{tmp}/x", "0.tar", "--group", "json:a"], "--group requires --val-split"),
+        (["{tmp}/x", "0.tar", "--val-split", "0.2", "--merge", "0.csv"], "does not compare the captions of --merge"),
         (["{tmp}/x", "0.tar", "--val-split", "2"], "--val-split: expected a share"),
     ],
 )

@@ -173,6 +173,11 @@ def arguments(argv: Sequence[str]) -> Asked:
         raise SettingsError(f"--val-split: expected a share above 0 and below 1, not {own['--val-split']!r}")
     if share is None and "--group" in own:
         raise SettingsError("--group requires --val-split")
+    if share is not None and "--merge" in own:
+        raise SettingsError(
+            "--val-split does not compare the captions of --merge: pack with --merge first, then what it wrote with "
+            "--val-split"
+        )
     decode = choice_flag(own, "--check-images", ("header", "decode"), "header") == "decode"
     out = names[0]
     if (local := ShardURL(out).path) is not None:
@@ -222,14 +227,15 @@ def pack(asked: Asked) -> None:
         about, digest = _begin(asked, sources, extra)
         if asked.read(CARD) is not None:  # written last
             names = [line.partition("  ")[2] for line in (asked.read(SUMS) or b"").decode().splitlines()]
-            if all(packed_before(folder, name, digest, remote) for name in names):
+            if names and all(packed_before(folder, name, digest, remote) for name in names):
                 print(f"{counted(len(names), 'shard', ',')} in {redact(asked.out)}: complete since an earlier call")
                 return _print_command(asked, names)
         for path in parts.glob("**/*.part"):  # of a killed call
             path.unlink(missing_ok=True)
-        corpus = Corpus(sources, parts / "lists")
+        kept = parts / digest  # lists are named by number, and are those of one plan
+        corpus = Corpus(sources, kept / "lists")
         found = _list(asked, corpus, "listing")
-        further = None if extra is None else Corpus([extra], parts / "merged")
+        further = None if extra is None else Corpus([extra], kept / "merged")
         merged = None if further is None else Merged(further, _list(asked, further, "listing captions"))
         plan = _plan(asked, corpus, found)
         if merged is not None:
@@ -240,7 +246,7 @@ def pack(asked: Asked) -> None:
                 )
             print(f"captions are merged into {matches:,} of {int(plan.ends[-1]):,} samples", flush=True)
         if asked.share is not None:
-            held_numbers = held_out(corpus, data, asked.share, asked.group, parts / "held.npy", asked.executor)
+            held_numbers = held_out(corpus, data, asked.share, asked.group, kept / "held.npy", asked.executor)
             plan = replace(plan, held=held_numbers)
         do = PackShard(asked.folder, corpus, plan, asked.recording, digest, merged, remote)
         packed = _pack_all(asked, do)
@@ -442,7 +448,7 @@ def _card(asked: Asked, about: Mapping[str, Any], whole: Mapping[str, Packed], d
     files = "\n".join(f'  - split: {split}\n    path: "{folders[split]}*.tar"' for split in splits)
     return "\n".join([
         "---", f"license: {json.dumps(asked.license)}", "configs:", "- config_name: default", "  data_files:", files,
-        "---", "", f"# {asked.out.rstrip('/').rpartition('/')[2]}", "",
+        "---", "", f"# {redact(asked.out).rstrip('/').rpartition('/')[2]}", "",
         "Image-text pairs as WebDataset shards, written by `clipstream pack`.",
         "", "| | |", "|---|---|", *(f"| {name} | {str(text).replace('|', chr(92) + '|')} |" for name, text in rows), "",
         f"License: {asked.license}. `{PLAN_FILE}` has all settings; check the files with `sha256sum -c {SUMS}`.", "",

@@ -18,6 +18,7 @@ from clipstream.data.order.rng import mix, permuted
 from clipstream.data.packing.lists import Corpus, Listed, ShardList
 from clipstream.data.sample_table import sample_table
 from clipstream.data.settings import DataSettings
+from clipstream.data.text_settings import LabelCaption
 from clipstream.data.val_split import choose
 from clipstream.errors import DataError
 from clipstream.utils.logs import logger
@@ -101,6 +102,7 @@ def held_out(corpus: Corpus, data: DataSettings, share: float, group: str | None
             labels = dict(zip(source.names, group_labels(source, group, data, "--group"), strict=True))
             if few := compare_groups("--group", group, np.concatenate([*labels.values()]))[1]:
                 logger.warning(few)
+        labelled = isinstance(source.settings.caption, LabelCaption)  # samples of a class are not alike
         table = sample_table(source, data, folder=kept.parent / "samples", executor=executor)
         if table.faults:
             raise DataError(f"--val-split: {': '.join(next(iter(table.faults.items())))}")
@@ -111,7 +113,7 @@ def held_out(corpus: Corpus, data: DataSettings, share: float, group: str | None
             for row in range(listed.head.samples):
                 look, file, text, others = rows[at := listed.row(row)[0]]
                 if look is not None:
-                    marks = [*([] if text is None else [text]), *(others or ())]
+                    marks = [] if labelled else [*([] if text is None else [text]), *(others or ())]
                     # A group is as a caption that its samples share.
                     marks += [int(labels[name][at])] if labels else []
                     samples.append(Seen(str(first + row), tuple(marks), file, look))

@@ -102,15 +102,19 @@ class Remote(Protocol):
 def packed_before(folder: Path, name: str, digest: str, remote: Remote | None) -> Packed | None:
     """A shard, if it is complete and of the plan of this digest. Raises ShardError: remote storage cannot be read."""
     index, size = folder / f"{name}{indexes.SUFFIX}", None
-    if remote is not None and (size := remote.index(name, index)) is None:
+    draft = folder / PARTS / f"{secrets.token_hex(8)}.part"  # of this call, as another worker may look, too
+    try:
+        if remote is not None and (size := remote.index(name, index := draft)) is None:
+            return None
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            head = indexes.read_head(index)
+            origin = dict(head.origin or {})
+            whole = head.of == indexes.identity_of(folder / name) if size is None else head.size == size
+            if origin.pop("pack", None) == digest and whole:
+                return Packed(**origin)  # type: ignore[arg-type]
         return None
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        head = indexes.read_head(index)
-        origin = dict(head.origin or {})
-        whole = head.of == indexes.identity_of(folder / name) if size is None else head.size == size
-        if origin.pop("pack", None) == digest and whole:
-            return Packed(**origin)  # type: ignore[arg-type]
-    return None
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 @dataclass
@@ -133,7 +137,9 @@ class PackShard:
         """Pack a shard by its number in the plan."""
         name, numbers = self.plan.shard(number)
         target = self.folder / name
+        # A lost worker may still write the same shard: drafts have names of their own.
         part = self.folder / PARTS / f"{number:06d}.{secrets.token_hex(8)}.part"
+        index = part.with_suffix(".index.part")
         if not part.parent.exists():
             where = f"{self.folder} is not on {socket.gethostname()}"
             return Failed(f"{name}: {where}: use a folder that all workers share")
@@ -143,22 +149,22 @@ class PackShard:
             table, packed = self._write(part, numbers)
             if not packed.samples:
                 return packed
-            target.parent.mkdir(parents=True, exist_ok=True)
             origin: dict[str, object] = {"pack": self.digest, **packed._asdict()}
-            # The index before the shard: it names the version of its file, and is ignored beside another one.
-            index = Path(f"{target}{indexes.SUFFIX}")
             indexes.write(index, ShardIndex(table), indexes.identity_of(part), origin)
             if self.remote is not None:  # the index last
                 self.remote.put(name, part)
                 self.remote.put(f"{name}{indexes.SUFFIX}", index)
-                index.unlink()
             else:
+                # The index before the shard: it names the version of its file, and is ignored beside another one.
+                target.parent.mkdir(parents=True, exist_ok=True)
+                index.replace(f"{target}{indexes.SUFFIX}")
                 part.replace(target)
                 atomic_write.flush(target.parent)
         except (ShardError, OSError) as error:
             return failed(error, name, self.folder)
         finally:
             part.unlink(missing_ok=True)
+            index.unlink(missing_ok=True)
         return packed._replace(made=True)
 
     def _write(self, part: Path, numbers: Numbers) -> tuple[SampleTable, Packed]:
