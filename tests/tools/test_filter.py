@@ -245,11 +245,44 @@ def test_scores_and_tables_are_joined(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has none of the 11 samples, the first of which is '000000'" in capsys.readouterr().err
 
 
-def test_scores_of_a_store_are_those_of_its_pairs(tmp_path: Path) -> None:
-    made, out = make_store(tmp_path / "store"), tmp_path / "keep.parquet"
+def test_names_that_stand_for_several_samples_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for shard, keys in {"a/0.tar": "xy", "b/0.tar": "x", "b/1.tar": "x", "c/0.tar": "z"}.items():
+        write_tar(tmp_path / shard, [{"__key__": key, "jpg": picture(0), "txt": "a"} for key in keys])
+
+    def said(shards: str, rule: str, *flags: str) -> str:
+        assert main([f"{tmp_path}/{shards}", rule, *flags]) == 2
+        return capsys.readouterr().err
+
+    out = ("--out", str(tmp_path / "keep.csv"))
+    told = said("{a,b}/0.tar", "width > 0", *out)
+    assert f"{tmp_path}/a/0.tar and {tmp_path}/b/0.tar have a sample 0.tar/x each" in told
+    assert main([f"{tmp_path}/{{a,c}}/0.tar", "width > 0", *out]) == 0  # no key is in both
+    table = tmp_path / "s.csv"
+    flags = ("--scores", f"s={table}")
+    table.write_text("shard,key,s\n0.tar,x,1\n")
+    assert "have a sample 0.tar/x each" in said("{a,b}/0.tar", "s > 0", *flags)
+    table.write_text("key,s\nx,1\n")
+    assert "key 'x' stands for 2 samples: add the column shard" in said("b/{0,1}.tar", "s > 0", *flags)
+    assert "key 'x' stands for 2 samples" in said("b/{0,1}.tar", "s > 0", "--join", str(table), "--on", "key")
+    table.write_text("key,s\nx,1\nx,2\nz,1\nz,2\n")
+    assert "key 'x' stands for 2 rows: add the column shard" in said("a/0.tar", "s > 0", *flags)
+    table.write_text("key,s\ny,1\nz,1\nz,2\n")
+    assert main([f"{tmp_path}/a/0.tar", "s > 0", *flags]) == 0  # no sample has the key z
+    table.write_text("key\nx\nx\n")
+    assert main([f"{tmp_path}/b/{{0,1}}.tar", "s", *flags]) == 0
+    table.write_text("source,key,s\none,x,1\ntwo,x,2\n")
+    assert "in the sources one, two, and none is 'train'" in said("a/0.tar", "s > 0", *flags)
+    table.write_text("kye,s\nx,1\n")
+    assert "--on: no field 'kye'" in said("a/0.tar", "s > 0", "--join", str(table), "--on", "kye")
+
+
+def test_scores_of_a_store_are_those_of_its_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_store(tmp_path / "store", sizes={"a": [9, 5], "train": [5, 9]})
+    make_store(tmp_path / "other")
+    out = tmp_path / "keep.parquet"
     cosine, scores = torch.nn.functional.cosine_similarity, dict[tuple[str, str], float]()
     for (source, shard, key), image, texts in zip(made.names, made.images, made.texts, strict=True):
-        if source == made.names[0][0] and "." not in key and len(texts):  # no key in a tar has a dot
+        if source == "train" and "." not in key and len(texts):  # no key in a tar has a dot
             scores[shard, key] = float(cosine(image.mean(0, keepdim=True), texts).max())
     for shard in {shard for shard, _ in scores}:
         keys = [key for of, key in scores if of == shard]
@@ -258,6 +291,8 @@ def test_scores_of_a_store_are_those_of_its_pairs(tmp_path: Path) -> None:
     flags = ["--scores", f"clip={tmp_path}/store", "--out", str(out)]
     assert main([f"{tmp_path}/*.tar", "clip in top 50%", *flags]) == 0
     assert set(kept(out)) == best
+    assert main([f"{tmp_path}/*.tar", "clip > 0", "--scores", f"clip={tmp_path}/other"]) == 2
+    assert "has the samples in the sources a, b/c, and none is 'train'" in capsys.readouterr().err
     assert (
         main([f"{tmp_path}/*.tar", "same < 2", "--scores", f"same={tmp_path}/store:duplicate", "--out", str(out)]) == 0
     )

@@ -55,6 +55,8 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
         table, names = _read(sorted(glob.glob(options.join)) or [options.join], {key, *wanted})
         if key not in names:
             raise SettingsError(f"--join: {options.join} has no column {key!r}, only {listed(names)}: set --on")
+        if options.on not in FIELDS and not _is_json(options.on):
+            raise SettingsError(f"--on: no field {options.on!r}{did_you_mean(options.on, FIELDS)}")
     has_language = bool(options.language_model) or "language" in names
     columns = Columns(
         decode=any(name in ("one_colour", "duplicate_of_image", "duplicate_of_file") for name in wanted),
@@ -63,6 +65,8 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
     )
     source = Source(settings.data.sources["train"], SourceContext(cache=settings.data.cache, key="data.sources.train"))
     samples = Samples(sample_table(source, settings.data, columns, executor=options.executor))
+    if options.out:
+        samples.check_names()
     if options.language_model and "language" in wanted:
         samples.made["language"] = _languages(options.language_model)
     for spec in options.scores:
@@ -70,7 +74,10 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
     if table is not None:
         hidden = {*FIELDS} - {"language"} | {key} - {*wanted}  # of the same name in samples, or not in the rule
         joined = {name: table[name] for name in table.column_names if name not in hidden}
-        samples.add(joined, table[key].cast(pa.string()), samples.all(options.on), options.join)
+        own = samples.all(options.on).cast(pa.string())
+        if options.on == "key":  # several samples may have the same row by other fields
+            _check_unique(own, table[key].cast(pa.string()), options.join, "sample")
+        samples.add(joined, table[key].cast(pa.string()), own, options.join)
     for name in set(OPTIONAL if recipe else ()) - {*samples.fields}:
         samples.columns[name] = pa.nulls(len(samples))
     rule.check_fields([*dict.fromkeys([*samples.fields, *names])])
@@ -147,6 +154,20 @@ class Samples:
         tables = [pa.table({name: block[name]}) for _, block, _ in self.blocks([name])]
         return pa.concat_tables(tables, promote_options="permissive")[name].combine_chunks()
 
+    def check_names(self) -> None:
+        """Raises SettingsError: samples of two shards have the same name SHARD/KEY, which is without folders."""
+        shards: dict[str, list[tuple[str, Path]]] = {}
+        for about, (part, _) in zip(self.table.abouts(), self.of_parts, strict=True):
+            shards.setdefault(about.title.rstrip("/").rpartition("/")[2], []).append((about.title, part))
+        for shard, parts in shards.items():
+            seen = dict[str, str]()  # key -> title of its shard
+            for title, part in parts if len({title for title, _ in parts}) > 1 else ():
+                table = parquet.read_table(part, columns=["reason", "key"])
+                for key in table["key"].filter(pc.equal(table["reason"], "")).to_pylist():
+                    if (other := seen.setdefault(key, title)) != title:
+                        where = f"{other} and {title} have a sample {shard}/{key} each"
+                        raise SettingsError(f"{where}, by which lists find it: rename a shard, or filter each alone")
+
     def join_scores(self, spec: str) -> None:
         """Add a column from a store or a file, `NAME=FROM`."""
         name, _, where = spec.partition("=")
@@ -158,18 +179,28 @@ class Samples:
         if "source" in table.column_names and "train" in (sources := table["source"]).to_pylist():
             table = table.filter(pc.equal(sources, "train"))
         column = next((of for of in (name, "score", "value") if of in table.column_names), None)
-        listed_ = pa.repeat(True, len(table))
-        table = table.append_column("", listed_) if column is None else table
         theirs, own = table["key"].cast(pa.string()), self.all("key")
         if "shard" in table.column_names:
+            self.check_names()
             shards = pc.replace_substring_regex(table["shard"], "^.*/", "")
             theirs = pc.binary_join_element_wise(shards, theirs, "/")
             own = pc.binary_join_element_wise(self.all("shard"), own, "/")
-        self.add({name: table[column or ""]}, theirs, own, where)
+        if "source" in table.column_names:
+            of = table["source"].filter(pc.is_in(theirs, own.unique())).unique().drop_null().to_pylist()
+            if len(of) > 1:
+                hint = "and none is 'train': give the scores of one source"
+                raise SettingsError(f"{where} has the samples in the sources {listed(of)}, {hint}")
+        if column is None:  # a list, whose keys may stand for several samples
+            theirs = pa.chunked_array([theirs.unique()])
+            self.add({name: pa.chunked_array([pa.repeat(True, len(theirs))])}, theirs, own, where)
+        else:
+            _check_unique(own, theirs, where, "sample")
+            self.add({name: table[column]}, theirs, own, where)
 
     def add(self, columns: dict[str, Any], theirs: Any, own: Any, where: str) -> None:
         """Add columns of a table from `where`, whose rows have the keys `theirs`, by the keys `own` of the samples."""
-        rows = pc.index_in(own.cast(pa.string()), value_set=theirs.combine_chunks(), skip_nulls=True)
+        _check_unique(theirs, own, where, "row")
+        rows = pc.index_in(own, value_set=theirs.combine_chunks(), skip_nulls=True)
         if rows.null_count == len(self):
             example = own[0].as_py()
             raise SettingsError(f"{where} has none of the {len(self):,} samples, the first of which is {example!r}")
@@ -256,6 +287,15 @@ def _balance(options: argparse.Namespace, samples: Samples, kept: np.ndarray[Any
             for start, block, rows in samples.blocks(["shard", "key"]):
                 writer.write({**block, "probability": found[start : start + rows]})
         print(f"{options.out}: train with --data.sources.train.probability {options.out}")
+
+
+def _check_unique(keys: Any, wanted: Any, where: str, of: str) -> None:
+    """Raises SettingsError: of the keys that are wanted, one is not unique."""
+    counts = pc.value_counts(keys.filter(pc.is_in(keys, wanted.unique().drop_null())))
+    many = counts.filter(pc.greater(counts.field("counts"), 1))
+    if len(many):
+        key, number = many[0].as_py().values()
+        raise SettingsError(f"{where}: key {key!r} stands for {number:,} {of}s: add the column shard to --scores")
 
 
 def _is_json(name: str) -> bool:
