@@ -32,6 +32,7 @@ from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.text import counted
 from clipstream.utils.console import ProgressBar
 from clipstream.utils.executors import run
+from clipstream.utils.plugins import is_plugin
 from clipstream.utils.processes import Crashed
 
 T = TypeVar("T")
@@ -238,7 +239,10 @@ def identity(source: Source, *how: object) -> str:
     lists = [section.keep, section.drop]
     titles = dict.fromkeys(source.types[name].title(name) for name in source.names)
     files = [path for one in (*titles, *lists) if one and (path := ShardURL(one).path) and os.path.isfile(path)]
-    parts: list[object] = [sorted(set(source.names)), [file_state(path) for path in files], lists, section.folder, *how]
+    names = sorted(set(source.names))
+    if not is_plugin(section.type):  # the same however a URL is signed
+        names = [ShardURL(name).unsigned if ShardURL(name).is_remote else name for name in names]
+    parts: list[object] = [names, [file_state(path) for path in files], lists, section.folder, *how]
     return hashlib.sha256(json.dumps([*parts, list(_folders(source))]).encode()).hexdigest()
 
 

@@ -293,7 +293,8 @@ def _begin(asked: Asked, sources: Sequence[Source], extra: Source | None) -> tup
 
 
 def _shown(source: Source) -> str:
-    return "::".join(redact(part) for part in source.settings.parts)
+    urls = map(ShardURL, source.settings.parts)
+    return "::".join(url.unsigned if url.is_remote else str(url) for url in urls)
 
 
 def _work(

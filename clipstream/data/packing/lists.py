@@ -18,7 +18,7 @@ import numpy as np
 from clipstream.data.decode.captions import (
     RawSample,
 )
-from clipstream.data.decode.key_lists import build_filter
+from clipstream.data.decode.key_lists import SampleFilter, build_filter
 from clipstream.data.order.rng import hash_of
 from clipstream.data.packing.sample import plain_key
 from clipstream.data.settings import SourceSettings
@@ -30,7 +30,7 @@ from clipstream.storage.tar import BLOCK, Shard
 from clipstream.utils import atomic_write
 
 PARTS = ".parts"  # subfolder for lists, downloads and incomplete shards
-OPEN = 512  # shards of the sources that a process keeps open
+OPEN = 128  # shards of the sources that a thread keeps open
 MEASURED = 20  # samples of a shard that is no tar, by which the bytes of all are estimated
 
 
@@ -172,18 +172,23 @@ class ListShard:
 
     def __init__(self, corpus: Corpus, *, measured: bool) -> None:
         self.corpus, self.measured = corpus, measured
+        self._filters: dict[int, SampleFilter | None] = {}  # by source, of this process
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_filters": {}}
 
     def __call__(self, number: int) -> Listed | Failed:
         corpus = self.corpus
         with contextlib.suppress(OSError, ValueError):
-            return ShardList(corpus.path(number)).head
+            if (path := (head := ShardList(corpus.path(number)).head).path) is None or os.path.exists(path):
+                return head
         source, name = corpus.source_of(number), corpus.shards[number][1]
         try:
             shard = source.open(name)
             refs, fault = shard.index
             if not len(refs) and fault is not None and fault.reason != "empty":
                 return Failed(f"{redact(name)}: {fault}")
-            rows = list(self._rows(source, name, shard))
+            rows = list(self._rows(number, shard))
             path = os.path.abspath(shard.path) if isinstance(shard, Shard) else None
             size = sum(_bytes(spans) for _, _, spans, _ in rows) if path else self._estimate(shard, len(rows))
             head = Listed(len(rows), size, len(refs) - len(rows), None if fault is None else str(fault), path)
@@ -193,11 +198,13 @@ class ListShard:
             return failed(error, redact(name), corpus.folder)
         return head
 
-    def _rows(
-        self, source: Source, name: str, shard: OpenShard
-    ) -> Iterator[tuple[int, str, Mapping[str, tuple[int, int]], str | None]]:
-        kind_, of = source.types[name], source.context.key.rpartition(".")[2]
-        chosen = build_filter(of, source.settings)
+    def _rows(self, at: int, shard: OpenShard) -> Iterator[tuple[int, str, Mapping[str, tuple[int, int]], str | None]]:
+        number, name = self.corpus.shards[at]
+        source = self.corpus.sources[number]
+        kind_ = source.types[name]
+        if number not in self._filters:
+            self._filters[number] = build_filter(source.context.key.rpartition(".")[2], source.settings)
+        chosen = self._filters[number]
         title = kind_.title(name).rstrip("/").rpartition("/")[2]
         keyed = kind_.columns and len(shard.index.samples) > 0 and _key_of(shard, shard.index.samples[0]) is not None
         for number, ref in enumerate(shard.index.samples):
@@ -209,7 +216,7 @@ class ListShard:
         """Bytes of the samples of a shard that is no tar, by some of them; 0 where sizes are not measured."""
         sizes = []
         refs = shard.index.samples
-        for at in range(0, len(refs) if self.measured else 0, -(-len(refs) // MEASURED)):
+        for at in range(0, len(refs) if self.measured else 0, max(1, -(-len(refs) // MEASURED))):
             with contextlib.suppress(Dropped):
                 members = shard.load(refs[at])
                 sizes.append(_bytes({name: (0, len(data)) for name, data in members.items()}))
