@@ -17,6 +17,7 @@ Imports no torch.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, json_value
 from clipstream.data.decode.images import check_shape, read_header
+from clipstream.data.decode.key_lists import storable
 from clipstream.data.decode.token_counts import TokenCounter
 from clipstream.data.duplicates import caption_hash, look_of
 from clipstream.data.image_settings import rgb
@@ -356,11 +358,19 @@ def _write(path: Path, rows: Mapping[str, list[Any]], about: ShardAbout) -> None
     arrays = {}
     for name, values in rows.items():
         known = SCHEMA.get(name)
+        if known == "string":
+            values = [value and storable(value) for value in values]
         arrays[name] = _field(values) if known is None else pa.array(values, types.get(known) or known)
     table = pa.table(arrays).replace_schema_metadata({ABOUT: json.dumps(about.__dict__)})
     sink = pa.BufferOutputStream()
     parquet.write_table(table, sink, compression="zstd", use_dictionary=list(REPEATED), write_statistics=False)
-    atomic_write.replace(path, [sink.getvalue()])
+    # A lost worker may still write the same part: drafts have names of their own.
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        atomic_write.write(draft, [sink.getvalue()])
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _field(values: Sequence[Any]) -> pa.Array:

@@ -9,29 +9,32 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from clipstream.cli.verbs.check import check
+from clipstream.cli.verbs.filter import main as filtered
 from clipstream.cli.verbs.pack import main
 from clipstream.config.settings import load
 from clipstream.data.decode.captions import build_caption, candidates
 from clipstream.data.duplicates import look_of, near_pairs
-from clipstream.data.order.lanes import Numbers
 from clipstream.data.packing.lists import PARTS
 from clipstream.data.packing.plan import Plan
 from clipstream.data.packing.shards import Packed, PackShard
 from clipstream.data.sources import indexes
-from clipstream.storage.tar import SampleTable, Shard, scan
+from clipstream.storage.tar import Shard, scan
+from clipstream.utils import atomic_write
 from tests.support.forks import ROOT, TIMEOUT, wait_until
 from tests.support.pictures import make_shards, picture
 from tests.support.savers import small_disk
@@ -150,20 +153,22 @@ def test_lists_of_another_pack_are_not_used(shards: str, tmp_path: Path) -> None
 
 
 def test_two_workers_write_one_shard(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks, twice = list[PackShard](), PackShard._write
+    others, plain = list[PackShard](), atomic_write.write
 
-    def write(self: PackShard, part: Path, numbers: Numbers) -> tuple[SampleTable, Packed]:
-        found = twice(self, part, numbers)
-        if not tasks:  # another worker is done with the shard between the write and the rename
-            tasks.append(self)
-            assert isinstance(self(0), Packed)
+    def write(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
+        found = plain(path, parts)
+        if others and ".index" in path.name:  # before this worker renames its index, another one is done
+            assert isinstance(others.pop()(0), Packed)
         return found
 
-    monkeypatch.setattr(PackShard, "_write", write)
-    monkeypatch.setattr("clipstream.cli.verbs.pack.run", lambda do, count, _: ((n, do(n)) for n in range(count)))
+    def run(do: Callable[[int], object], count: int, executor: str) -> Iterator[tuple[int, object]]:
+        others.extend([do] if isinstance(do, PackShard) else [])
+        yield from ((number, do(number)) for number in range(count))
+
+    monkeypatch.setattr(atomic_write, "write", write)
+    monkeypatch.setattr("clipstream.cli.verbs.pack.run", run)
     for out in (str(tmp_path / "x"), f"local://{tmp_path}/y"):
-        tasks.clear()
-        assert main([out, shards]) == 0 and tasks
+        assert main([out, shards]) == 0 and not others
     assert samples(tmp_path / "x/00000.tar") == samples(tmp_path / "y/00000.tar")
     assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.tmp"))
 
@@ -321,6 +326,38 @@ def test_samples_of_a_class_are_on_both_sides_of_a_split(tmp_path: Path) -> None
     packed(tmp_path / "x", f"{tmp_path}/s", "--val-split", "0.3", *label)
     for part in ("train", "val"):
         assert {one["cls"] for one in samples(*(tmp_path / "x" / part).glob("*.tar")).values()} == {b"0", b"1"}
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    for n in range(40):
+        (tmp_path / f"s/caf\udce9{n}.jpg").write_bytes(picture(n, 64))
+        (tmp_path / f"s/caf\udce9{n}.txt").write_text(f"text {n}")
+    assert len(packed(tmp_path / "x", f"{tmp_path}/s", "--val-split", "0.3")) == 40
+    keep = str(tmp_path / "keep.parquet")
+    assert filtered([f"{tmp_path}/s", "caption_chars == 6", "--out", keep]) == 0
+    assert len(packed(tmp_path / "y", f"{tmp_path}/s", "--data.sources.train.keep", keep)) == 10
+
+
+def test_urls_that_are_signed_anew_are_the_same_sources(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (site := Site()).bodies["0.tar"] = (Path(shards) / "00000.tar").read_bytes()
+    for day in "12":
+        assert main([str(tmp_path / "x"), f"{site.root}/0.tar?X-Amz-Date={day}&X-Amz-Signature=s{day}"]) == 0
+    assert "complete since an earlier call" in capsys.readouterr().out
+    site.close()
+
+
+def test_a_shard_that_left_the_cache_is_listed_again(shards: str, tmp_path: Path) -> None:
+    bodies = [(Path(shards) / f"0000{n}.tar").read_bytes() for n in range(2)]
+    (site := Site()).bodies |= {"0.tar": bodies[0], "1.tar": b"<html>"}
+    argv = [f"{site.root}/{{0,1}}.tar", "--data.cache", str(tmp_path / "cache")]
+    assert main([str(tmp_path / "x"), *argv]) == 3
+    shutil.rmtree(tmp_path / "cache")
+    site.bodies["1.tar"] = bodies[1]
+    assert len(packed(tmp_path / "x", *argv)) == 20
+    site.close()
 
 
 def test_remote_shards_are_downloaded_once(shards: str, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class KeyList:
         if not names:
             raise SettingsError(f"{path}: no keys of source {source!r} in it")
         # Python's own hash, with its secret of this process, which forked workers have too.
-        hashes = np.fromiter((hash(form) for name in names for form in forms(name)), np.int64)
+        hashes = np.fromiter((hash(storable(form)) for name in names for form in forms(name)), np.int64)
         if values is None:
             self._hashes = np.unique(hashes)
         else:
@@ -82,7 +82,7 @@ class KeyList:
 
     def place(self, name: str, key: str) -> int | None:
         """The place of a listed sample in `values`; None for others."""
-        for value in (hash(name), hash(key)):
+        for value in (hash(storable(name)), hash(storable(key))):
             place = int(self._hashes.searchsorted(value))
             if place < len(self._hashes) and int(self._hashes[place]) == value:
                 return place
@@ -95,6 +95,11 @@ def build_filter(source: str, settings: SourceSettings) -> SampleFilter | None:
     if keep is None and drop is None:
         return None
     return lambda name, key: (keep is None or keep.holds(name, key)) and not (drop and drop.holds(name, key))
+
+
+def storable(text: str) -> str:
+    r"""A name as tables have it: bytes that are not UTF-8, in names of files, become `\udcXX`."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def forms(line: str) -> Iterator[str]:
