@@ -239,7 +239,7 @@ def identity(source: Source, *how: object) -> str:
     lists = [section.keep, section.drop]
     titles = dict.fromkeys(source.types[name].title(name) for name in source.names)
     files = [path for one in (*titles, *lists) if one and (path := ShardURL(one).path) and os.path.isfile(path)]
-    names = sorted(set(source.names))
+    names = list(dict.fromkeys(source.names))  # in order, as results of a pass are by number
     if not is_plugin(section.type):  # the same however a URL is signed
         names = [ShardURL(name).unsigned if ShardURL(name).is_remote else name for name in names]
     parts: list[object] = [names, [file_state(path) for path in files], lists, section.folder, *how]
