@@ -298,10 +298,10 @@ class _Ray:
 
     def end(self, tasks: Sequence[Future[_Answer]]) -> None:
         for force in (False, True):  # KeyboardInterrupt, then the end of the process
-            until = time.monotonic() + PATIENCE
             for task in tasks:
                 if reference := self._references.get(task):
                     self._ray.cancel(reference, force=force)
+            until = time.monotonic() + PATIENCE  # of a thousand tasks, the calls themselves take a while
             while self._references and time.monotonic() < until:
                 time.sleep(0.05)
 
