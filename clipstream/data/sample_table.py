@@ -17,7 +17,6 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -364,13 +363,7 @@ def _write(path: Path, rows: Mapping[str, list[Any]], about: ShardAbout) -> None
     table = pa.table(arrays).replace_schema_metadata({ABOUT: json.dumps(about.__dict__)})
     sink = pa.BufferOutputStream()
     parquet.write_table(table, sink, compression="zstd", use_dictionary=list(REPEATED), write_statistics=False)
-    # A lost worker may still write the same part: drafts have names of their own.
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-    try:
-        atomic_write.write(draft, [sink.getvalue()])
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    atomic_write.replace(path, [sink.getvalue()], shared=True)
 
 
 def _field(values: Sequence[Any]) -> pa.Array:

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import secrets
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
@@ -24,21 +25,27 @@ DTYPES = {  # torch's name -> safetensors'
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def replace(path: Path, content: bytes | list[Any], *, private: bool = False) -> None:
+def replace(path: Path, content: bytes | list[Any], *, private: bool = False, shared: bool = False) -> None:
     """Write `content` to `path.tmp`, flush it to the disk, and rename it to `path`.
 
     Args:
         content: bytes, or a list of buffers.
         private: only the owner can read the file (mode 0600), from the beginning.
+        shared: another process may write the same file, as a lost worker does whose task is done again: the draft is
+            `path.HEX.part`, of this call alone, and is removed if it cannot be written.
 
     Raises OSError: the disk is full, or the folder does not exist; `path` is unchanged.
     """
-    draft = path.with_name(f"{path.name}.tmp")
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part" if shared else f"{path.name}.tmp")
     if private:
         draft.unlink(missing_ok=True)
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    write(draft, content if isinstance(content, list) else [content])
-    draft.replace(path)
+    try:
+        write(draft, content if isinstance(content, list) else [content])
+        draft.replace(path)
+    finally:
+        if shared:
+            draft.unlink(missing_ok=True)
     flush(path.parent)
 
 

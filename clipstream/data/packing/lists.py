@@ -6,7 +6,6 @@ import contextlib
 import json
 import mmap
 import os
-import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -157,9 +156,8 @@ class ShardList:
         text += " " * (-(len(text) + 1) % 8) + "\n"
         ends = np.cumsum([len(text) for text in texts], dtype=np.uint64)
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-        atomic_write.write(draft, [text.encode(), ends, np.array(hashes, np.uint64), *_joined(texts)])
-        draft.replace(path)
+        content = [text.encode(), ends, np.array(hashes, np.uint64), *_joined(texts)]
+        atomic_write.replace(path, content, shared=True)
 
 
 def _joined(parts: Sequence[bytes]) -> Iterator[bytes]:
