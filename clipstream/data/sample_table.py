@@ -36,7 +36,7 @@ from clipstream.data.image_settings import rgb
 from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
-from clipstream.data.scan import ShardPass, ShardSamples, each_shard, identity
+from clipstream.data.scan import ShardPass, ShardSamples, identity
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.data.text_settings import LabelCaption
@@ -44,8 +44,9 @@ from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import cache_root
 from clipstream.storage.shard_url import redact
+from clipstream.text import printable
 from clipstream.utils import atomic_write, content
-from clipstream.utils.processes import Crashed
+from clipstream.utils.processes import Failed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -177,11 +178,10 @@ def sample_table(
         raise SettingsError(f"the sample table cannot be written: {error}") from error
     work = table_pass(source, data, columns, folder)
     paths = [part_of(folder, number) for number in range(len(work.names))]
-    missing = [number for number, path in enumerate(paths) if not path.exists()]
-    faults = {}
-    for number, result in each_shard("samples", work, missing, int, executor):
-        if isinstance(result, Crashed):
-            faults[redact(work.names[number])] = result.how
+    work.numbers = [number for number, path in enumerate(paths) if not path.exists()]
+    results = zip(work.numbers, work.run("reading samples", int, executor), strict=True)
+    broken = {redact(work.names[number]): one.error for number, one in results if isinstance(one, Failed)}
+    faults = {name: error.removeprefix(f"{printable(name)}: ") for name, error in broken.items()}
     return SampleTable(folder, [path for path in paths if path.exists()], faults)
 
 

@@ -29,11 +29,10 @@ from clipstream.storage.download import GIB, ShardError
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact
-from clipstream.text import counted
-from clipstream.utils.console import ProgressBar
-from clipstream.utils.executors import run
+from clipstream.text import counted, printable
+from clipstream.utils.executors import work_off
 from clipstream.utils.plugins import is_plugin
-from clipstream.utils.processes import Crashed
+from clipstream.utils.processes import Failed
 
 T = TypeVar("T")
 Read = Callable[[str, RawSample], T]
@@ -83,6 +82,7 @@ class ShardPass(Generic[T]):
         do: Callable[[int, ShardSamples], T],
     ) -> None:
         self.names = list(dict.fromkeys(source.names))
+        self.numbers = list(range(len(self.names)))  # of the shards to read
         self._section, self._key, self._data, self._do = source.settings, source.context.key, data, do
         self._members = None if source.settings.transform is not None and members != () else members
 
@@ -103,54 +103,27 @@ class ShardPass(Generic[T]):
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "opened"}
 
-    def __call__(self, number: int) -> T | Crashed:
-        """What `do` returned, or why the shard cannot be read."""
+    def run(self, label: str, count: Callable[[T], int], executor: str = "local") -> list[T | Failed]:
+        """The results of `numbers`; see `work_off`. `count` gives the samples of one."""
+        _ = self.opened  # before processes are forked
+        names = [printable(redact(self.names[number])) for number in self.numbers]
+        with closing(self):
+            return work_off(label, self, names, executor, lambda done: f"{sum(map(count, done)):,} samples")
+
+    def __call__(self, place: int) -> T | Failed:
+        """What `do` returned for a shard, by its place in `numbers`, or why it cannot be read."""
         source, transform, keeps = self.opened
-        name = self.names[number]
+        name = self.names[number := self.numbers[place]]
         try:
             shard = source.open(name)
         except (ShardError, OSError) as error:
-            return Crashed(str(error))
+            return Failed(str(error))
         try:
             title = source.types[name].title(name)
             return self._do(number, ShardSamples(title, shard, self._members, transform, keeps))
         finally:
             shard.close()
             source.types[name].release(name)
-
-
-def each_shard(
-    title: str, work: ShardPass[T], numbers: list[int], count: Callable[[T], int], executor: str = "local"
-) -> Iterator[tuple[int, T | Crashed]]:
-    """(number, result) of shards, as they are done; with a bar.
-
-    Args:
-        title: of the pass, for people.
-        numbers: of the shards.
-        count: the samples of a result.
-        executor: where it runs, see `executors`.
-    """
-    samples = 0
-    _ = work.opened  # before processes are forked
-    events = run(_Numbered(work, numbers), len(numbers), executor)
-    with closing(work), ProgressBar(title) as bar, closing(events):
-        done = 0
-        for event in events:
-            if event is not None:
-                place, result = event
-                done += 1
-                samples += 0 if isinstance(result, Crashed) else count(result)
-                yield numbers[place], result
-            bar.update(done, len(numbers), f"{samples:,} samples, {done:,} of {len(numbers):,} shards")
-
-
-@dataclass
-class _Numbered(Generic[T]):
-    work: ShardPass[T]
-    numbers: list[int]
-
-    def __call__(self, place: int) -> T | Crashed:
-        return self.work(self.numbers[place])
 
 
 def scan(
@@ -175,14 +148,12 @@ def scan(
                     found[-1] = read(where, sample)
         return found
 
-    work, found, faults = ShardPass(source, data, members, do), dict[int, list[T | None]](), list[str]()
-    for number, result in each_shard(title, work, list(range(len(work.names))), len):
-        found[number] = [] if isinstance(result, Crashed) else result
-        faults += [f"{redact(work.names[number])}: {result.how}"] if isinstance(result, Crashed) else []
-    if faults:
-        some = f"{len(faults):,} of {counted(len(work.names), 'shard', ',')} cannot be compared with the others"
+    work = ShardPass(source, data, members, do)
+    results = work.run(title, len)
+    if faults := [one.error for one in results if isinstance(one, Failed)]:
+        some = f"{len(faults):,} of {counted(len(results), 'shard', ',')} cannot be compared with the others"
         raise ShardError(title, f"{some}: {faults[0]}: mend it, or leave it out of the training data")
-    return {name: found[number] for number, name in enumerate(work.names)}
+    return {name: found for name, found in zip(work.names, results, strict=True) if not isinstance(found, Failed)}
 
 
 def scanned(

@@ -32,6 +32,7 @@ from clipstream.errors import ClipstreamError
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
 from clipstream.utils import atomic_write
+from clipstream.utils.processes import Failed
 
 CHUNK = 1 << 20
 GIB = 1 << 30
@@ -75,19 +76,12 @@ def disk_error(path: str | Path, error: OSError) -> ShardError:
     return ShardError("disk", f"cannot write to {path}: {error.strerror or error}{advice}")
 
 
-class Failed(NamedTuple):
-    """Why a shard could not be read or written by a verb that goes on with the others."""
-
-    error: str
-    full: bool = False  # whether the disk is full
-
-
 def failed(error: ShardError | OSError, shown: str, folder: Path) -> Failed:
     """The result for a shard that could not be read or written."""
     # The message of a command that could not write is unknown.
     space = shutil.disk_usage(folder if folder.exists() else folder.parent).free
     if atomic_write.is_full(error) or space < DISK_FULL or getattr(error, "reason", None) == "disk":
-        return Failed(f"{shown}: the disk is full", full=True)
+        return Failed(f"{shown}: the disk of {folder} is full", full=True)
     said = str(error) if isinstance(error, ShardError) else f"disk: {redact(str(error))}"
     return Failed(said if shown in said else f"{shown}: {said}")
 

@@ -86,12 +86,12 @@ class ProgressBar:
         self._bar.stop()
         loading.paused = False
 
-    def update(self, done: int, total: int, text: str) -> None:
-        """Show `text`, which has the numbers `done` and `total`, unless it was shown a moment ago."""
+    def update(self, done: int, total: int, text: str | Callable[[], str]) -> None:
+        """Show `text`, or what it gives, with the numbers `done` and `total`, unless one was shown a moment ago."""
         now = time.monotonic()
         late = now - self._said >= (self._every if self._bar.disable else REFRESH)
         if late or (done == total and not self._bar.disable):
-            self._said = now
+            self._said, text = now, text if isinstance(text, str) else text()
             if self._bar.disable:
                 self.say(f"{self._label}: {text}")
             else:

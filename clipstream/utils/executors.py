@@ -28,10 +28,12 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from clipstream import __version__
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import DataError, SettingsError, Stopped
+from clipstream.text import counted, duration, listed_lines
 from clipstream.utils import processes
+from clipstream.utils.console import ProgressBar
 from clipstream.utils.cores import cores
-from clipstream.utils.processes import PATIENCE, PULSE, RETRIES, Crashed, Ended
+from clipstream.utils.processes import PATIENCE, PULSE, RETRIES, Ended, Failed
 
 Result = TypeVar("Result")
 FLAG = "--executor"
@@ -40,6 +42,7 @@ MEANING = (
     "ray://HOST:10001 or dask://HOST:8786"
 )
 IN_FLIGHT = 1000  # tasks that are with a cluster at once; autoscalers see as many
+SHOWN = 20  # failures that a message lists
 CONNECT = 10.0  # s that a scheduler may take to answer
 _PACKAGES = {"ray": "ray", "dask": "distributed"}
 
@@ -73,7 +76,7 @@ def checked(executor: str | None, default: int | None = None) -> str:
     return executor
 
 
-def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tuple[int, Result | Crashed] | None]:
+def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tuple[int, Result | Failed] | None]:
     """Do `count` tasks; yields (number, result) as tasks end, in any order, and None from time to time.
 
     Closing the generator ends the tasks, also in the middle of their work.
@@ -97,6 +100,63 @@ def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tup
     connect = _ray if kind == "ray" else _dask
     with connect(executor, do) as cluster:
         yield from _run_on(cluster, count)
+
+
+def work_off(
+    label: str,
+    do: Callable[[int], Result | Failed],
+    names: Sequence[str],
+    executor: str,
+    words: Callable[[list[Result]], str],
+) -> list[Result | Failed]:
+    """The results of a task for each shard, in order, with a bar. What failed is told at once, and stops no other task.
+
+    Args:
+        label: what is done, for people, as 'packing'.
+        do: as `run` takes it.
+        names: of the shards, for people.
+        words: more about the progress, from the results so far.
+
+    Raises:
+        DataError: the disk is full.
+        Stopped: by SIGINT or SIGTERM.
+    """
+    done, began, again = dict[int, Result | Failed](), time.monotonic(), "rerun the same command to continue"
+
+    def whole() -> list[Result]:
+        return [one for one in done.values() if not isinstance(one, Failed)]
+
+    def count() -> str:
+        return f"{len(whole()):,} of {len(names):,} shards"
+
+    def progress() -> str:
+        left = (time.monotonic() - began) * (len(names) / max(1, len(done)) - 1)
+        return "  ".join([count(), words(whole()), *([f"{duration(left)} left"] if done and left else [])])
+
+    try:
+        with ProgressBar(label) as bar, contextlib.closing(run(do, len(names), executor)) as events:
+            for event in events:
+                if event is not None:
+                    number, result = event
+                    if isinstance(result, Failed):
+                        if result.full:
+                            raise DataError(f"{result.error}; {count()} are done: free some space, and {again}")
+                        if names[number] not in result.error:
+                            result = Failed(f"{names[number]}: {result.error}")
+                        bar.say(f"failed: {result.error}")
+                    done[number] = result
+                bar.update(len(done), len(names), progress)
+    except KeyboardInterrupt:
+        raise Stopped(f"interrupted while {label}; {count()} are done: {again}") from None
+    return [done[number] for number in range(len(names))]
+
+
+def require_all(label: str, results: Sequence[Result | Failed], advice: str) -> list[Result]:
+    """The results. Raises DataError: some tasks failed; the message lists them, and ends with advice."""
+    if failures := sorted(one.error for one in results if isinstance(one, Failed)):
+        told = f"{label}: {len(failures):,} of {counted(len(results), 'shard', ',')} failed:"
+        raise DataError("\n".join([told, *listed_lines([f"  {one}" for one in failures], SHOWN), advice]))
+    return [one for one in results if not isinstance(one, Failed)]
 
 
 class _Cluster(Protocol):
@@ -136,13 +196,13 @@ def _run_on(cluster: _Cluster, count: int) -> Generator[tuple[int, Any] | None]:
 
 
 def _result(cluster: _Cluster, task: Future[_Answer]) -> Any:
-    """The result of a task, or Crashed. Raises as `run` does."""
+    """The result of a task, or Failed. Raises as `run` does."""
     try:
         answer = task.result()
     except CancelledError as error:
         raise DataError(f"{cluster.name}: the scheduler has gone: start it, and rerun the same command") from error
     except cluster.lost as error:
-        return Crashed(f"its worker died, {RETRIES + 1} times: {' '.join(str(error).split())[:300]}")
+        return Failed(f"its worker died, {RETRIES + 1} times: {' '.join(str(error).split())[:300]}")
     except Exception as error:  # as it has no clipstream
         answer = _Answer("unable", f"{type(error).__name__}: {error}")
     if answer.kind == "unable":
@@ -281,7 +341,7 @@ class _Ray:
         errors = ray.exceptions
         self.name, self._ray, self._token = name, ray, secrets.token_hex(8)
         self.lost: tuple[type[Exception], ...] = (
-            errors.WorkerCrashedError,
+            errors.WorkerFailedError,
             errors.NodeDiedError,
             errors.OutOfMemoryError,
             errors.ObjectLostError,

@@ -76,10 +76,11 @@ def end(process: BaseProcess, patience: float = 0.0) -> None:
         process.join()
 
 
-class Crashed(NamedTuple):
-    """The result of a task whose processes have died, RETRIES + 1 times."""
+class Failed(NamedTuple):
+    """Why a task has no result, such as that its processes have died, RETRIES + 1 times. Other tasks go on."""
 
-    how: str
+    error: str
+    full: bool = False  # whether the disk is full
 
 
 class _Worker(NamedTuple):
@@ -87,7 +88,7 @@ class _Worker(NamedTuple):
     connection: Connection
 
 
-def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[int, Result | Crashed] | None]:
+def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[int, Result | Failed] | None]:
     """Run `count` tasks in `jobs` processes; yields (number, result) as tasks end, and None from time to time.
 
     Closing the generator ends the processes, also in the middle of their work.
@@ -124,7 +125,7 @@ def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[i
                     how = f"its process ended with code {worker.process.exitcode}"
                     if worker.process.exitcode == -signal.SIGKILL:
                         how = "its process was killed (the system does that when memory runs out: use fewer of them)"
-                    yield number, Crashed(how)
+                    yield number, Failed(how)
                     continue
                 del busy[connection]
                 idle.append(worker)

@@ -166,7 +166,7 @@ def test_two_workers_write_one_shard(shards: str, tmp_path: Path, monkeypatch: p
         yield from ((number, do(number)) for number in range(count))
 
     monkeypatch.setattr(atomic_write, "write", write)
-    monkeypatch.setattr("clipstream.cli.verbs.pack.run", run)
+    monkeypatch.setattr("clipstream.utils.executors.run", run)
     for out in (str(tmp_path / "x"), f"local://{tmp_path}/y"):
         assert main([out, shards]) == 0 and not others
     assert samples(tmp_path / "x/00000.tar") == samples(tmp_path / "y/00000.tar")
@@ -178,7 +178,7 @@ def test_an_interrupted_call_says_how_to_go_on(shards: str, tmp_path: Path) -> N
     wait_until(lambda: bool(list((tmp_path / "x" / PARTS).glob("*/lists/*.list"))))
     stopped.send_signal(signal.SIGTERM)
     _, err = stopped.communicate(timeout=TIMEOUT)
-    assert stopped.returncode == 75 and " of 2 shards are done; rerun the same command" in err
+    assert stopped.returncode == 75 and " of 2 shards are done: rerun the same command" in err
     assert "Traceback" not in err
 
 
@@ -192,7 +192,7 @@ def test_a_shard_is_the_same_from_a_worker_that_unpickles_its_task(
     (tmp_path / "more.csv").write_text("key,title\n000001,more\n")
     argv = [shards, "--shard-size", "9", "--merge", f"{tmp_path}/more.csv", "--caption-json", "caption.en"]
     packed(tmp_path / "1/x", *argv)
-    monkeypatch.setattr("clipstream.cli.verbs.pack.run", run)
+    monkeypatch.setattr("clipstream.utils.executors.run", run)
     packed(tmp_path / "2/x", *argv)
     assert files(tmp_path / "1/x") == files(tmp_path / "2/x")
 
@@ -389,7 +389,8 @@ def test_a_full_disk(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     (disk := tmp_path / "disk").mkdir()
     with small_disk(disk, "100k"):
         assert main([str(disk), shards, "--executor", "local:1"]) == 3
-        assert f"the disk of {disk} is full: free some space and rerun" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert f"the disk of {disk} is full; 0 of 1 shards are done: free some space, and rerun" in err
 
 
 def test_a_plan_covers_all_samples_in_bounded_memory() -> None:

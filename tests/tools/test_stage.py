@@ -186,7 +186,7 @@ def test_an_interrupted_call_says_how_to_go_on(site: Site, tmp_path: Path) -> No
     stopped.send_signal(signal.SIGINT)
     _, err = stopped.communicate(timeout=TIMEOUT)
     assert stopped.returncode == 75, err
-    assert re.search(r"\d of 7 shards are in .*rerun the same command", err) and "Traceback" not in err
+    assert re.search(r"\d of 7 shards are done: rerun the same command", err) and "Traceback" not in err
     command_ends(mark)
     assert not (tmp_path / ".parts").exists()
 
@@ -284,7 +284,7 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with small_disk(disk, "100k"):
         assert main([str(disk), "--train-data", f"{tmp_path}/{{0..3}}.tar", "--executor", "local:1"]) == 3
         err = capsys.readouterr().err
-        assert f"the disk of {disk} is full" in err and "2 of 4 shards are staged" in err
+        assert f"the disk of {disk} is full" in err and "2 of 4 shards are done" in err
         assert [*tars(disk).values()] == [(tmp_path / "0.tar").read_bytes()] * 2
         assert not (disk / "staged.yaml").exists() and not (disk / ".parts").exists()
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from clipstream.utils.processes import Crashed, run
+from clipstream.utils.processes import Failed, run
 
 
 def killed_at(folder: Path, deaths: dict[int, int]) -> Callable[[int], int]:
@@ -34,4 +34,4 @@ def test_a_process_that_is_killed_costs_its_piece_alone(tmp_path: Path) -> None:
     results = dict(event for event in run(do, 7, 2) if event is not None)
     died = results.pop(3)
     assert results == {number: number * number for number in (0, 1, 2, 4, 5, 6)}
-    assert isinstance(died, Crashed) and "memory" in died.how and len(list(tmp_path.iterdir())) == 3
+    assert isinstance(died, Failed) and "memory" in died.error and len(list(tmp_path.iterdir())) == 3

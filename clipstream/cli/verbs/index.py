@@ -15,18 +15,15 @@ from typing import NamedTuple
 
 from clipstream.config.entry import entry_point
 from clipstream.data.sources import indexes, typed_shards
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
 from clipstream.text import listed_lines, printable
-from clipstream.utils.console import ProgressBar
-from clipstream.utils.executors import add_flag, checked, run
-from clipstream.utils.processes import Crashed
+from clipstream.utils.executors import SHOWN, add_flag, checked, require_all, work_off
+from clipstream.utils.processes import Failed
 from clipstream.utils.section import own_path
-
-LISTED = 10  # shards that a message names
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -61,10 +58,9 @@ def main(argv: list[str]) -> int:
 class Indexed(NamedTuple):
     """The result for a shard."""
 
-    samples: int = 0  # in the shard; 0 if it could not be read
+    samples: int
     made: bool = False  # whether its index was written now
     fault: str = ""  # of the shard, whose complete samples are indexed
-    error: str = ""  # why it has no index
 
 
 def make_indexes(
@@ -88,36 +84,30 @@ def make_indexes(
     remote = [url for url in urls if ShardURL(url).path is None]
     if remote and folder is None:
         raise SettingsError(f"{redact(remote[0])} is remote: set a folder for the indexes with --into FOLDER")
-    done: dict[str, Indexed] = {}
-    began = time.monotonic()
+    began, names = time.monotonic(), [printable(redact(url)) for url in urls]
 
-    def summary() -> str:
-        return f"{len(done):,} of {len(urls):,} shards, {sum(one.samples for one in done.values()):,} samples"
+    def words(done: Sequence[Indexed]) -> str:
+        return f"{sum(one.samples for one in done):,} samples"
 
     # The cache is one of each process, so that a host that does not answer is asked once.
-    with contextlib.closing(ShardCache(None)) as store, ProgressBar("indexing") as bar:
-        do = partial(index_shard, urls, store, folder, again)
-        with contextlib.closing(run(do, len(urls), executor)) as events:
-            for event in events:
-                if event is not None:
-                    number, result = event
-                    done[urls[number]] = Indexed(error=result.how) if isinstance(result, Crashed) else result
-                bar.update(len(done), len(urls), summary())
-    if faults := [_line(url, one.fault) for url, one in done.items() if one.fault]:
-        print(
-            f"{len(faults):,} shards are damaged; their intact samples are indexed:",
-            *listed_lines(faults, LISTED),
-            sep="\n",
-        )
-    made = sum(one.made for one in done.values())
-    print(f"{summary()}; {made:,} indexes made, {time.monotonic() - began:.1f} s", flush=True)
-    if errors := [_line(url, one.error) for url, one in done.items() if one.error]:
-        told = f"{len(errors):,} of {len(urls):,} shards could not be indexed:"
-        raise DataError("\n".join([told, *listed_lines(errors, LISTED)]))
+    with contextlib.closing(ShardCache(None)) as store:
+        results = work_off("indexing", partial(index_shard, urls, store, folder, again), names, executor, words)
+    done = {name: one for name, one in zip(names, results, strict=True) if isinstance(one, Indexed)}
+    if faults := [f"  {name}: {printable(one.fault, 500)}" for name, one in done.items() if one.fault]:
+        told = f"{len(faults):,} shards are damaged; their intact samples are indexed:"
+        print(told, *listed_lines(faults, SHOWN), sep="\n")
+    made, took = sum(one.made for one in done.values()), time.monotonic() - began
+    print(
+        f"{len(done):,} of {len(urls):,} shards, {words([*done.values()])}; {made:,} indexes made, {took:.1f} s",
+        flush=True,
+    )
+    require_all("indexing", results, "the others are indexed")
     return sum(one.samples for one in done.values())
 
 
-def index_shard(urls: Sequence[str], store: ShardCache, folder: str | None, again: bool, number: int) -> Indexed:
+def index_shard(
+    urls: Sequence[str], store: ShardCache, folder: str | None, again: bool, number: int
+) -> Indexed | Failed:
     """Index one of the shards, which `store` downloads and decompresses; its errors are part of the result.
 
     A damaged tar is indexed with its fault; a file that is no tar at all is an error.
@@ -140,14 +130,10 @@ def index_shard(urls: Sequence[str], store: ShardCache, folder: str | None, agai
         finally:
             store.release(url)
         if found.fault is not None and (found.fault.reason == "not_a_tar" or identity.size == 0):
-            return Indexed(error=str(found.fault))
+            return Failed(str(found.fault))
         indexes.write(path, found, identity)
     except FileNotFoundError as error:
-        return Indexed(error=f"missing: {error.filename} does not exist")
+        return Failed(f"missing: {error.filename} does not exist")
     except (ShardError, OSError) as error:
-        return Indexed(error=str(error))
+        return Failed(str(error))
     return Indexed(len(found.samples), True, "" if found.fault is None else str(found.fault))
-
-
-def _line(url: str, what: str) -> str:
-    return f"  {printable(redact(url))}: {printable(what, 500)}"

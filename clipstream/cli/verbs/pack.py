@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from rich.filesize import decimal
 
 from clipstream.checkpoint.remote_sync import RemoteDir, with_retries
-from clipstream.cli.verbs.stage import RECIPE_FLAGS, recipe_of, working_in
+from clipstream.cli.verbs.stage import RECIPE_FLAGS, recipe_of, working_in, written
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, number_flag
 from clipstream.config.settings import Settings
@@ -36,21 +36,20 @@ from clipstream.data.packing.shards import Merged, Packed, PackShard, packed_bef
 from clipstream.data.scan import identity
 from clipstream.data.sources import Source, SourceContext, indexes
 from clipstream.data.sources.tars import SIZES
-from clipstream.errors import DataError, SettingsError, Stopped
-from clipstream.storage.download import Failed, ShardError
-from clipstream.storage.shard_cache import ShardCache, cache_root, total_size
+from clipstream.errors import DataError, SettingsError
+from clipstream.storage.download import ShardError
+from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, in_braces, redact
 from clipstream.text import counted, duration, listed_lines, printable
 from clipstream.utils import atomic_write
-from clipstream.utils.console import ProgressBar
-from clipstream.utils.executors import MEANING, checked, run
-from clipstream.utils.processes import Crashed
+from clipstream.utils.executors import MEANING, SHOWN, checked, require_all, work_off
+from clipstream.utils.processes import Failed
 from clipstream.utils.section import own_path
 
 T = TypeVar("T")
 FORM = 1  # of the shards' bytes: another one is another plan
 PLAN_FILE, SUMS, CARD = "pack.json", "SHA256SUMS", "README.md"
-SHOWN = 20  # shards that a message names
+MEND = "mend them or leave them out; shards that are done are kept"
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 OWN_FLAGS = {
     "--shard-size": "most samples of a shard, or its bytes with a unit, such as 500MB (default: 10000)",
@@ -297,52 +296,16 @@ def _shown(source: Source) -> str:
     return "::".join(url.unsigned if url.is_remote else str(url) for url in urls)
 
 
-def _work(
-    asked: Asked, label: str, do: Callable[[int], Any], total: int, words: Callable[[list[Any]], str]
-) -> list[Any]:
-    """The results of `total` shards by several processes, in order.
-
-    Args:
-        words: the progress, from the results so far.
-
-    Raises:
-        DataError: the disk is full, or some shards failed; the others are done.
-        Stopped: by SIGINT or SIGTERM.
-    """
-    done: dict[int, Any] = {}
-    again = "rerun the same command to continue"
-    try:
-        with ProgressBar(label) as bar, contextlib.closing(run(do, total, asked.executor)) as events:
-            for event in events:
-                if event is not None:
-                    number, result = event
-                    done[number] = Failed(result.how) if isinstance(result, Crashed) else result
-                    if isinstance(done[number], Failed) and done[number].full:
-                        raise DataError(f"the disk of {asked.folder} is full: free some space and {again}")
-                    if isinstance(done[number], Failed):
-                        bar.say(f"failed: {done[number].error}")
-                whole = [one for one in done.values() if not isinstance(one, Failed)]
-                bar.update(len(done), total, f"{len(whole):,} of {total:,} shards  {words(whole)}")
-    except KeyboardInterrupt:
-        raise Stopped(f"interrupted while {label}: {len(done):,} of {total:,} shards are done; {again}") from None
-    if failures := [one.error for one in done.values() if isinstance(one, Failed)]:
-        told = f"{label}: {len(failures):,} of {counted(total, 'shard', ',')} failed:"
-        advice = "mend them or leave them out; shards that are done are kept"
-        raise DataError("\n".join([told, *listed_lines([f"  {one}" for one in sorted(failures)], SHOWN), advice]))
-    return [done[number] for number in range(total)]
-
-
 def _list(asked: Asked, corpus: Corpus, label: str) -> list[Listed]:
     def words(done: list[Listed]) -> str:
         return f"{sum(one.samples for one in done):,} samples"
 
-    found: list[Listed] = _work(asked, label, ListShard(corpus, measured=asked.size[1]), len(corpus.shards), words)
-    faults = [
-        f"  {redact(name)}: {printable(one.fault, 500)}"
-        for (_, name), one in zip(corpus.shards, found, strict=True)
-        if one.fault is not None
-    ]
-    if faults:
+    names = [printable(redact(name)) for _, name in corpus.shards]
+    results = work_off(label, ListShard(corpus, measured=asked.size[1]), names, asked.executor, words)
+    found = require_all(label, results, MEND)
+    if faults := [
+        f"  {name}: {printable(one.fault, 500)}" for name, one in zip(names, found, strict=True) if one.fault
+    ]:
         told = f"damaged shards, of which intact samples are used: {len(faults):,}"
         print(told, *listed_lines(faults, SHOWN), sep="\n", flush=True)
     return found
@@ -363,17 +326,13 @@ def _plan(asked: Asked, corpus: Corpus, found: Sequence[Listed]) -> Plan:
 
 
 def _pack_all(asked: Asked, do: PackShard) -> list[Packed]:
-    began = time.monotonic()
+    began, names = time.monotonic(), [do.plan.shard(number)[0] for number in range(len(do.plan))]
 
     def words(done: list[Packed]) -> str:
-        size, made = sum(one.size for one in done), sum(one.size for one in done if one.made)
-        size, made = (bytes_ + total_size(asked.parts.glob("*.part")) for bytes_ in (size, made))
-        seconds = max(time.monotonic() - began, 1e-3)
-        left = f"  {duration(seconds * (len(do.plan) / len(done) - 1))} left" if done else ""
-        return f"{sum(one.samples for one in done):,} samples  {decimal(size)}  {decimal(int(made / seconds))}/s{left}"
+        return f"{sum(one.samples for one in done):,} samples  {written(done, asked.parts, began)}"
 
-    packed: list[Packed] = _work(asked, "packing", do, len(do.plan), words)
-    return packed
+    results: list[Packed | Failed] = work_off("packing", do, names, asked.executor, words)
+    return require_all("packing", results, MEND)
 
 
 def _conclude(

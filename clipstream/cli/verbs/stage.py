@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Protocol, cast, get_args
 from urllib.parse import quote
 
 from rich.filesize import decimal
@@ -39,23 +39,21 @@ from clipstream.data.decode.reencode import Format, Recipe, rewrite
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import entries, expand, indexes, source_type, typed_shards
 from clipstream.data.sources.tars import SIZES
-from clipstream.errors import DataError, SettingsError, Stopped
+from clipstream.errors import DataError, SettingsError
 from clipstream.storage.download import Monitor, ShardError, failed
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import total_size
 from clipstream.storage.shard_url import ShardURL, in_braces, parts_of, redact, stable_name
 from clipstream.storage.tar import scan
-from clipstream.text import duration, listed, listed_lines, printable
+from clipstream.text import duration, listed, printable
 from clipstream.utils import atomic_write
-from clipstream.utils.console import ProgressBar
-from clipstream.utils.executors import FLAG, MEANING, checked, run
-from clipstream.utils.processes import Crashed
+from clipstream.utils.executors import FLAG, MEANING, SHOWN, checked, require_all, work_off
+from clipstream.utils.processes import Failed
 from clipstream.utils.section import Tree, own_path
 
 SETTINGS_FILE = "staged.yaml"
 PARTS = ".parts"  # subfolder for incomplete copies
 COPYING = 16  # default number of local processes, which mostly wait for servers and disks
-SHOWN = 20  # shards that a message names
 PLAIN = re.compile(r"\w[\w .+=@%-]{0,180}\.tar")
 RECIPE_FLAGS = {
     "--size": "resize images whose shorter side is longer than this, in pixels",
@@ -118,17 +116,27 @@ class StagedSource:
         return named[0] if len(named) == 1 else [f"{{{','.join(some)}}}" if some[1:] else some[0] for some in named]
 
 
+class Written(Protocol):
+    """The result for a shard that was to be written."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def made(self) -> bool:
+        """Whether it was written now."""
+
+
 @dataclass(frozen=True)
 class Copy:
-    """The result for a shard: a complete copy, or the error that prevented it."""
+    """A complete copy of a shard."""
 
-    samples: int = 0
-    size: int = 0  # bytes
+    samples: int
+    size: int  # bytes
     fault: str | None = None  # of the original, which is copied as it is
     made: bool = False  # whether it was copied now
     images: Counter[str] = field(default_factory=Counter)  # number of images that were re-encoded now, by the result
-    error: str = ""
-    full: bool = False  # whether the error is that the disk is full
 
 
 @entry_point
@@ -143,7 +151,8 @@ def main(argv: list[str]) -> int:
             _announce(asked, sources)
             # The settings of an earlier call are valid again once all shards are copied.
             (folder / SETTINGS_FILE).unlink(missing_ok=True)
-            copies = copy_all(asked, [shard for source in sources for shard in source.shards])
+            shards = [shard for source in sources for shard in source.shards]
+            copies = dict(zip([one.file for one in shards], copy_all(asked, shards), strict=True))
             _conclude(asked, sources, copies, time.monotonic() - began)
         finally:
             shutil.rmtree(folder / PARTS, ignore_errors=True)
@@ -280,64 +289,30 @@ def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
     print(f"shards to stage in {asked.folder}: {counts}", flush=True)
 
 
-def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> dict[str, Copy]:
-    """Copy the shards by the executor; those with an intact copy are left. One failure does not stop the others.
-
-    Returns the results by file.
-
-    Raises:
-        DataError: the disk is full.
-        Stopped: by SIGINT or SIGTERM.
-    """
-    parts, fetcher = asked.folder / PARTS, Fetcher()
+def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> list[Copy | Failed]:
+    """Copy the shards by the executor; those with an intact copy are left. Raises as `work_off`."""
+    parts, began = asked.folder / PARTS, time.monotonic()
     parts.mkdir()
     for shard in shards:
         (asked.folder / shard.file).parent.mkdir(parents=True, exist_ok=True)
-    copies: dict[str, Copy] = {}
-    began, copied = time.monotonic(), 0
-    do = partial(stage_shard, shards, asked.folder, asked.recipe, fetcher)
+    do, names = partial(stage_shard, shards, asked.folder, asked.recipe, Fetcher()), [redact(one.url) for one in shards]
+    return work_off("staging", do, names, asked.executor, lambda done: written(done, parts, began))
 
-    def count() -> str:
-        return f"{sum(not copy.error for copy in copies.values()):,} of {len(shards):,} shards"
 
-    try:
-        with (
-            ProgressBar("staging") as bar,
-            contextlib.closing(run(do, len(shards), asked.executor)) as events,
-        ):
-            for event in events:
-                if event is not None:
-                    shard, copy = shards[event[0]], event[1]
-                    if isinstance(copy, Crashed):
-                        copy = Copy(error=f"{redact(shard.url)}: {copy.how}")
-                    copies[shard.file] = copy
-                    copied += copy.size if copy.made else 0
-                    if copy.full:
-                        raise DataError(
-                            f"the disk of {asked.folder} is full: {count()} are staged; free some space and rerun"
-                            " the same command to continue"
-                        )
-                    if copy.error:
-                        bar.say(f"failed: {copy.error}")
-                here, seconds = copied + total_size(parts.iterdir()), max(time.monotonic() - began, 1e-3)
-                words = [count(), decimal(here), f"{decimal(int(here / seconds))}/s"]
-                if copied:
-                    words.append(f"{duration(seconds * (len(shards) / len(copies) - 1))} left")
-                bar.update(len(copies), len(shards), "  ".join(words))
-    except KeyboardInterrupt:
-        told = f"interrupted: {count()} are in {asked.folder}; rerun the same command to continue"
-        raise Stopped(told) from None
-    return copies
+def written(done: Sequence[Written], parts: Path, began: float) -> str:
+    """Progress in words: bytes that were written since `began`, with those of drafts in `parts`, and their rate."""
+    size = sum(one.size for one in done if one.made) + total_size(parts.glob("*.part"))
+    return f"{decimal(size)}  {decimal(int(size / max(time.monotonic() - began, 1e-3)))}/s"
 
 
 def stage_shard(
     shards: Sequence[PlannedShard], folder: Path, recipe: Recipe | None, fetcher: Fetcher, number: int
-) -> Copy:
+) -> Copy | Failed:
     """Copy a shard, unless there is a copy that is intact, of the current version, and made by the same recipe."""
     shard = shards[number]
     shown, target, parts = redact(shard.url), folder / shard.file, folder / PARTS
     if not parts.exists():
-        return Copy(error=f"{shown}: {folder} is not on {socket.gethostname()}: use a folder that all workers share")
+        return Failed(f"{shown}: {folder} is not on {socket.gethostname()}: use a folder that all workers share")
     index = Path(f"{target}{indexes.SUFFIX}")
     own = secrets.token_hex(8)  # a shard may be copied twice at once, by a worker that was given up and another one
     part, changed = (parts / f"{own}.{name}" for name in ("part", "changed.part"))
@@ -353,7 +328,7 @@ def stage_shard(
             head = indexes.read_head(index)
         if target.exists():
             if head is None or head.origin is None:
-                return Copy(error=f"{shown}: {target} exists and was not staged: remove it, or use another folder")
+                return Failed(f"{shown}: {target} exists and was not staged: remove it, or use another folder")
             if version is None or head.origin["version"] is None:
                 origin["version"] = head.origin["version"]
             if head.origin == origin and head.of == indexes.identity_of(target):
@@ -376,20 +351,22 @@ def stage_shard(
         whole.replace(target)
         atomic_write.flush(target.parent)
     except (ShardError, OSError) as error:
-        return Copy(error=(told := failed(error, shown, folder)).error, full=told.full)
+        return failed(error, shown, folder)
     finally:
         part.unlink(missing_ok=True)
         changed.unlink(missing_ok=True)
     return Copy(len(found.samples), size, None if found.fault is None else str(found.fault), True, images)
 
 
-def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Mapping[str, Copy], seconds: float) -> None:
+def _conclude(
+    asked: Asked, sources: Sequence[StagedSource], copies: Mapping[str, Copy | Failed], seconds: float
+) -> None:
     """Write the settings for a run on the copies, and print a summary and the command of that run.
 
     Raises:
         DataError: shards could not be staged.
     """
-    whole = {file: copy for file, copy in copies.items() if not copy.error}
+    whole = {file: copy for file, copy in copies.items() if isinstance(copy, Copy)}
     urls = {shard.file: redact(shard.url) for source in sources for shard in source.shards}
     for shown in [f"{urls[file]}: {copy.fault}" for file, copy in whole.items() if copy.fault][:SHOWN]:
         print(f"warning: the original is damaged and was copied unchanged: {printable(shown, 800)}")
@@ -410,10 +387,8 @@ def _conclude(asked: Asked, sources: Sequence[StagedSource], copies: Mapping[str
             under = (asked.folder / source.shards[0].file).parent
             atomic_write.replace(under / SIZES, json.dumps(counts).encode())
         _write_settings(asked, staged)
-    if failures := [copy.error for copy in copies.values() if copy.error]:
-        told = f"{len(failures):,} of {len(copies):,} shards could not be staged:"
-        advice = "rerun the same command to copy them; until then training counts them as missing"
-        raise DataError("\n".join([told, *listed_lines([f"  {error}" for error in failures], SHOWN), advice]))
+    advice = "rerun the same command to copy them; until then training counts them as missing"
+    require_all("staging", [*copies.values()], advice)
 
 
 def _write_settings(asked: Asked, staged: Sequence[StagedSource]) -> None:

@@ -23,10 +23,11 @@ from clipstream.data.packing.sample import plain_key
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import OpenShard, SampleRef, ShardIndex, Source, SourceContext
 from clipstream.errors import Dropped
-from clipstream.storage.download import Failed, ShardError, failed
+from clipstream.storage.download import ShardError, failed
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.storage.tar import BLOCK, Shard
 from clipstream.utils import atomic_write
+from clipstream.utils.processes import Failed
 
 PARTS = ".parts"  # subfolder for lists, downloads and incomplete shards
 OPEN = 128  # shards of the sources that a thread keeps open

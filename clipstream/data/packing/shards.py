@@ -25,9 +25,10 @@ from clipstream.data.packing.plan import Plan
 from clipstream.data.packing.sample import Recording, SamplePacker
 from clipstream.data.sources import ShardIndex, indexes
 from clipstream.errors import Dropped
-from clipstream.storage.download import Failed, ShardError, failed
+from clipstream.storage.download import ShardError, failed
 from clipstream.storage.tar import SampleTable, TarWriter
 from clipstream.utils import atomic_write
+from clipstream.utils.processes import Failed
 
 
 class Packed(NamedTuple):
