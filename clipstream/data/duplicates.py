@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import unicodedata
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,15 +23,6 @@ NEAR = 8  # differing bits of 64 up to which two images are nearly the same
 EQUAL = 3  # bands of bits that are compared at once: fewer take more comparisons, more take more passes
 MANY = 1 << 21  # hashes from which these bands are wider
 Hashes = np.ndarray[Any, np.dtype[np.uint64]]
-
-
-class Seen(NamedTuple):
-    """A sample, by its name 'SHARD/KEY' and by hashes of 64 bits."""
-
-    name: str
-    captions: tuple[int, ...]  # of each text that training may draw
-    file: int  # of the bytes of the image
-    look: int  # of what the image shows: see `look_of`
 
 
 class Look(NamedTuple):
@@ -154,21 +145,21 @@ class Disjoint:
         return found
 
 
-def group(samples: Sequence[Seen]) -> tuple[list[int], int]:
-    """The group of each sample, by the number of one of its samples; and how many have a near-duplicate image.
+def group(looks: Hashes, marks: Iterable[tuple[Any, Any]]) -> tuple[np.ndarray[Any, Any], int]:
+    """The group of each sample, by the number of its first one, int64 [n]; and how many have a near-duplicate image.
 
-    Samples of the same name are one group: lists of keys do not tell them apart.
+    Args:
+        looks: of the samples' images, uint64 [n].
+        marks: numbers of samples, int64 [m], and hashes of what they have, [m]: those of an equal hash are a group.
     """
-    sets, first, pairs = Disjoint(len(samples)), dict[tuple[str, Hashable], int](), list[tuple[int, int]]()
-    for number, sample in enumerate(samples):
-        marks = [("name", sample.name), ("file", sample.file), *(("caption", one) for one in sample.captions)]
-        pairs += [(first.setdefault(mark, number), number) for mark in marks]
-    sets.join(*np.array(pairs, np.int64).reshape(-1, 2).T)
-    looks = np.array([sample.look for sample in samples], np.uint64)
+    sets = Disjoint(len(looks))
+    for numbers, values in marks:
+        first, of = np.unique(values, return_index=True, return_inverse=True)[1:]
+        sets.join(numbers[first[of]], numbers)
     hashes, places, of, counts = np.unique(looks, return_index=True, return_inverse=True, return_counts=True)
-    sets.join(places[of], np.arange(len(samples)))
+    sets.join(places[of], np.arange(len(looks)))
     alike = counts > 1
     for some, others in near_pairs(hashes):
         alike[some] = alike[others] = True
         sets.join(places[some], places[others])
-    return sets.roots(np.arange(len(samples))).tolist(), int(counts[alike].sum())
+    return sets.roots(np.arange(len(looks))), int(counts[alike].sum())

@@ -126,36 +126,6 @@ class ShardPass(Generic[T]):
             source.types[name].release(name)
 
 
-def scan(
-    title: str, source: Source, data: DataSettings, members: tuple[str, ...] | None, read: Read[T]
-) -> dict[str, list[T | None]]:
-    """By shard, what `read` gives for each of its samples, in stored order; None for those that training cannot use.
-
-    Args:
-        title: of the pass, for people.
-        members: of a sample that are read; None for all. With () only names are.
-        read: called with the name 'SHARD/KEY' and the raw sample; may raise Dropped.
-
-    Raises ShardError: a shard cannot be read.
-    """
-
-    def do(_: int, samples: ShardSamples) -> list[T | None]:
-        found = list[T | None]()
-        for where, _key, sample in samples:
-            found.append(None)
-            if not isinstance(sample, Dropped):
-                with suppress(Dropped):  # as in training, which counts it
-                    found[-1] = read(where, sample)
-        return found
-
-    work = ShardPass(source, data, members, do)
-    results = work.run(title, len)
-    if faults := [one.error for one in results if isinstance(one, Failed)]:
-        some = f"{len(faults):,} of {counted(len(results), 'shard', ',')} cannot be compared with the others"
-        raise ShardError(title, f"{some}: {faults[0]}: mend it, or leave it out of the training data")
-    return {name: found for name, found in zip(work.names, results, strict=True) if not isinstance(found, Failed)}
-
-
 def scanned(
     setting: str, source: Source, data: DataSettings, members: tuple[str, ...], read: Read[T], missing: T, *how: object
 ) -> list[np.ndarray[Any, Any]]:
@@ -164,7 +134,8 @@ def scanned(
 
     Args:
         setting: that asks for it, for messages.
-        members, read: as for `scan`.
+        members: of a sample that are read; None for all. With () only names are.
+        read: called with the name 'SHARD/KEY' and the raw sample; may raise Dropped.
         missing: number of the samples that training cannot use.
         how: all that `read` depends on; the first value is the folder of the cache.
 
@@ -172,12 +143,23 @@ def scanned(
     """
     names, title = list(dict.fromkeys(source.names)), str(how[0])
 
+    def do(_: int, samples: ShardSamples) -> np.ndarray[Any, Any]:
+        found = list[T]()
+        for where, _key, sample in samples:
+            found.append(missing)
+            if not isinstance(sample, Dropped):
+                with suppress(Dropped):  # as in training, which counts it
+                    found[-1] = read(where, sample)
+        return np.array([missing, *found])[1:]
+
     def fill(part: Path) -> None:
-        found = scan(title, source, data, members, read)
-        values = [np.array([missing if one is None else one for one in found[name]]) for name in names]
+        results = ShardPass(source, data, members, do).run(title, len)
+        values = [one for one in results if not isinstance(one, Failed)]
+        if faults := [one.error for one in results if isinstance(one, Failed)]:
+            some = f"{len(faults):,} of {counted(len(results), 'shard', ',')} cannot be read"
+            raise ShardError(title, f"{some}: {faults[0]}: mend it, or leave it out of the training data")
         with part.open("wb") as file:
-            whole = np.concatenate([np.array([missing])[:0], *(one for one in values if len(one))])
-            np.savez(file, values=whole, ends=np.cumsum([len(one) for one in values]))
+            np.savez(file, values=np.concatenate(values), ends=np.cumsum([*map(len, values)]))
 
     with np.load(cached(setting, title, identity(source, *how), fill), allow_pickle=False) as held:
         by_name = dict(zip(names, np.split(held["values"], held["ends"][:-1]), strict=True))

@@ -8,17 +8,21 @@ that all nodes have the same. Imports no torch.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, split_keys
-from clipstream.data.duplicates import NEAR, Seen, caption_hash, group, look_of
-from clipstream.data.image_settings import rgb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from clipstream.data.decode.key_lists import NOT_KEPT
+from clipstream.data.duplicates import NEAR, group
+from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
-from clipstream.data.scan import cached, identity, scan
+from clipstream.data.sample_table import sample_table
+from clipstream.data.scan import cached, identity
 from clipstream.data.settings import DataSettings, SourceSettings, split_counts
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.folders import with_split
@@ -29,7 +33,8 @@ from clipstream.text import counted
 from clipstream.utils.logs import announce, logger
 from clipstream.utils.plugins import is_plugin
 
-FORM = 4  # of the file and its rule: another one is another identity
+FORM = 5  # of the file and its rule: another one is another identity
+COLUMNS = ("shard", "key", "reason", "image_hash", "file_hash", "caption_hash", "other_hashes")
 FEWEST = 2  # samples on each side
 
 
@@ -53,7 +58,10 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
         if remote:
             again = "" if data.cache else ", and again at each evaluation unless --data.cache names a folder for them"
             logger.info(f"val_split: {counted(remote, 'remote shard', ',')} are downloaded to compare samples{again}")
-        names, said = choose(seen := _seen(source, data), share)
+        rows = compared(source, data)
+        rows = rows.filter(pc.equal(rows["reason"], ""))
+        seen = [f"{shard}/{key}" for shard, key in zip(rows["shard"].to_pylist(), rows["key"].to_pylist(), strict=True)]
+        names, said = choose(seen, rows, share)
         if names is None:
             raise ShardError("val_split", said)
         announce(f"val_split {said}")
@@ -77,48 +85,73 @@ def evaluated(source: SourceSettings) -> SourceSettings:
     return source.model_copy(update=rest)
 
 
-def choose(samples: Sequence[Seen], share: float) -> tuple[list[str] | None, str]:
+def choose(names: Sequence[str], rows: pa.Table, share: float) -> tuple[list[str] | None, str]:
     """The names of the samples to hold out, sorted, and how they were chosen, in words; None if there are too few.
 
     Groups are taken in the order of a hash of their first name, as long as they fit. Those of more than half of the
     samples to hold out stay in training, and so does a sample whose name has a line break.
+
+    Args:
+        names: of the samples; those of one name are a group, as lists of keys do not tell them apart.
+        rows: as `compared` gives them; rows with the same value in `group` are a group, too.
     """
+    roots, near = group(rows["image_hash"].to_numpy(), _marks(names, rows))
     groups: dict[int, list[str]] = {}
-    roots, near = group(samples)
-    for sample, root in zip(samples, roots, strict=True):
-        groups.setdefault(root, []).append(sample.name)
-    wanted, held = round(len(samples) * share), list[str]()
-    for names in sorted(groups.values(), key=lambda names: hash_of(min(names).encode(errors="surrogateescape"))):
-        broken = any("\n" in name or "\r" in name for name in names)
-        if not broken and len(names) <= max(1, wanted // 2) and len(held) + len(names) <= wanted:
-            held += names
-    if min(len(held), len(samples) - len(held)) < FEWEST:
+    for name, root in zip(names, roots.tolist(), strict=True):
+        groups.setdefault(root, []).append(name)
+    wanted, held = round(len(names) * share), list[str]()
+    for some in sorted(groups.values(), key=lambda some: hash_of(min(some).encode())):
+        broken = any("\n" in name or "\r" in name for name in some)
+        if not broken and len(some) <= max(1, wanted // 2) and len(held) + len(some) <= wanted:
+            held += some
+    if min(len(held), len(names) - len(held)) < FEWEST:
         return None, (
-            f"only {len(held):,} of {counted(len(samples), 'usable sample', ',')} can be held out (share {share:g}, "
+            f"only {len(held):,} of {counted(len(names), 'usable sample', ',')} can be held out (share {share:g}, "
             f"{counted(len(groups), 'group', ',')} of similar samples): use more data, another share, or --val-data"
         )
-    kept = f"{len(held):,} of {counted(len(samples), 'sample', ',')} held out for the evaluator val"
-    return sorted(held), f"{kept}; {len(groups):,} groups, {near:,} samples with a near-duplicate are kept together"
+    kept = f"{len(held):,} of {counted(len(names), 'sample', ',')} held out for the evaluator val"
+    said = f"{len(groups):,} groups, the largest of {max(map(len, groups.values())):,}"
+    return sorted(held), f"{kept}; {said}; {near:,} samples with a near-duplicate are kept together"
 
 
-def _seen(source: Source, data: DataSettings) -> list[Seen]:
-    """All usable samples of a source, in the order of its shards.
+def compared(
+    source: Source,
+    data: DataSettings,
+    groups: Sequence[Numbers] = (),
+    folder: Path | None = None,
+    executor: str = "local",
+) -> pa.Table:
+    """What is compared of all samples that `keep` and `drop` leave, in stored order, from the sample table.
+
+    Columns: shard, key, reason, image_hash, file_hash, caption_hash, other_hashes, and `group` if there are groups.
+
+    Args:
+        groups: by shard, a label of each sample; those of one label stay together.
+        folder, executor: see `sample_table`.
 
     Raises ShardError: a shard cannot be read, whose samples might have counterparts among those held out.
     """
-    section = source.settings
-    settings, background = section.caption, rgb(section.background)
-    if isinstance(settings, LabelCaption):  # whose texts are not compared: no templates of open_clip, which needs torch
-        settings = settings.model_copy(update={"templates": "plain"})
-    caption = build_caption(settings)
-    members = None if caption.members is None else (*split_keys(section.image_key), *caption.members)
+    table = sample_table(source, data, folder=folder, executor=executor)
+    for name, error in table.faults.items():
+        some = f"{len(table.faults):,} of {counted(len(set(source.names)), 'shard', ',')} cannot be compared"
+        raise ShardError("val_split", f"{some} with the others: {name}: {error}: mend it, or leave it out")
+    labelled = isinstance(source.settings.caption, LabelCaption)  # samples of a class are not alike
+    rows = table.read(COLUMNS[:-2] if labelled else COLUMNS)
+    if groups:
+        rows = rows.append_column("group", pa.array(np.concatenate(groups)))
+    return rows.filter(pc.not_equal(rows["reason"], NOT_KEPT))
 
-    def read(name: str, sample: RawSample) -> Seen:
-        texts = set(itertools.chain(*candidates(caption, sample)))
-        image = image_bytes(sample, section.image_key)
-        texts = set() if isinstance(section.caption, LabelCaption) else texts  # samples of a class are not alike
-        captions = tuple(sorted(map(caption_hash, texts)))
-        return Seen(name, captions, hash_of(image), look_of(image, background, data.max_image_pixels).hash)
 
-    found = scan("val_split", source, data, members, read)
-    return [sample for samples in found.values() for sample in samples if sample is not None]
+def _marks(names: Sequence[str], rows: pa.Table) -> Iterator[tuple[Any, Any]]:
+    """What makes samples a group besides their images; see `group`."""
+    numbers = np.arange(len(names))
+    yield numbers, np.array(names, object)
+    yield numbers, rows["file_hash"].to_numpy()
+    if "caption_hash" in rows.column_names:
+        captions, others = rows["caption_hash"].combine_chunks(), rows["other_hashes"].combine_chunks()
+        further = pc.list_parent_indices(others).to_numpy(), pc.list_flatten(others).to_numpy()
+        there = captions.is_valid().to_numpy(zero_copy_only=False)
+        own = numbers[there], captions.drop_null().to_numpy()
+        yield np.concatenate([own[0], further[0]]), np.concatenate([own[1], further[1]])
+    if "group" in rows.column_names:
+        yield numbers, rows["group"].to_numpy()

@@ -9,17 +9,16 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from clipstream.data.decode.labels import compare_groups
-from clipstream.data.duplicates import Seen
 from clipstream.data.groups import group_labels
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import mix, permuted
-from clipstream.data.packing.lists import Corpus, Listed, ShardList
-from clipstream.data.sample_table import sample_table
+from clipstream.data.packing.lists import Corpus, Listed
 from clipstream.data.settings import DataSettings
-from clipstream.data.text_settings import LabelCaption
-from clipstream.data.val_split import choose
+from clipstream.data.val_split import choose, compared
 from clipstream.errors import DataError
 from clipstream.utils.logs import logger
 
@@ -93,32 +92,17 @@ def held_out(corpus: Corpus, data: DataSettings, share: float, group: str | None
     with contextlib.suppress(OSError, ValueError):
         found: Numbers = np.load(kept)
         return found
-    from pyarrow import parquet  # on use, as its import takes long
-
-    samples, first, shard = list[Seen](), 0, 0
+    tables = []
     for source in corpus.sources:
         labels = dict[str, Numbers]()
         if group is not None:
             labels = dict(zip(source.names, group_labels(source, group, data, "--group"), strict=True))
             if few := compare_groups("--group", group, np.concatenate([*labels.values()]))[1]:
                 logger.warning(few)
-        labelled = isinstance(source.settings.caption, LabelCaption)  # samples of a class are not alike
-        table = sample_table(source, data, folder=kept.parent / "samples", executor=executor)
-        if table.faults:
-            raise DataError(f"--val-split: {': '.join(next(iter(table.faults.items())))}")
-        for name, part in zip(dict.fromkeys(source.names), table.parts, strict=True):
-            columns = parquet.read_table(part, columns=["image_hash", "file_hash", "caption_hash", "other_hashes"])
-            rows = list(zip(*columns.to_pydict().values(), strict=True))
-            listed = ShardList(corpus.path(shard))
-            for row in range(listed.head.samples):
-                look, file, text, others = rows[at := listed.row(row)[0]]
-                if look is not None:
-                    marks = [] if labelled else [*([] if text is None else [text]), *(others or ())]
-                    # A group is as a caption that its samples share.
-                    marks += [int(labels[name][at])] if labels else []
-                    samples.append(Seen(str(first + row), tuple(marks), file, look))
-            first, shard = first + listed.head.samples, shard + 1
-    names, said = choose(samples, share)
+        tables.append(compared(source, data, [*labels.values()], kept.parent / "samples", executor))
+    rows = pa.concat_tables(tables, promote_options="default")  # of the samples that are listed
+    usable = pc.equal(rows["reason"], "")
+    names, said = choose(np.flatnonzero(usable).astype(str).tolist(), rows.filter(usable), share)
     if names is None:
         raise DataError(f"--val-split: {said}")
     held = np.array(sorted(map(int, names)), np.int64)
