@@ -115,8 +115,12 @@ class Labelling:
             raise SettingsError("classes: missing: class names as a list, a file with one per line, or imagenet")
         return self.classes
 
-    def warn_of_unseen(self, counts: Sequence[float]) -> None:
-        """Warn once of named classes without an image, given the number of images by class."""
+    def warn_of_unseen(self, context: EvalContext, counts: Sequence[float]) -> None:
+        """Warn once, on rank 0, of named classes without an image, given the number of images by class; not of the few
+        samples of a dry run.
+        """
+        if not context.world.is_main or context.AT_MOST is not None:
+            return
         unseen = [name for name, count in zip(self.classes or (), counts, strict=False) if not count]
         if unseen:
             _warn_once(

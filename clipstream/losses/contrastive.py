@@ -59,6 +59,7 @@ Kind = Literal["softmax", "sigmoid"]
 Compute = Callable[[Leaves, bool], tiled.Found]
 FEW_DISTINCT = 0.7  # share of distinct samples in a batch: a data set of 2 batches gives 0.79, of 1 batch 0.63
 SHORT = 2  # the role of a short text
+ROUNDING = 1e-6  # of a term of the loss that is 0
 DOMINATES = 100.0  # times the other terms of the loss: a weight that was meant for another scale
 
 
@@ -320,11 +321,13 @@ def _check_groups(field: str, batch: Batch, world: World) -> None:
 def warn_of_dominance(loss: ContrastiveLoss, parts: Mapping[str, float]) -> None:
     """Warn where one of the terms of the loss, times their weights, leaves the others without effect.
 
+    Terms that are 0 up to rounding are left out, as distillation from the weights that the model still has.
+
     Args:
         parts: the terms of a step, by name.
     """
     factors = getattr(loss, "factors", {})
-    terms = {name: factors.get(name, 1.0) * part for name, part in parts.items()}
+    terms = {name: factors.get(name, 1.0) * part for name, part in parts.items() if abs(part) > ROUNDING}
     largest, *others = sorted(terms, key=lambda name: abs(terms[name]), reverse=True) or [""]
     if others and 0 < DOMINATES * abs(terms[others[0]]) < abs(terms[largest]):
         rest = ", ".join(f"{name} {terms[name]:.3g}" for name in others)

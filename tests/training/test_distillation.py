@@ -96,13 +96,15 @@ def test_a_student_learns_from_a_teacher_of_other_images_and_tokens(place: Path)
     assert set(weights(place, "other", 16)) == set(load_file(place / "alike" / "open_clip_model.safetensors"))
 
 
-@pytest.mark.parametrize(("weight", "told"), [("200", 0), ("2000", 1)])
+@pytest.mark.parametrize(("teacher", "weight", "told"), [("", "200", 0), ("", "2000", 1), ("start", "1", 0)])
 def test_a_term_that_outweighs_the_others_is_told(
-    place: Path, weight: str, told: int, capsys: pytest.CaptureFixture[str]
+    place: Path, teacher: str, weight: str, told: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ("--distill.contrastive", "1", "--distill.type", "relational", "--distill.features", weight)
-    go(flags(place, f"weight_{weight}", "--distill-model", f"local-dir:{place}/alike", *more, steps=1))
-    assert capsys.readouterr().err.count("its term features") == told
+    alike = f"local-dir:{place}/alike"
+    more = ("--distill.contrastive", "1", "--distill.type", "relational", "--distill.features", weight,
+            *(("--pretrained", alike, "--model.allow-mismatch", "true") if teacher else ()))  # fmt: skip
+    go(flags(place, f"weight_{teacher}{weight}", "--distill-model", teacher or alike, *more, steps=1))
+    assert capsys.readouterr().err.count("the loss: its term") == told
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,7 @@ class Frozen(ABC):
         test = labelled(context, self.test, self.labelling, self.batch_size)
         classes = count_classes(self.labelling, context.world, train, test)
         tally = context.world.all_reduce_sum(self.tally(train, test, classes, context.world))
-        if context.world.is_main:
-            self.labelling.warn_of_unseen(tally[:, 2].tolist())
+        self.labelling.warn_of_unseen(context, tally[:, 2].tolist())
         yield from figures(tally)
         yield "n_train", sum(context.world.gather_objects(len(train.labels)))
 

@@ -63,8 +63,7 @@ class ZeroShot:
         tally = context.world.all_reduce_sum(tally)
         if not tally[:, 2].any():
             raise context.unusable("image with a label")
-        if context.world.is_main:
-            self.labelling.warn_of_unseen(tally[:, 2].tolist())
+        self.labelling.warn_of_unseen(context, tally[:, 2].tolist())
         show_classes(context, kept, first, classifier, self.classes)
         show_confusions(context, true, guessed, self.classes)
         matches.show()

@@ -21,7 +21,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.classes import Labelling
-from clipstream.evals.context import EvalContext
+from clipstream.evals.context import DryRun, EvalContext
 from clipstream.evals.evaluators.zero_shot import ZeroShot
 from clipstream.evals.metrics import figures
 from clipstream.evals.runner import EvalRunner, Listeners, build_evaluators
@@ -204,8 +204,9 @@ def test_templates(tmp_path: Path) -> None:
 
 def test_classes_without_pictures_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     labelling = Labelling("cls", "one", ["cat", "dog", "eel", "fox"])
+    labelling.warn_of_unseen(DryRun.of(context_of(World()), "val"), [3, 0, 0, 0])
     for counts in ([3, 1, 1, 2], [3, 0, 1, 0], [3, 0, 1, 0]):
-        labelling.warn_of_unseen(counts)
+        labelling.warn_of_unseen(context_of(World()), counts)
     assert [record.message[:88] for record in caplog.records] == [
         "only 2 of 4 class names are labels of the data: no samples of 'dog', 'fox'. Set the eval"
     ]
