@@ -145,8 +145,12 @@ class Disjoint:
         return found
 
 
-def group(looks: Hashes, marks: Iterable[tuple[Any, Any]]) -> tuple[np.ndarray[Any, Any], int]:
-    """The group of each sample, by the number of its first one, int64 [n]; and how many have a near-duplicate image.
+def group(looks: Hashes, marks: Iterable[tuple[Any, Any]], most: int) -> tuple[np.ndarray[Any, Any], int, int]:
+    """The group of each sample, by the number of its first one, int64 [n]; how many samples have a near-duplicate
+    image; and up to how many differing bits images are near ones.
+
+    Images that are near others by chance chain a large set to one group: where near images alone make a group of more
+    than `most` samples, fewer bits may differ, 4 at least.
 
     Args:
         looks: of the samples' images, uint64 [n].
@@ -157,9 +161,13 @@ def group(looks: Hashes, marks: Iterable[tuple[Any, Any]]) -> tuple[np.ndarray[A
         first, of = np.unique(values, return_index=True, return_inverse=True)[1:]
         sets.join(numbers[first[of]], numbers)
     hashes, places, of, counts = np.unique(looks, return_index=True, return_inverse=True, return_counts=True)
-    sets.join(places[of], np.arange(len(looks)))
-    alike = counts > 1
-    for some, others in near_pairs(hashes):
-        alike[some] = alike[others] = True
-        sets.join(places[some], places[others])
-    return sets.roots(np.arange(len(looks))), int(counts[alike].sum())
+    for bits in (NEAR, 6, 4):
+        alike, near = counts > 1, Disjoint(len(hashes))
+        for some, others in near_pairs(hashes, bits):
+            alike[some] = alike[others] = True
+            near.join(some, others)
+        roots = near.roots(np.arange(len(hashes)))[of]
+        if np.bincount(roots, minlength=1).max() <= most:
+            break
+    sets.join(places[roots], np.arange(len(looks)))
+    return sets.roots(np.arange(len(looks))), int(counts[alike].sum()), bits

@@ -95,14 +95,15 @@ def choose(names: Sequence[str], rows: pa.Table, share: float) -> tuple[list[str
         names: of the samples; those of one name are a group, as lists of keys do not tell them apart.
         rows: as `compared` gives them; rows with the same value in `group` are a group, too.
     """
-    roots, near = group(rows["image_hash"].to_numpy(), _marks(names, rows))
+    wanted, held = round(len(names) * share), list[str]()
+    most = max(1, wanted // 2)
+    roots, near, bits = group(rows["image_hash"].to_numpy(), _marks(names, rows), most)
     groups: dict[int, list[str]] = {}
     for name, root in zip(names, roots.tolist(), strict=True):
         groups.setdefault(root, []).append(name)
-    wanted, held = round(len(names) * share), list[str]()
     for some in sorted(groups.values(), key=lambda some: hash_of(min(some).encode())):
         broken = any("\n" in name or "\r" in name for name in some)
-        if not broken and len(some) <= max(1, wanted // 2) and len(held) + len(some) <= wanted:
+        if not broken and len(some) <= most and len(held) + len(some) <= wanted:
             held += some
     if min(len(held), len(names) - len(held)) < FEWEST:
         return None, (
@@ -111,7 +112,9 @@ def choose(names: Sequence[str], rows: pa.Table, share: float) -> tuple[list[str
         )
     kept = f"{len(held):,} of {counted(len(names), 'sample', ',')} held out for the evaluator val"
     said = f"{len(groups):,} groups, the largest of {max(map(len, groups.values())):,}"
-    return sorted(held), f"{kept}; {said}; {near:,} samples with a near-duplicate are kept together"
+    return sorted(
+        held
+    ), f"{kept}; {said}; {near:,} samples with a near-duplicate (of at most {bits} differing bits) are kept together"
 
 
 def compared(

@@ -78,6 +78,16 @@ def test_a_group_is_on_one_side(seed: int, count: int, share: float) -> None:
         assert len(held) == round(share * count)
 
 
+def test_images_that_are_near_by_chance_are_no_group() -> None:
+    random, looks = Random(0), [0]
+    for _ in range(99):  # each is near the one before
+        looks.append(looks[-1] ^ sum(1 << bit for bit in random.sample(range(64), 7)))
+    rows = pa.table({"image_hash": pa.array(looks * 2, pa.uint64()), "file_hash": range(200)})
+    held, said = choose([f"0.tar/{number}" for number in range(200)], rows, 0.2)
+    assert "(of at most 6 differing bits)" in said and held is not None and len(held) == 40
+    assert {int(name[6:]) % 100 for name in held} == {int(name[6:]) for name in held if int(name[6:]) < 100}
+
+
 def encoded(image: Image.Image, kind: str = "JPEG", **options: int) -> bytes:
     out = io.BytesIO()
     image.save(out, kind, **options)
