@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from clipstream.cli.verbs.check import main
+from clipstream.cli.verbs.check import check, main
 from clipstream.config.settings import load
 from clipstream.data.sample_table import detector
 from clipstream.report.charts import Bars
@@ -85,6 +85,7 @@ def test_figures_problems_and_files(data: Path, capsys: pytest.CaptureFixture[st
     assert main(again) == 0  # by another executor, into another folder: the same figures
     other = json.loads(capsys.readouterr().out)
     assert {**other, "stages": 0} == {**figures, "stages": 0}
+    assert {**check(f"{data}/data", all=True).figures, "stages": 0} == {**figures, "stages": 0}
     (tables,) = (data / "tables").iterdir()
     (tables / "000001.parquet").unlink()  # as after a kill
     stamps = {part.name: os.stat(part).st_mtime_ns for part in tables.iterdir()}

@@ -363,7 +363,9 @@ def test_a_shard_that_left_the_cache_is_listed_again(shards: str, tmp_path: Path
 def test_remote_shards_are_downloaded_once(shards: str, tmp_path: Path) -> None:
     site = Site()
     site.bodies = {path.name: path.read_bytes() for path in Path(shards).glob("*.tar")}
-    found = packed(tmp_path / "x", f"{site.root}/{{00000..00005}}.tar", "--shard-size", "9")
+    small = ["--data.cache", str(tmp_path / "cache"), "--data.cache-gib", "1e-6"]  # of training: no shard fits
+    found = packed(tmp_path / "x", f"{site.root}/{{00000..00005}}.tar", "--shard-size", "9", *small)
+    assert not list((tmp_path / "cache").glob("*.tar"))
     assert found == samples(*sorted(Path(shards).glob("*.tar")))
     assert {name: n for name, n in site.asked.items() if name.startswith("GET")} == {
         f"GET 0000{n}.tar": 1 for n in range(6)

@@ -151,6 +151,7 @@ def check(
     *,
     folder: PathLike | None = None,
     samples: int | None = None,
+    all: bool = False,
     **flags: Unpack[ReadingFlags],
 ) -> CheckReport:
     """Look into a data set: its members and JSON fields, and the samples that training would use and drop.
@@ -160,6 +161,7 @@ def check(
             or a list of them.
         folder: what a manifest's relative paths begin at.
         samples: number of samples to read, spread over the shards; 0 for all; unless set 500, or all of 2,000 or fewer.
+        all: also read all samples as `check --all` does; `figures` of the report are then those of its `--json`.
         flags: texts. `caption_key`: suffix of the text member with the caption; unless set 'txt', and of a CSV 'title'
             before it. `caption_lines`: 'first' or 'random' to use one line of a text. `caption_json`: path into the
             JSON member, such as 'caption.en'; several by ';' are tried in order. `image_key`: suffixes of the image
@@ -195,7 +197,12 @@ def check(
     names = [os.fspath(one) for one in each("shards", "a pattern or a list of patterns", shards, (str, os.PathLike))]
     words = _flags({**given, "folder": None if folder is None else os.fspath(folder)})
     with on_terminal():
-        return look(load(["--train-data", "::".join(in_braces(names)), *words]).data.sources["train"], samples)
+        settings = load(["--train-data", "::".join(in_braces(names)), *words])
+        report = look(section := settings.data.sources["train"], samples)
+        if all:
+            source = Source(section, SourceContext(cache=settings.data.cache, key=SHORT_FLAGS))
+            report.figures = whole.examine(source, settings.data).figures
+        return report
 
 
 def _flags(options: Mapping[str, str | None]) -> list[str]:
@@ -227,6 +234,7 @@ class CheckReport:
     # of the images used, the share of the area that the centre crop of a model with square images leaves out
     lost: list[float] = field(default_factory=list)
     total: int | None = None  # number of samples, if it is known
+    figures: dict[str, Any] = field(default_factory=dict)  # of all samples, as JSON values, if they were asked for
 
     @property
     def tried(self) -> int:

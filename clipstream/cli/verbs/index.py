@@ -89,6 +89,8 @@ def make_indexes(
     def words(done: Sequence[Indexed]) -> str:
         return f"{sum(one.samples for one in done):,} samples"
 
+    for parent in {path.parent for url in urls if (path := indexes.path_of(url, folder)) is not None}:
+        indexes.remove_drafts(parent)
     # The cache is one of each process, so that a host that does not answer is asked once.
     with contextlib.closing(ShardCache(None)) as store:
         results = work_off("indexing", partial(index_shard, urls, store, folder, again), names, executor, words)

@@ -216,7 +216,9 @@ def pack(asked: Asked) -> None:
     there = [name for name in there if not name.startswith(".")]
     if there and PLAN_FILE not in there:
         raise SettingsError(f"{redact(asked.out)} is not empty, it holds {min(there)}: use another folder")
-    data = asked.settings.data.model_copy(update={"cache": asked.settings.data.cache or str(parts / "cache")})
+    data = asked.settings.data  # a cache with a limit may not hold all that is read at random
+    own = data.cache is None or data.cache_gib is not None
+    data = data.model_copy(update={"cache": str(parts / "cache") if own else data.cache, "cache_gib": None})
     with contextlib.closing(ShardCache(data.cache)) as store:
         sources = [
             Source(one, SourceContext(store, asked.settings.data.cache, f"data.sources.{name}"))

@@ -315,7 +315,7 @@ def stage_shard(
         return Failed(f"{shown}: {folder} is not on {socket.gethostname()}: use a folder that all workers share")
     index = Path(f"{target}{indexes.SUFFIX}")
     own = secrets.token_hex(8)  # a shard may be copied twice at once, by a worker that was given up and another one
-    part, changed = (parts / f"{own}.{name}" for name in ("part", "changed.part"))
+    part, changed, draft = (parts / f"{own}.{name}" for name in ("part", "changed.part", "index.part"))
     made_by: dict[str, object] | None = None
     if recipe is not None:
         recipe = replace(recipe, background=shard.source.background)
@@ -345,16 +345,13 @@ def stage_shard(
             images = rewrite(part, found, changed, split_keys(shard.source.image_key), recipe)
             whole, found = changed, scan(changed)
         size = whole.stat().st_size
-        atomic_write.flush(whole)
-        # The index before the shard: it names the version of its file, and is ignored beside another one.
-        indexes.write(index, found, indexes.identity_of(whole), origin)
-        whole.replace(target)
-        atomic_write.flush(target.parent)
+        indexes.write(draft, found, indexes.identity_of(whole), origin)
+        indexes.place(whole, draft, target)
     except (ShardError, OSError) as error:
         return failed(error, shown, folder)
     finally:
-        part.unlink(missing_ok=True)
-        changed.unlink(missing_ok=True)
+        for path in (part, changed, draft):
+            path.unlink(missing_ok=True)
     return Copy(len(found.samples), size, None if found.fault is None else str(found.fault), True, images)
 
 

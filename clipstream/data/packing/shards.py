@@ -27,7 +27,6 @@ from clipstream.data.sources import ShardIndex, indexes
 from clipstream.errors import Dropped
 from clipstream.storage.download import ShardError, failed
 from clipstream.storage.tar import SampleTable, TarWriter
-from clipstream.utils import atomic_write
 from clipstream.utils.processes import Failed
 
 
@@ -137,7 +136,6 @@ class PackShard:
     def __call__(self, number: int) -> Packed | Failed:
         """Pack a shard by its number in the plan."""
         name, numbers = self.plan.shard(number)
-        target = self.folder / name
         # A lost worker may still write the same shard: drafts have names of their own.
         part = self.folder / PARTS / f"{number:06d}.{secrets.token_hex(8)}.part"
         index = part.with_suffix(".index.part")
@@ -156,11 +154,7 @@ class PackShard:
                 self.remote.put(name, part)
                 self.remote.put(f"{name}{indexes.SUFFIX}", index)
             else:
-                # The index before the shard: it names the version of its file, and is ignored beside another one.
-                target.parent.mkdir(parents=True, exist_ok=True)
-                index.replace(f"{target}{indexes.SUFFIX}")
-                part.replace(target)
-                atomic_write.flush(target.parent)
+                indexes.place(part, index, self.folder / name)
         except (ShardError, OSError) as error:
             return failed(error, name, self.folder)
         finally:

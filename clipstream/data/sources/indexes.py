@@ -30,6 +30,7 @@ import os
 import re
 import shlex
 import struct
+import time
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,7 @@ LONGEST_HEAD = 1 << 16
 MOST_PACKED = 256  # bytes that a byte of an index unpacks to at most, which shards' are far below: zlib allows 1,032
 SMALL = 256 << 20  # most bytes of tars without an index that are scanned at the start
 READERS = 16  # threads: on a network file system, opening a file takes far longer than reading a line of it
+OLD = 3600  # s after which a draft is nobody's
 NAMED = 5  # shards that a message lists
 NONE, STALE, GONE = "there is none", "the shard has changed since", "the shard does not exist"
 WIDS = "shardindex.json"  # the name that wids gives an index beside shards
@@ -139,7 +141,24 @@ def write(path: Path, index: ShardIndex, of: Identity, origin: dict[str, object]
     rest |= {} if origin is None else {"origin": origin}
     head = json.dumps({"samples": len(index.samples), **of._asdict(), **rest}).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write.replace(path, MAGIC + b"%08x %s\n" % (zlib.crc32(head), head) + body)
+    atomic_write.replace(path, [MAGIC + b"%08x %s\n" % (zlib.crc32(head), head), body], shared=True)
+
+
+def place(shard: Path, index: Path, target: Path) -> None:
+    """Rename a finished shard, and its index, to `target` and its side index. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write.flush(shard)
+    index.replace(f"{target}{SUFFIX}")  # first: it names the version of its file, and is ignored beside another one
+    shard.replace(target)
+    atomic_write.flush(target.parent)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what killed calls of `write` have left in a folder, when it is an hour old."""
+    for draft in folder.glob(f"*{SUFFIX}.{'[0-9a-f]' * 16}.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - draft.stat().st_mtime > OLD:
+                draft.unlink()
 
 
 def read_head(path: Path) -> Head:

@@ -8,6 +8,7 @@ import os
 import struct
 import tarfile
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.cli.main import main as clipstream
-from clipstream.cli.verbs.index import main
+from clipstream.cli.verbs.index import Indexed, index_shard, main
 from clipstream.config.settings import load, with_known_epoch
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
@@ -27,6 +28,7 @@ from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import ShardIndex, scan
+from clipstream.utils import atomic_write
 from tests.support.json_values import JSON, changed, places
 from tests.support.loaders import digests, indexed
 from tests.support.pictures import make_shards
@@ -151,6 +153,25 @@ def test_only_what_is_missing_or_stale_is_indexed(tmp_path: Path, capsys: pytest
     assert counts(spec) == [5, 3, 7]
     assert main([spec, "--again", "--executor=local:1"]) == 0
     assert all(new > third[name] for name, new in indexes(tmp_path).items())
+
+
+def test_two_workers_index_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, more = atomic_write.write, []
+    make_shards(tmp_path, [3])
+
+    def write(path: Path, parts: Any) -> tuple[int, str]:
+        found = plain(path, parts)
+        if not more:  # before this worker renames its index, another one is done
+            more.append(True)
+            assert isinstance(index_shard([f"{tmp_path}/00000.tar"], ShardCache(None), None, True, 0), Indexed)
+        return found
+
+    for name, age in (("0" * 16, 9000), ("1" * 16, 0)):
+        (draft := tmp_path / f"00000.tar.index.{name}.part").write_bytes(b"left by a killed call")
+        os.utime(draft, (time.time() - age,) * 2)
+    monkeypatch.setattr(atomic_write, "write", write)
+    assert main([f"{tmp_path}/00000.tar", "--executor=local:1"]) == 0 and counts(f"{tmp_path}/00000.tar") == [3]
+    assert {path.name[10:] for path in tmp_path.iterdir()} == {"", "index", f"index.{'1' * 16}.part"}
 
 
 def test_shards_that_cannot_be_read_are_named_and_the_others_indexed(
