@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, json_value
 from clipstream.data.decode.images import check_shape, read_header
 from clipstream.data.decode.key_lists import storable
-from clipstream.data.decode.token_counts import TokenCounter
 from clipstream.data.duplicates import caption_hash, look_of
 from clipstream.data.image_settings import rgb
 from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
@@ -41,6 +40,7 @@ from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError
+from clipstream.features.byte_pairs import BytePairs
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import cache_root
 from clipstream.storage.shard_url import redact
@@ -217,12 +217,12 @@ class _Part:
         return {name: value for name, value in self.__dict__.items() if name != "tools"}
 
     @cached_property
-    def tools(self) -> tuple[Any, TokenCounter, Callable[[str], str] | None]:
+    def tools(self) -> tuple[Any, Callable[[str], int], Callable[[str], str] | None]:
         """What reads captions, their tokens and their language."""
         caption = self._section.caption
         if isinstance(caption, LabelCaption):  # no templates of open_clip, which needs torch
             caption = caption.model_copy(update={"templates": "plain"})
-        return build_caption(caption), TokenCounter(), detector() if self._columns.languages else None
+        return build_caption(caption), BytePairs().count, detector() if self._columns.languages else None
 
     def __call__(self, number: int, samples: ShardSamples) -> int:
         """Write the part of a shard; its number of rows."""

@@ -15,7 +15,7 @@ from clipstream.features.search import PairScores, StoredRows, pair_scores
 from clipstream.features.store import FeatureStore
 
 KINDS = ("clip_score", "duplicate", "doubt")
-PREFERENCES = ("first", "score", "centroid")  # which one of near-duplicates is kept
+
 Scores = np.ndarray[Any, np.dtype[np.float32]]
 
 

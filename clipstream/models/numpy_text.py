@@ -7,22 +7,18 @@ byte pair encoding is known (`NumpyText.of`); for anything else callers use torc
 from __future__ import annotations
 
 import contextlib
-import gzip
-import importlib.util
-import itertools
 import json
 import math
 import mmap
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"  # of open_clip
+from clipstream.features.byte_pairs import BytePairs
+
 DTYPES = {"F32": np.float32, "F16": np.float16}
-WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d|[a-z]+|[0-9]|[^\sa-z0-9]+")  # CLIP's pattern, for ASCII in lower case
 KNOWN = {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "quick_gelu"}  # of text_cfg
 Floats = np.ndarray[Any, Any]  # float32
 
@@ -47,7 +43,7 @@ class NumpyText:
                 size, start = math.prod(about["shape"]), end + about["data_offsets"][0]
                 rows = np.frombuffer(data, DTYPES[about["dtype"]], size, start).reshape(about["shape"])
                 self._tensors[name.removeprefix("text.")] = rows
-        self._bpe = _BytePairs()
+        self._bpe = BytePairs()
 
     @classmethod
     def of(cls, file: Path | None, config: Mapping[str, Any]) -> NumpyText | None:
@@ -59,11 +55,12 @@ class NumpyText:
         return None
 
     def encode(self, text: str) -> Floats:
-        """The feature of a text, float32 [D] of length 1. Raises ValueError: the text is not ASCII."""
+        """The feature of a text, float32 [D] of length 1."""
         ids = self._bpe.encode(text)
         ids = [*ids[: self._length - 1], ids[-1]] if len(ids) > self._length else ids
+        ids = ids[: ids.index(max(ids)) + 1]  # what follows the end has no effect
         x = self._get("token_embedding.weight", ids) + self._get("positional_embedding", slice(len(ids)))
-        mask = np.triu(np.full((len(ids), len(ids)), -np.inf, np.float32), 1)  # what follows the end has no effect
+        mask = np.triu(np.full((len(ids), len(ids)), -np.inf, np.float32), 1)
         for number in range(self._layers):
             block = f"transformer.resblocks.{number}."
             rows = self._linear(
@@ -92,42 +89,6 @@ class NumpyText:
         x = x - x.mean(axis=-1, keepdims=True)
         x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5)
         return np.asarray(x * self._get(f"{name}.weight") + self._get(f"{name}.bias"))
-
-
-class _BytePairs:
-    """CLIP's byte pair encoding of ASCII texts (open_clip's SimpleTokenizer); reading its vocabulary takes 0.1 s."""
-
-    def __init__(self) -> None:
-        spec = importlib.util.find_spec("open_clip")  # found, and not imported: that would import torch
-        assert spec is not None and spec.submodule_search_locations is not None
-        data = gzip.decompress((Path(spec.submodule_search_locations[0]) / VOCABULARY).read_bytes())
-        merges = data.decode().split("\n")[1 : 49152 - 256 - 2 + 1]
-        self._ranks = {tuple(merge.split()): rank for rank, merge in enumerate(merges)}
-        own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # in which an ASCII character is itself
-        letters = [*map(chr, own), *(f"\0{number}" for number in range(256 - len(own)))]
-        pieces = [*letters, *(f"{letter}</w>" for letter in letters), *map("".join, self._ranks)]
-        self._ids = {piece: number for number, piece in enumerate(pieces)}
-        self._start = len(pieces)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the start, the pieces and the end. Raises ValueError: it is not plain ASCII."""
-        if not text.isascii() or not text.isprintable() or "&" in text or "<" in text:
-            raise ValueError(f"{text!r} is not plain ASCII")
-        words = WORDS.findall(" ".join(text.split()).lower())
-        return [self._start, *(self._ids[part] for word in words for part in self._parts(word)), self._start + 1]
-
-    def _parts(self, word: str) -> list[str]:
-        parts, none = [*word[:-1], f"{word[-1]}</w>"], len(self._ranks)
-        while len(parts) > 1:
-            best = min(itertools.pairwise(parts), key=lambda pair: self._ranks.get(pair, none))
-            if best not in self._ranks:
-                break
-            before, parts = parts, []
-            while before:
-                size = 2 if tuple(before[:2]) == best else 1
-                parts.append("".join(before[:size]))
-                del before[:size]
-        return parts
 
 
 def _erf(x: Floats) -> Floats:

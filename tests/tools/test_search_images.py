@@ -18,12 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import open_clip
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
@@ -32,7 +29,7 @@ from clipstream.api.model import load_model
 from clipstream.cli.verbs.search import images, indexing, main, run
 from clipstream.errors import Stopped
 from clipstream.features.image_index import ENDS, ImageSearch
-from clipstream.models.numpy_text import NumpyText, _BytePairs
+from clipstream.models.numpy_text import NumpyText
 from tests.support.browser import look, needs_browser
 from tests.support.model_files import TEXT, build, write
 from tests.support.ranks import ROOT, TIMEOUT
@@ -264,7 +261,7 @@ def test_features_without_torch_equal_torch_s(more: dict[str, Any], tmp_path: Pa
     tower = NumpyText.of(tmp_path / "saved/open_clip_model.safetensors", config)
     assert tower is not None
     model, _, _ = load_model(f"local-dir:{tmp_path / 'saved'}")
-    texts = ["a red bird", "", "It's 12 o'clock, isn't it?  " * 4, "x"]
+    texts = ["a red bird", "", "It's 12 o'clock, isn't it?  " * 4, "x", "ein Vögelchen &amp; 🐦", "a <end_of_text> b"]
     ours = np.stack([tower.encode(text) for text in texts])
     assert np.abs(ours - model.encode_text(texts).cpu().numpy()).max() < 1e-4
     assert NumpyText.of(None, config) is None
@@ -272,14 +269,3 @@ def test_features_without_torch_equal_torch_s(more: dict[str, Any], tmp_path: Pa
         NumpyText.of(tmp_path / "saved/open_clip_model.safetensors", {"text_cfg": {**TEXT, "pool_type": "last"}})
         is None
     )
-    with pytest.raises(ValueError, match="ASCII"):
-        tower.encode("ein Vögelchen")
-
-
-PAIRS = _BytePairs()
-
-
-@settings(max_examples=300)
-@given(st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters="&<"), max_size=60))
-def test_ids_are_open_clip_s(text: str) -> None:
-    assert PAIRS.encode(text)[1:-1] == open_clip.tokenizer._tokenizer.encode(text)

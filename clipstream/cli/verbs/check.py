@@ -35,7 +35,7 @@ from clipstream.config.settings import PathLike, Settings, changed, load
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
 from clipstream.data.decode.images import check_shape, converted, loaded, lost_area, opaque, opened
-from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile, least_tokens
+from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile
 from clipstream.data.image_settings import rgb
 from clipstream.data.loader.health import Captions, lost_area_note
 from clipstream.data.settings import IMAGE_KEY, SourceSettings
@@ -44,6 +44,7 @@ from clipstream.data.sources.folders import contents, named_folder
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.text_settings import CaptionSettings
 from clipstream.errors import ClipstreamError, DataError, Dropped, SettingsError, each, wrong_type
+from clipstream.features.byte_pairs import BytePairs
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact, redact_tree
@@ -230,7 +231,8 @@ class CheckReport:
     examples: dict[str, str] = field(default_factory=dict)  # reason -> one such sample, with details
     captions: dict[str, str] = field(default_factory=dict)  # 'SHARD/KEY' -> caption of the first samples used
     first_captions: Captions = field(default_factory=Captions)  # of the samples checked for constant captions
-    long: int = 0  # number of captions of more than `CONTEXT` tokens, at least
+    long: int = 0  # number of captions of more than `CONTEXT` tokens
+    tokens: BytePairs = field(default_factory=BytePairs, repr=False, compare=False)
     # of the images used, the share of the area that the centre crop of a model with square images leaves out
     lost: list[float] = field(default_factory=list)
     total: int | None = None  # number of samples, if it is known
@@ -326,7 +328,7 @@ def _look_at(
     else:
         view.used += 1
         view.first_captions.add(where, text, pixels)
-        view.long += least_tokens(text) > CONTEXT
+        view.long += view.tokens.count(text) > CONTEXT
         view.lost.append(lost)
         if len(view.captions) < 3:
             view.captions[where] = text

@@ -48,7 +48,6 @@ NOT_CAPTIONS = (
 # One word that is a code of a language, has digits or signs, or is very long: an id, a hash, a path, a URL.
 _CODE = re.compile(r"(?i:true|false|none|null|nan)|[a-z]{2}(-[A-Za-z]{2,4})?|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_PIECE = re.compile(r"[^\W\d_]+|\d|[^\w\s]+|_")  # one token of CLIP's tokenizer, or several
 _MARKED = re.compile(r"^\W*[a-z]{2,3}(?:[-_@.][\w.@-]+)?\s*[=:]", re.M)  # a line with a language's code: `fr.utf8=…`
 _OF_ONE = {"HIRAGANA": "CJK", "KATAKANA": "CJK", "HANGUL": "CJK"}  # scripts that one text may mix
 _UNDOTTED = r"s,\.\([^./]*\.\),_\1,g"  # of neighbouring dots every second one: twice
@@ -404,11 +403,6 @@ def _language(text: str) -> float:
     if not text.isascii() and " " not in text:  # scripts without spaces between words
         words = max(words, letters // 2)
     return (letters + marks) / len(text) * (1 + min(words, 3)) / 4
-
-
-def least_tokens(text: str) -> int:
-    """The number of tokens that CLIP's tokenizer makes of a text, or a smaller number: without its vocabulary."""
-    return 2 + sum(1 for _ in _PIECE.finditer(text))  # with those of start and end
 
 
 def is_multilingual(text: str) -> bool:

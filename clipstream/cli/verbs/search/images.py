@@ -115,7 +115,7 @@ def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
             if tower is None or stamp(weights) != seen or any(map(is_image, missing)):
                 raise ValueError("for torch")
             features = [tower.encode(query) for query in missing]
-        except (OSError, ValueError):  # torch computes other features, or a text is not plain ASCII
+        except (OSError, ValueError):  # torch computes other features
             features = computed().encode(call, missing, folder)
         for query, feature in zip(missing, features, strict=True):
             found[query] = feature.astype(np.float32)
