@@ -6,6 +6,7 @@ as peft's adapter_config.json and adapter_model.safetensors.
 
 With A [r, in], B [out, r] and the frozen W [out, in], the layer's matrix is V = W + alpha / r * B A; with DoRA each of
 its rows is scaled to the trained length m: m V / |V|, where |V| has no gradient, as in section 4.3 of the paper.
+The matrix of an embedding, whose rows are tokens, is adapted as its transpose.
 
 Of torch's MultiheadAttention, queries, keys and values are adapted. peft also adapts its out_proj, but adds that
 product twice (0.21.2; huggingface/peft#3774): it is 0 here, which is the same before and after a correction.
@@ -37,6 +38,7 @@ from clipstream.models.weights import finite, weights_digest
 
 CONFIG, WEIGHTS, DIGEST = "adapter_config.json", "adapter_model.safetensors", "base.sha256"
 PARTS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}  # in peft's files
+EMBEDS = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
 _OUT = ".base_layer.out_proj"  # in the name of a layer of MultiheadAttention in peft's files
 Tensors = Mapping[str, torch.Tensor]
 
@@ -45,15 +47,24 @@ class LowRank(nn.Module):
     """A parametrization: the frozen matrix W -> the matrix that the layer has.
 
     Args:
-        weight: [out, in], or of a convolution [out, in, height, width], whose A has this kernel, and B one of 1 x 1.
-        generator: of the initial A, which is that of nn.Linear and of peft; B is 0.
+        layer: whose matrix it is. A convolution's is [out, in, height, width]: A has this kernel, and B one of 1 x 1.
+        generator: of the initial A, which is that of nn.Linear and of peft; B is 0. Of an embedding A is 0, for tokens
+            that are not seen, and B such that rows change about as fast as if they were trained themselves; peft's
+            normal B is too large for a learning rate that suits the other layers.
     """
 
-    def __init__(self, weight: torch.Tensor, settings: LoraSettings, generator: torch.Generator) -> None:
+    def __init__(self, layer: nn.Module, settings: LoraSettings, generator: torch.Generator) -> None:
         super().__init__()
-        first = torch.empty(settings.rank, *weight.shape[1:])
-        self.lora_A = nn.Parameter(nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator))
-        self.lora_B = nn.Parameter(torch.zeros(weight.shape[0], settings.rank, *[1] * (weight.ndim - 2)))
+        weight: torch.Tensor = getattr(layer, _matrix(layer))
+        self.embeds = isinstance(layer, nn.Embedding)
+        if self.embeds:
+            first = torch.zeros(settings.rank, len(weight))
+            second = torch.randn(weight.shape[1], settings.rank, generator=generator) / math.sqrt(weight.shape[1])
+        else:
+            first = torch.empty(settings.rank, *weight.shape[1:])
+            nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)
+            second = torch.zeros(weight.shape[0], settings.rank, *[1] * (weight.ndim - 2))
+        self.lora_A, self.lora_B = nn.Parameter(first), nn.Parameter(second)
         self.magnitude = nn.Parameter(weight.detach().norm(dim=1)) if settings.dora else None
         self.scale = settings.scale
 
@@ -68,8 +79,8 @@ class LowRank(nn.Module):
         if weight.is_meta:  # where the FLOPs of a sample are counted, and this product is made once for all samples
             return weight + first.sum() + second.sum()
         with torch.autocast(weight.device.type, enabled=False):
-            product = second @ first if weight.ndim == 2 else (second.flatten(1) @ first.flatten(1)).view(weight.shape)
-            found = weight + self.scale * product
+            product = second.flatten(1) @ first.flatten(1)
+            found = weight + self.scale * (product.T if self.embeds else product.view(weight.shape))
             return found if magnitude is None else (magnitude / found.detach().norm(dim=1))[:, None] * found
 
 
@@ -83,7 +94,8 @@ class Matrix:
 
     def names(self, part: LowRank) -> dict[str, str]:
         """The names of the adapter's parameters in the model -> in peft's files."""
-        return {f"{self.path}.0.{own}": f"base_model.model.{self.layer}.{PARTS[own]}"
+        files = EMBEDS if part.embeds else PARTS
+        return {f"{self.path}.0.{own}": f"base_model.model.{self.layer}.{files[own]}"
                 for own, _ in part.named_parameters()}  # fmt: skip
 
 
@@ -126,7 +138,7 @@ class Adapters:
                         f"model.{tower}.lora.rank: {settings.rank} is larger than {name}.{own}, a matrix of "
                         f"{' x '.join(map(str, weight.flatten(1).shape))}: use at most {most}, or other targets"
                     )
-                parametrize.register_parametrization(layer, own, LowRank(weight, settings, generator))
+                parametrize.register_parametrization(layer, own, LowRank(layer, settings, generator))
                 weight.requires_grad_(False)
                 layer._register_state_dict_hook(_merge)  # type: ignore[no-untyped-call]
                 matrices.append(Matrix(f"{name}.{own}", f"{name}.parametrizations.{own}", name))
@@ -235,8 +247,8 @@ def _layers(clip: nn.Module, tower: Tower, settings: LoraSettings) -> dict[str, 
             if getattr(module, "_qkv_same_embed_dim", False):
                 found[name] = module
         else:
-            convolution = isinstance(module, nn.Conv2d) and module.groups == 1 and not settings.dora
-            if convolution or (isinstance(module, nn.Linear) and id(module) not in inside):
+            plain = isinstance(module, nn.Embedding) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+            if (plain and not settings.dora) or (isinstance(module, nn.Linear) and id(module) not in inside):
                 found[name] = module
     return found
 
@@ -247,6 +259,7 @@ def _chosen(clip: nn.Module, tower: Tower, settings: LoraSettings) -> Iterator[t
     if not layers:
         raise SettingsError(f"{key}: the {tower} tower has no layer that takes an adapter")
     if isinstance(settings.targets, str):
+        layers = {name: layer for name, layer in layers.items() if not isinstance(layer, nn.Embedding)}
         repeated = {id(part) for block in blocks(clip) for part in block.modules()}
         names = [name for name in layers if re.search(r"attn|attention", name.lower())]
         if settings.targets == "all":

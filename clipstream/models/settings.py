@@ -77,7 +77,7 @@ class LoraSettings(Section):
     targets: Literal["attention", "all"] | list[str] = Field(
         "attention",
         description="layers with an adapter: attention, all (attention and MLP layers, and convolutions), or patterns "
-        "of layer names as in open_clip, such as '*.mlp.*'",
+        "of layer names as in open_clip, such as '*.mlp.*'; embeddings by patterns alone, such as token_embedding",
     )
     dora: bool = Field(
         False,

@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "vit": {"image": LORA, "text": {**LORA, "rank": 2, "targets": "all"}},
     "siglip": {"image": {**LORA, "targets": ["*.mlp.*"], "dora": True}},
     "convnext": {"image": {**LORA, "targets": "all", "dora": True}},
-    "resnet": {"image": {**LORA, "targets": "all"}, "text": LORA},
+    "resnet": {"image": {**LORA, "targets": "all"}, "text": {**LORA, "targets": ["*.attn", "token_embedding"]}},
     "hf": {"image": LORA, "text": {**LORA, "targets": "all"}},
 }
 
@@ -130,7 +130,12 @@ def test_a_run_writes_the_merged_model_and_resumes_on_its_own_start_alone(place:
     ("kind", "lora", "more", "words"),
     [
         ("vit", {"image": {"rank": 64}}, {}, "rank: 64 is larger than .* use at most 32"),
-        ("vit", {"text": {"targets": ["*.mpl.*"]}}, {}, r"matches \*\.mpl\.\*; its layers are transformer"),
+        (
+            "vit",
+            {"text": {"targets": ["*.mpl.*"]}},
+            {},
+            r"matches \*\.mpl\.\*; its layers are token_embedding, transformer",
+        ),
         ("resnet", {"image": {}}, {}, "matches attention; its layers are visual.conv1, "),
         ("resnet", {"image": {"targets": "all", "dora": True}}, {}, "no layer that takes an adapter"),
         ("convnext", {"image": {}}, {}, "matches attention; its layers are visual"),
