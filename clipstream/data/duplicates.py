@@ -145,6 +145,16 @@ class Disjoint:
         return found
 
 
+def near_groups(looks: Hashes, most: int = NEAR) -> np.ndarray[Any, Any]:
+    """The group of each of the hashes, uint64 [n], by its first one, int64 [n]: near pairs and chains of them."""
+    hashes, places, of = np.unique(looks, return_index=True, return_inverse=True)
+    sets = Disjoint(len(hashes))
+    for some, others in near_pairs(hashes, most):
+        sets.join(some, others)
+    found: np.ndarray[Any, Any] = places[sets.roots(np.arange(len(hashes)))[of]]
+    return found
+
+
 def group(looks: Hashes, marks: Iterable[tuple[Any, Any]], most: int) -> tuple[np.ndarray[Any, Any], int, int]:
     """The group of each sample, by the number of its first one, int64 [n]; how many samples have a near-duplicate
     image; and up to how many differing bits images are near ones.
@@ -160,14 +170,10 @@ def group(looks: Hashes, marks: Iterable[tuple[Any, Any]], most: int) -> tuple[n
     for numbers, values in marks:
         first, of = np.unique(values, return_index=True, return_inverse=True)[1:]
         sets.join(numbers[first[of]], numbers)
-    hashes, places, of, counts = np.unique(looks, return_index=True, return_inverse=True, return_counts=True)
     for bits in (NEAR, 6, 4):
-        alike, near = counts > 1, Disjoint(len(hashes))
-        for some, others in near_pairs(hashes, bits):
-            alike[some] = alike[others] = True
-            near.join(some, others)
-        roots = near.roots(np.arange(len(hashes)))[of]
-        if np.bincount(roots, minlength=1).max() <= most:
+        near = near_groups(looks, bits)
+        sizes = np.bincount(near, minlength=1)
+        if sizes.max() <= most:
             break
-    sets.join(places[roots], np.arange(len(looks)))
-    return sets.roots(np.arange(len(looks))), int(counts[alike].sum()), bits
+    sets.join(near, np.arange(len(looks)))
+    return sets.roots(np.arange(len(looks))), int((sizes[near] > 1).sum()), bits

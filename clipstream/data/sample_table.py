@@ -20,7 +20,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -35,13 +35,12 @@ from clipstream.data.image_settings import rgb
 from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
-from clipstream.data.scan import ShardPass, ShardSamples, identity
+from clipstream.data.scan import ImageReader, ShardPass, ShardSamples, identity
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.features.byte_pairs import BytePairs
-from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import cache_root
 from clipstream.storage.shard_url import redact
 from clipstream.text import printable
@@ -127,17 +126,13 @@ class SampleTable:
         """The image files of rows, by the row's number, as far as they can be read; `source` has a store."""
         from pyarrow import parquet
 
-        found, wanted, begin = dict[int, bytes](), sorted(rows), 0
-        names = list(dict.fromkeys(source.names))
+        found, begin = dict[int, bytes](), 0
+        names, read = list(dict.fromkeys(source.names)), ImageReader(source)
         for part in self.parts:
             end = begin + parquet.read_metadata(part).num_rows
-            places = [row - begin for row in wanted if begin <= row < end]
-            if places:
-                with suppress(ShardError, OSError), closing(source.open(names[int(part.stem)])) as shard:
-                    for place in places:
-                        with suppress(Dropped, IndexError):
-                            sample = {"__key__": "", **shard.load(shard.index.samples[place])}
-                            found[begin + place] = image_bytes(sample, source.settings.image_key)
+            for row in sorted(rows):
+                if begin <= row < end and (image := read(names[int(part.stem)], row - begin)) is not None:
+                    found[row] = image
             begin = end
         return found
 

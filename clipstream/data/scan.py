@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from clipstream.data.decode.captions import RawSample, SampleTransform, build_transform
+from clipstream.data.decode.captions import RawSample, SampleTransform, build_transform, image_bytes
 from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter, build_filter
 from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import DataSettings
@@ -124,6 +124,25 @@ class ShardPass(Generic[T]):
         finally:
             shard.close()
             source.types[name].release(name)
+
+
+class ImageReader:
+    """Reads image files of a source's samples. The last shard stays open."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._open = source, ""
+
+    def __call__(self, name: str, sample: str | int) -> bytes | None:
+        """The image file of a sample of the shard `name`, by its key or its number; None if it cannot be read."""
+        try:
+            if self._open != name:
+                self._shard, self._open = self._source.open(name), name
+                self._numbers = {ref.key: number for number, ref in enumerate(self._shard.index.samples)}
+            ref = self._shard.index.samples[self._numbers[sample] if isinstance(sample, str) else sample]
+            members = {"__key__": ref.key, "__url__": "", **self._shard.load(ref)}
+            return image_bytes(members, self._source.settings.image_key)
+        except (OSError, LookupError, ShardError, Dropped):
+            return None
 
 
 def scanned(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from clipstream.errors import SettingsError, did_you_mean
@@ -54,6 +55,17 @@ def sample_scores(
     for number, shard in enumerate(rows.shards):
         first, end = int(rows.firsts[number]), int(rows.firsts[number + 1])
         yield ShardScores(shard.source.name, shard.name, rows.keys_of(number), scores[first:end])
+
+
+def scores_table(where: str) -> pa.Table:
+    """The scores of a store's samples: source, shard, key, score. `where` is STORE or STORE:KIND."""
+    path, _, kind = where.rpartition(":")
+    path, kind = (path, kind) if kind in KINDS else (where, KINDS[0])
+    tables = []
+    for found in sample_scores(FeatureStore(path), kind):
+        names = {name: pa.repeat(getattr(found, name), len(found.keys)) for name in ("source", "shard")}
+        tables.append(pa.table({**names, "key": pa.array(found.keys, pa.string()), "score": found.scores}))
+    return pa.concat_tables(tables)
 
 
 def clip_scores(store: FeatureStore) -> Scores:

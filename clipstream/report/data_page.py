@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from clipstream import __version__
 from clipstream.report.charts import Bars
-from clipstream.report.pages import CONTROLS, MOST, SMALL, template, thumbnail
+from clipstream.report.pages import SMALL, Thumbnails, fill
 from clipstream.text import percent
 
 
@@ -33,15 +32,11 @@ def render_data(
         sheets: images of problems, and examples.
         told: `yaml`, the settings that train, `command`, `quantiles` (name -> cells) and `needed` (rows of a table).
     """
-    left, shown = MOST, []
+    thumbnails, shown = Thumbnails(), []
     for sheet in sheets:
         images = []
         for data, name, caption, note in sheet.images:
-            src, width, height = thumbnail(data if left else None, SMALL)
-            src, left = (src, left - len(src)) if len(src) <= left else ("", 0)
+            src, width, height = thumbnails(data, SMALL)
             images.append({"src": src, "width": width, "height": height, "key": name, "text": caption, "note": note})
         shown.append({"title": sheet.title, "says": sheet.says, "images": images})
-    page: str = template("data.html").render(
-        told, figures=figures, charts=charts, sheets=shown, percent=percent, version=__version__
-    )
-    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", page)
+    return fill("data.html", told, figures=figures, charts=charts, sheets=shown, percent=percent)

@@ -24,7 +24,6 @@ import yaml
 from PIL import Image
 from typing_extensions import TypedDict
 
-from clipstream import __version__
 from clipstream.checkpoint.store import is_occupied
 from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.data.decode.tokenizers import CUT
@@ -32,7 +31,7 @@ from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
 from clipstream.report.charts import COLOURS, Chart, Points, Series, StepTimes, short
 from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, groups, way_of
-from clipstream.report.pages import CONTROLS, MOST, SIDE, SMALL, template, thumbnail
+from clipstream.report.pages import SIDE, SMALL, Thumbnails, fill, thumbnail
 from clipstream.report.sinks import AUDIT_FILE, LARGEST, METRICS_FILE, ImageFiles, Page, Record, Sink, flat, lines
 from clipstream.report.terminal import chance_of, early_stop_line, interval, is_minor, is_share
 from clipstream.storage.shard_url import redact
@@ -294,10 +293,10 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         "machine": ("Machine", shown["machine"] or any(run.stages or run.profile for run in runs)),
         "environment": ("Environment", any(run.starts for run in runs)),
     }
-    rendered: str = template(TEMPLATE).render(
+    return fill(
+        TEMPLATE,
         shown,
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
-        version=__version__,
         runs=list(zip(names, runs, strict=True)),
         colours=COLOURS,
         contents={id_: called for id_, (called, there) in sections.items() if there},
@@ -320,7 +319,6 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         HEADINGS=HEADINGS,
         TILES=TILES,
     )
-    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", rendered)
 
 
 def _results(runs: Sequence[RunContents], names: Sequence[str], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
@@ -522,21 +520,18 @@ def render_gallery(
     """
     shown = dict.fromkeys(row for _, hits in queries for row, _ in hits)
     order = dict.fromkeys([*shown, *(row for row in shown for row, _ in near.get(row, ()))])
-    side, left, cards = SIDE if len(order) <= MANY else SMALL, MOST, {}
+    side, thumbnails, cards = SIDE if len(order) <= MANY else SMALL, Thumbnails(), {}
     for row in order:
         own = card(row)
-        src, width, height = thumbnail(own.image if left else None, side)
-        # Once a thumbnail does not fit, no more are computed.
-        src, left = (src, left - len(src)) if len(src) <= left else ("", 0)
+        src, width, height = thumbnails(own.image, side)
         others = [(other, round(score, 4)) for other, score in near.get(row, ()) if other != row]
         told = {"name": own.name, "caption": shortened(own.caption, LONGEST), "link": own.link, "near": others}
         cards[row] = {**told, "src": src, "width": width, "height": height}
-    page: str = template("gallery.html").render(
+    return fill(
+        "gallery.html",
         queries=[(shortened(text, LONGEST), *thumbnail(image, SMALL), hits) for (text, image), hits in queries],
         cards=cards,
         about=about,
         data={row: {**cards[row], **({"src": ""} if row in shown else {})} for row in cards},  # the page has its image
-        version=__version__,
         allow=lambda text: f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'",
     )
-    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", page)

@@ -8,6 +8,7 @@ import re
 from functools import cache
 from typing import Any
 
+from clipstream import __version__
 from clipstream.data.decode.images import converted, loaded, opaque, opened, orientation_of, turned
 from clipstream.errors import Dropped
 
@@ -17,13 +18,31 @@ SIDE, SMALL = 288, 160  # pixels of a thumbnail's longer side; SMALL where there
 
 
 @cache
-def template(name: str) -> Any:
+def _template(name: str) -> Any:
     """A page's template; a process that writes several pages compiles it once."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("clipstream.report", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.get_template(name)
+
+
+def fill(name: str, *values: Any, **more: Any) -> str:
+    """A page from its template. Raises as jinja2 does."""
+    page: str = _template(name).render(*values, version=__version__, **more)
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", page)
+
+
+class Thumbnails:
+    """Thumbnails of a page, until they take MOST bytes."""
+
+    left = MOST
+
+    def __call__(self, data: bytes | None, side: int) -> tuple[str, int, int]:
+        """As `thumbnail`. Once one does not fit, no more are computed."""
+        src, width, height = thumbnail(data if self.left else None, side)
+        src, self.left = (src, self.left - len(src)) if len(src) <= self.left else ("", 0)
+        return src, width, height
 
 
 def thumbnail(data: bytes | None, side: int) -> tuple[str, int, int]:

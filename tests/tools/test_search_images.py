@@ -224,7 +224,7 @@ def test_the_gallery_is_one_safe_page(place: Path) -> None:
 
 
 def test_thumbnails_end_where_the_page_would_exceed_5_mb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipstream.report.html_report.MOST", 3000)
+    monkeypatch.setattr("clipstream.report.pages.Thumbnails.left", 3000)
     page = clipstream.search("local-dir:model", "table.csv", "a red bird", k=6)._page()
     assert 0 < page.count("data:image/jpeg") < 6 and "no thumbnail" in page
 

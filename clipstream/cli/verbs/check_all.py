@@ -21,7 +21,7 @@ from PIL import Image
 
 from clipstream.data.decode.images import FACTORS, decode, read_header
 from clipstream.data.decode.key_lists import NOT_KEPT
-from clipstream.data.duplicates import near_pairs
+from clipstream.data.duplicates import near_groups
 from clipstream.data.sample_table import EMPTY, NULL, Columns, SampleTable, detector, sample_table
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
@@ -239,39 +239,24 @@ def _duplicates(found: Examined) -> None:
     """Captions, files and images that several samples have."""
     import pyarrow.compute as pc
 
-    figures = found.figures["duplicates"] = {}
-    for name, column, what in (
-        ("captions", "caption_hash", "a caption that other samples have as well"),
-        ("files", "file_hash", "the same image file as others"),
-    ):
-        valid = pc.is_valid(found.rows[column]).to_numpy()
-        values, inverse, counts = np.unique(
-            found.rows[column].fill_null(0).to_numpy()[valid], return_inverse=True, return_counts=True
-        )
-        often = np.zeros(found.rows.num_rows, np.int64)
-        often[valid] = counts[inverse] if len(values) else 0
+    figures, rows = found.figures.setdefault("duplicates", {}), found.rows
+    for name, column, problem, what in (
+        ("captions", "caption_hash", "repeated_captions", "a caption that other samples have as well"),
+        ("files", "file_hash", "repeated_files", "the same image file as others"),
+        ("images", "image_hash", "similar_images",
+         "nearly the same image as others (encoded again, scaled, cropped a little)"),
+    ):  # fmt: skip
+        there, near = pc.is_valid(rows[column]).to_numpy(), name == "images"
+        if near:
+            there &= ~rows["one_colour"].fill_null(True).to_numpy()
+        values = rows[column].fill_null(0).to_numpy()[there]
+        groups = near_groups(values) if near else np.unique(values, return_inverse=True)[1]
+        often, worst = np.zeros(rows.num_rows, np.int64), np.zeros(rows.num_rows)
+        often[there] = sizes = np.bincount(groups, minlength=1)[groups]
+        # Of images the smallest groups, each in a row: large ones are chains, whose ends may differ.
+        worst[there] = -sizes * float(len(values)) - groups if near else sizes
         figures[name] = int(np.count_nonzero(often > 1))
-        _add(found, f"repeated_{name}", often > 1, f"have {what}", often)
-    valid = pc.is_valid(found.rows["image_hash"]).to_numpy() & ~found.rows["one_colour"].fill_null(True).to_numpy()
-    rows = np.flatnonzero(valid)
-    looks, first, inverse, counts = np.unique(
-        found.rows["image_hash"].fill_null(0).to_numpy()[valid],
-        return_index=True, return_inverse=True, return_counts=True,
-    )  # fmt: skip
-    near, pairs = counts > 1, dict[tuple[int, int], None]()
-    for some, others in near_pairs(looks) if len(looks) > 1 else ():
-        near[some] = near[others] = True
-        for one, other in zip(some[:SHOWN].tolist(), others[:SHOWN].tolist(), strict=True):
-            if len(pairs) < SHOWN:
-                pairs[min(one, other), max(one, other)] = None
-    alike = np.zeros(found.rows.num_rows, bool)
-    alike[rows] = near[inverse]
-    figures["images"] = int(np.count_nonzero(alike))
-    _add(
-        found, "similar_images", alike, "have nearly the same image as others (encoded again, scaled, cropped a little)"
-    )
-    if found.problems and found.problems[-1].name == "similar_images" and pairs:
-        found.problems[-1].rows = [int(rows[first[place]]) for pair in list(pairs)[: SHOWN // 2] for place in pair]
+        _add(found, problem, often > 1, f"have {what}", worst)
 
 
 def _crop_seconds(found: Examined, data: DataSettings) -> dict[str, float]:

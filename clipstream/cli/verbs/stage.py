@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast, get_args
+from typing import Any, cast, get_args
 from urllib.parse import quote
 
 from rich.filesize import decimal
@@ -114,18 +114,6 @@ class StagedSource:
                 names = [one if isinstance(one, str) else str(folder / one.file) for one in some]
                 named[-1] += in_braces(names) if staged else names
         return named[0] if len(named) == 1 else [f"{{{','.join(some)}}}" if some[1:] else some[0] for some in named]
-
-
-class Written(Protocol):
-    """The result for a shard that was to be written."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-
-    @property
-    def made(self) -> bool:
-        """Whether it was written now."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +287,8 @@ def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> list[Copy | Failed
     return work_off("staging", do, names, asked.executor, lambda done: written(done, parts, began))
 
 
-def written(done: Sequence[Written], parts: Path, began: float) -> str:
-    """Progress in words: bytes that were written since `began`, with those of drafts in `parts`, and their rate."""
+def written(done: Sequence[Any], parts: Path, began: float) -> str:
+    """Progress in words: bytes of the shards written since `began`, and of the drafts in `parts`, and their rate."""
     size = sum(one.size for one in done if one.made) + total_size(parts.glob("*.part"))
     return f"{decimal(size)}  {decimal(int(size / max(time.monotonic() - began, 1e-3)))}/s"
 

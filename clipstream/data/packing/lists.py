@@ -82,13 +82,6 @@ class Corpus:
         """The list of a shard."""
         return self.folder / f"{shard:06d}.list"
 
-    @property
-    def first_key(self) -> str:
-        """The packed key of the first sample."""
-        lists = (ShardList(self.path(shard)) for shard in range(len(self.shards)))
-        _, key, _, plain = next(held.row(0) for held in lists if held.head.samples)
-        return plain or plain_key(key)
-
     def hashes(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """Hashes of the packed keys of all samples, uint64 [n]."""
         lists = range(len(self.shards))
@@ -157,13 +150,8 @@ class ShardList:
         text += " " * (-(len(text) + 1) % 8) + "\n"
         ends = np.cumsum([len(text) for text in texts], dtype=np.uint64)
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = [text.encode(), ends, np.array(hashes, np.uint64), *_joined(texts)]
+        content = [text.encode(), ends, np.array(hashes, np.uint64), b"".join(texts)]
         atomic_write.replace(path, content, shared=True)
-
-
-def _joined(parts: Sequence[bytes]) -> Iterator[bytes]:
-    for first in range(0, len(parts), 4096):
-        yield b"".join(parts[first : first + 4096])
 
 
 class ListShard:

@@ -23,7 +23,7 @@ from clipstream.cli.verbs.filter.recipes import OPTIONAL, RECIPES
 from clipstream.cli.verbs.filter.rules import Rule
 from clipstream.config.settings import load
 from clipstream.data.decode.key_lists import TABLES
-from clipstream.data.duplicates import Disjoint, near_pairs
+from clipstream.data.duplicates import near_groups
 from clipstream.data.sample_table import SCHEMA, Columns, SampleTable, sample_table
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import DataError, SettingsError, did_you_mean
@@ -173,7 +173,7 @@ class Samples:
         name, _, where = spec.partition("=")
         if not where:
             raise SettingsError(f"--scores {spec}: expected NAME=STORE or NAME=FILE")
-        table = _read([where])[0] if where.endswith(TABLES) else _stores().scores_of(where)
+        table = _read([where])[0] if where.endswith(TABLES) else _scores_of(where)
         if "key" not in table.column_names:
             raise SettingsError(f"--scores {spec}: {where} has no column key; for other keys use --join and --on")
         if "source" in table.column_names and "train" in (sources := table["source"]).to_pylist():
@@ -212,12 +212,9 @@ class Samples:
         """Whether another sample of its group is preferred to each: the first one, or that of the largest `best`."""
         hashes = self.all(DUPLICATES[name])
         there = np.flatnonzero(hashes.is_valid())
-        unique, groups = np.unique(hashes.drop_null().to_numpy(), return_inverse=True)
-        if name == "duplicate_of_image":
-            joined = Disjoint(len(unique))
-            for some, others in near_pairs(unique):
-                joined.join(some, others)
-            groups = joined.roots(groups)
+        there_hashes = hashes.drop_null().to_numpy()
+        near = name == "duplicate_of_image"
+        groups = near_groups(there_hashes) if near else np.unique(there_hashes, return_inverse=True)[1]
         values = np.zeros(len(self))
         if best:
             column = self.all(best) if best in self.fields else pa.array([""])
@@ -320,11 +317,10 @@ def _read(paths: Sequence[str], wanted: Container[str] | None = None) -> tuple[A
         raise SettingsError(f"{path}: cannot read a table: {str(error).splitlines()[0]}") from error
 
 
-def _stores() -> Any:
-    """The module that imports torch."""
-    from clipstream.cli.verbs.filter import stores
+def _scores_of(where: str) -> Any:
+    from clipstream.features.sample_scores import scores_table  # on use: it imports torch
 
-    return stores
+    return scores_table(where)
 
 
 def _languages(path: str) -> Callable[[list[str | None]], list[Any]]:

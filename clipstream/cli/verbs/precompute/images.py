@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from clipstream.config.settings import load
-from clipstream.data.decode.captions import image_bytes
 from clipstream.data.order_plan import stable_names
+from clipstream.data.scan import ImageReader
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
-from clipstream.errors import Dropped, SettingsError
+from clipstream.errors import SettingsError
 from clipstream.features.store import FeatureStore
-from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 
 
@@ -27,26 +26,16 @@ class StoredImages:
     """
 
     def __init__(self, store: FeatureStore, data: str, cache: ShardCache) -> None:
-        self._sources: dict[str, tuple[Source, dict[str, str]]] = {}
+        self._sources: dict[str, tuple[ImageReader, dict[str, str]]] = {}
         for name, info in store.manifest.sources.items():
             given: dict[str, Any] = {**load(["--train-data", data]).data.sources["train"].model_dump(), **info.settings}
             source = Source(SourceSettings.model_validate(given), SourceContext(cache))
             names = dict(zip(stable_names(source.names), source.names, strict=True))
             if missing := [shard.name for shard in info.shards if shard.name not in names]:
                 raise SettingsError(f"--images {data}: there is no shard {missing[0]}, of which the store has features")
-            self._sources[name] = source, names
-        self._open: tuple[str, str] = ("", "")
-        self._shard: Any = None
-        self._refs: dict[str, Any] = {}
+            self._sources[name] = ImageReader(source), names
 
     def read(self, name: str, shard: str, key: str) -> bytes | None:
         """The image file of a sample of the source `name`; None if it cannot be read."""
-        source, names = self._sources[name]
-        try:
-            if self._open != (name, shard):
-                self._shard, self._open = source.open(names[shard]), (name, shard)
-                self._refs = {ref.key: ref for ref in self._shard.index.samples}
-            sample = {"__key__": key, "__url__": "", **self._shard.load(self._refs[key])}
-            return image_bytes(sample, keys=source.settings.image_key)
-        except (OSError, KeyError, ShardError, Dropped):
-            return None
+        read, names = self._sources[name]
+        return read(names[shard], key) if shard in names else None

@@ -27,6 +27,7 @@ from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_sources
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.order_plan import reading_of
+from clipstream.data.scan import ImageReader
 from clipstream.data.sources import OpenShard, SampleRef, Source, SourceContext
 from clipstream.data.sources.folders import levels
 from clipstream.data.text_settings import CaptionSettings
@@ -38,7 +39,6 @@ from clipstream.models.pretrained import fetch, preflight
 from clipstream.open_clip.flags import SOURCE
 from clipstream.report.html_report import Card
 from clipstream.report.html_report import render_gallery as render_gallery
-from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import PATH_SCHEMES, TABLE_FORMATS, ShardURL, parts_of, with_variables
 from clipstream.utils.section import with_home
@@ -183,20 +183,9 @@ def image_row(
 def card(image: ImageRow, shown: str, source: Callable[[], Source]) -> Card:
     """An image on a page, named `shown`; read by the source where only its sample is known."""
     if image.place is None:
-        return Card(shown, image.caption, "", read_image(source(), image))
+        return Card(shown, image.caption, "", ImageReader(source())(*image.sample))
     data, (path, offset, size) = None, image.place
     with suppress(OSError), open(path, "rb") as file:
         file.seek(offset)
         data = file.read(size or -1)
     return Card(shown, image.caption, "" if size else Path(path).as_uri(), data)
-
-
-def read_image(source: Source, image: ImageRow) -> bytes | None:
-    """The bytes of an image by the key of its sample; None if they cannot be read."""
-    keys = split_keys(source.settings.image_key)
-    try:
-        reader = source.open(image.sample[0])
-        ref = next(ref for ref in reader.index.samples if ref.key == image.sample[1])
-        return next(filter(None, map(reader.load(ref, keys).get, keys)), None)
-    except (OSError, StopIteration, ShardError, Dropped):
-        return None
