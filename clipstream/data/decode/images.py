@@ -444,21 +444,39 @@ def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Hea
     return Header(kind, image.size, orientation, image.format in ("JPEG", "MPO"), image)
 
 
-def decode(data: bytes, header: Header, factor: int, background: Colour, space: str = "RGB") -> Pixels:
-    """The pixels as stored, uint8 [ceil(h / factor), ceil(w / factor), c] with c = 1 (grey), 3, or 4 (with alpha).
+def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixels:
+    """The pixels as stored, uint8 [ceil(h / factor), ceil(w / factor), c] with c = 3, or 4 (with alpha).
 
     Args:
         data: the file.
         header: from `read_header`.
         factor: 1, or one of FACTORS if `header.scales`.
         background: colour under transparent pixels in formats that are decoded without alpha.
-        space: RGB, or GRAY to decode JPEGs without their colours.
 
     Raises:
         Dropped: `undecodable_image`.
     """
+    pixels = _pixels(data, header, factor, "RGB")
+    if pixels is None:
+        image = _by_pillow(data, header, factor, background)
+        pixels = np.asarray(image if image.mode == "RGB" else converted(image))
+    return pixels
+
+
+def decode_grey(data: bytes, header: Header, factor: int, background: Colour) -> Image.Image:
+    """As `decode`, in grey (mode L); JPEGs are decoded without their colours."""
+    pixels = _pixels(data, header, factor, "GRAY")
+    if pixels is None:
+        image = _by_pillow(data, header, factor, background)
+    else:
+        image = opaque(Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels), background)
+    return image if image.mode == "L" else converted(image, "L")
+
+
+def _pixels(data: bytes, header: Header, factor: int, space: str) -> Pixels | None:
+    """The pixels of a JPEG or WebP; None for what is left to Pillow, which tolerates more and gives better errors."""
     width, height = header.size
-    try:
+    with contextlib.suppress(ValueError, RuntimeError):
         if header.kind == "jpeg":
             least = {"min_height": -(-height // factor), "min_width": -(-width // factor)}
             pixels: Pixels = simplejpeg.decode_jpeg(data, space, fastupsample=True, **least)
@@ -466,13 +484,15 @@ def decode(data: bytes, header: Header, factor: int, background: Colour, space: 
         if header.kind == "webp":
             pixels = decode_webp(data, mode="UNCHANGED").permute(1, 2, 0).numpy()
             return pixels
-    except (ValueError, RuntimeError):
-        pass  # Pillow tolerates more, or gives a better error
+    return None
+
+
+def _by_pillow(data: bytes, header: Header, factor: int, background: Colour) -> Image.Image:
+    """The image without transparency. Raises Dropped."""
     image = header.image or opened(data)
     if factor > 1:
-        image.draft(image.mode, (max(1, width // factor), max(1, height // factor)))
-    image = opaque(loaded(image), background)
-    return np.asarray(image if image.mode == "RGB" else converted(image))
+        image.draft(image.mode, (max(1, header.size[0] // factor), max(1, header.size[1] // factor)))
+    return opaque(loaded(image), background)
 
 
 def _has_exif(data: bytes) -> bool:
