@@ -60,6 +60,12 @@ def test_precompute(shards: list[str], model: tuple[str, str]) -> None:
     assert "of the bare loop" in output_of("precompute", *shards, *model, *small)
 
 
+@pytest.mark.ci
+def test_images_of_a_group_find_each_other(shards: list[str], model: tuple[str, str]) -> None:
+    asked = ("--queries", shards[0], "--gallery", shards[0].replace("00000", "*"), "--by", "n")
+    assert "21 queries, 62 images, mAP 1.0000, R@1 1.0000" in output_of("groups", model[1], *asked)
+
+
 def test_accuracy_of_stored_types(place: Path, model: tuple[str, str], tmp_path: Path) -> None:
     data, classes = str(place / "val/{00000..00001}.tar"), tmp_path / "classes.txt"
     classes.write_text("one\ntwo\nthree\n")
