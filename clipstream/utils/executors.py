@@ -341,7 +341,7 @@ class _Ray:
         errors = ray.exceptions
         self.name, self._ray, self._token = name, ray, secrets.token_hex(8)
         self.lost: tuple[type[Exception], ...] = (
-            errors.WorkerFailedError,
+            errors.WorkerCrashedError,
             errors.NodeDiedError,
             errors.OutOfMemoryError,
             errors.ObjectLostError,
