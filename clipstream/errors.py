@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from clipstream.text import printable, printable_lines
@@ -78,6 +79,16 @@ class Dropped(Exception):
         self.reason: str = printable(reason)
         self.detail: str = printable(detail)
         super().__init__(f"{self.reason}: {self.detail}" if detail else self.reason)
+
+
+@contextmanager
+def errors_as(kind: type[Exception], text: str, *errors: type[Exception], advice: str = "") -> Iterator[None]:
+    """Raise any of `errors` as a `kind` that says `text: REASON; advice`; without `text` or `advice`, the rest."""
+    try:
+        yield
+    except errors as error:
+        reason = str(getattr(error, "strerror", None) or error)
+        raise kind("; ".join(filter(None, (": ".join(filter(None, (text, reason))), advice)))) from error
 
 
 def wrong_type(name: str, expected: str, value: object) -> SettingsError:

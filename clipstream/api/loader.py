@@ -41,7 +41,7 @@ from clipstream.data.order.lanes import DataState
 from clipstream.data.order_plan import epoch_plan
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError, each
+from clipstream.errors import SettingsError, each, errors_as
 from clipstream.models.build import build_towers
 from clipstream.utils.logs import on_terminal
 from clipstream.utils.processes import many_files
@@ -175,10 +175,8 @@ class BatchLoader:
             raise ValueError("not a state_dict of a BatchLoader: 'format' is missing")
         if state["format"] != FORMAT:
             raise ValueError(f"state_dict has format {state['format']!r}, but this version reads {FORMAT}")
-        try:
+        with errors_as(ValueError, "not a state_dict of a BatchLoader", ValidationError, KeyError):
             start = TypeAdapter(DataState).validate_python(state["data"])
-        except (ValidationError, KeyError) as error:
-            raise ValueError(f"not a state_dict of a BatchLoader: {error}") from error
         self.close()
         self._start = start if start.lanes or start.step else None
 

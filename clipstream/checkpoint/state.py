@@ -26,7 +26,7 @@ from clipstream.checkpoint import store
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint, short
 from clipstream.distributed.run_record import versions
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.models.model_config import ADAPTER
 from clipstream.models.towers import Towers
 from clipstream.models.weights import finite, read_object
@@ -66,12 +66,10 @@ class CheckpointMeta:
 
         Raises SettingsError: it has another format version, or a value of another type.
         """
-        try:
+        with errors_as(SettingsError, f"{path / STATE} is invalid", ValueError):
             values = checked(dict[str, Any], text)
             version = values.pop("version", 0)
             found = checked(cls, values) if version == VERSION else None
-        except ValueError as error:
-            raise SettingsError(f"{path / STATE} is invalid: {error}") from error
         if found is None:
             raise SettingsError(
                 f"{path} has checkpoint format {version}, but this version reads {VERSION}: resume it with the "
@@ -192,10 +190,8 @@ def write(
 
 def read_meta(checkpoint: Path) -> CheckpointMeta:
     """The checkpoint's state.json. Raises SettingsError: it cannot be read, or has another format version."""
-    try:
+    with errors_as(SettingsError, f"cannot read {checkpoint / STATE}", OSError):
         text = (checkpoint / STATE).read_bytes()
-    except OSError as error:
-        raise SettingsError(f"cannot read {checkpoint}: {error}") from error
     return CheckpointMeta.from_json(text, checkpoint)
 
 

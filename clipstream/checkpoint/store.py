@@ -32,7 +32,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError, did_you_mean, nearest
+from clipstream.errors import SettingsError, did_you_mean, errors_as, nearest
 from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, HUB, LOCAL, WEIGHT_FILES, is_model
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.utils import atomic_write
@@ -225,10 +225,8 @@ def find(
         path = pointed(path) or path
         if path.is_file():  # of open_clip's trainer, or refused when it is read
             return path
-    try:
+    with errors_as(SettingsError, f"--resume {resume}", SettingsError):
         return _intact(path, files)
-    except SettingsError as error:
-        raise SettingsError(f"--resume {resume}: {error}") from error
 
 
 def _intact(path: Path, files: Collection[str] | None) -> Path:
@@ -524,11 +522,9 @@ def held(folder: Path, called: str, busy: Callable[[str], str]) -> Iterator[None
 
     Raises SettingsError: the folder cannot be made, or another process holds the lock.
     """
-    try:
+    with errors_as(SettingsError, f"{called} {folder} cannot be created", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise SettingsError(f"{called} {folder} cannot be created: {error.strerror}") from error
     try:
         limit = time.monotonic() + WORKERS_END
         while True:

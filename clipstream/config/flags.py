@@ -15,7 +15,7 @@ from typing import Any
 from clipstream.config.config_sources import Node, merged
 from clipstream.data.settings import SPLIT_FILE
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError, nearest
+from clipstream.errors import SettingsError, errors_as, nearest
 from clipstream.open_clip.flags import BY_FLAG, CAPTION, SOURCE, notice, refusal, value_notice
 from clipstream.open_clip.translate import READING, Around, Typed, translate, with_defaults
 from clipstream.utils import atomic_write
@@ -159,11 +159,9 @@ def output_file(own: Mapping[str, str], flag: str) -> FilePath | None:
     """
     if flag not in own:
         return None
-    try:
+    with errors_as(SettingsError, f"{flag}: cannot write {own[flag]}", OSError):
         if World.from_env().is_main:
             atomic_write.probe(FilePath(own[flag]))
-    except OSError as error:
-        raise SettingsError(f"{flag}: cannot write {own[flag]}: {error.strerror}") from error
     return FilePath(own[flag])
 
 

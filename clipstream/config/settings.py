@@ -38,7 +38,7 @@ from clipstream.data.sources import Source, SourceContext
 from clipstream.data.text_settings import TokenizerSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError, each, wrong_type
+from clipstream.errors import SettingsError, each, errors_as, wrong_type
 from clipstream.evals.settings import EvalSettings
 from clipstream.losses.settings import START, DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
@@ -540,7 +540,5 @@ def _text(name: str, value: Any) -> str:
         return value
     if name in ("train_data", "val_data") and isinstance(value, list):
         return "::".join(map(str, value))
-    try:
+    with errors_as(SettingsError, f"{name}: invalid value of type {type(value).__name__}", TypeError):
         return json.dumps(value)
-    except TypeError as error:
-        raise SettingsError(f"{name}: invalid value of type {type(value).__name__}: {error}") from error

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore as FeatureStore
 from clipstream.text import file_name
@@ -84,10 +84,8 @@ def export(
     """
     rows = StoredRows(store, part)
     kind = np.dtype(dtype or ("float16" if store.manifest.parts[part].dtype == "float16" else "float32"))
-    try:
+    with errors_as(SettingsError, f"{out} cannot be made", OSError):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"{out} cannot be made: {error.strerror}") from error
     if form == "npy":
         return _numpy(rows, out, kind, captions)
     return list(_parquet(rows, out, kind, captions, file_rows, more or {}))

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat
 from typing_extensions import NotRequired, TypedDict
 
-from clipstream.errors import SettingsError, did_you_mean
+from clipstream.errors import SettingsError, did_you_mean, errors_as
 from clipstream.models import transformers_names
 from clipstream.utils.section import checked
 
@@ -103,11 +103,9 @@ class ModelConfig:
         """
         model_cfg = content.get("model_cfg", content) if isinstance(content, dict) else None
         preprocess_cfg = (content.get("preprocess_cfg") if isinstance(content, dict) else None) or {}
-        try:
+        with errors_as(SettingsError, f"{where} is not a model configuration of open_clip", ValueError):
             checked(_Model, model_cfg)
             checked(_Preprocess, preprocess_cfg)
-        except ValueError as error:
-            raise SettingsError(f"{where} is not a model configuration of open_clip: {error}") from error
         assert isinstance(model_cfg, dict) and isinstance(preprocess_cfg, dict)
         return cls(model_cfg, preprocess_cfg)
 

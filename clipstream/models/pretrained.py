@@ -20,7 +20,7 @@ from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
+from clipstream.errors import ClipstreamError, SettingsError, did_you_mean, errors_as
 from clipstream.models.model_config import (
     AVERAGED_FILE,
     CONFIG_FILE,
@@ -105,12 +105,10 @@ def preflight(
     if not isinstance(found, ModelFiles) and ask and (reason := why_unreachable()):
         raise not_cached(found, settings.cache_dir, _label(settings), reason)
     if teacher is not None:
-        try:
+        with errors_as(SettingsError, "distill.model", SettingsError):
             if teacher.is_fresh:
                 raise SettingsError(f"{teacher.name} has no weights: set distill.pretrained, or for start --pretrained")
             preflight(teacher, ask=ask)
-        except SettingsError as error:
-            raise SettingsError(f"distill.model: {error}") from error
 
 
 def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: World) -> ModelFiles:
@@ -446,10 +444,8 @@ class HubCache:
     def _cached(self, repo: str, names: Iterable[str]) -> Path | None:
         repo_id, revision = _parts(repo)
         for name in names:
-            try:
+            with errors_as(SettingsError, f"{repo!r} is not a repository of the Hugging Face Hub", HFValidationError):
                 path = try_to_load_from_cache(repo_id, name, cache_dir=cache_folder(self.folder), revision=revision)
-            except HFValidationError as error:
-                raise SettingsError(f"{repo!r} is not a repository of the Hugging Face Hub: {error}") from error
             if isinstance(path, str):
                 return Path(path)
         return None

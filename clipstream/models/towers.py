@@ -19,7 +19,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from clipstream.data.batch import ImageSpec
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.features.manifest import decode_rows
 from clipstream.models.adapters import Adapters
 from clipstream.models.execution.text_buckets import Lengths, TextBuckets
@@ -30,6 +30,8 @@ from clipstream.models.pretrained import TEXT_CONFIG, TOKENIZER_CONFIG
 from clipstream.models.settings import TOWERS, FrozenPrecision, LoraSettings, Tower
 from clipstream.utils.plugins import not_trusted
 from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD, begin
+
+_NO_LOCK = (AssertionError, RuntimeError, AttributeError, KeyError)  # what open_clip's towers raise
 
 
 class Features(NamedTuple):
@@ -276,10 +278,8 @@ class Towers(nn.Module):
         """
         before = self._trainable()
         if unlocked_groups:
-            try:
+            with errors_as(SettingsError, "model.unlocked_groups: this image tower has none to unlock", *_NO_LOCK):
                 self.clip.visual.lock(unlocked_groups=unlocked_groups)
-            except (AssertionError, RuntimeError, AttributeError) as error:
-                raise SettingsError(f"model.unlocked_groups: this image tower has none to unlock: {error}") from error
         else:
             self.clip.visual.requires_grad_(False)
         self._add_lock(before, self.clip.visual, until)
@@ -296,10 +296,8 @@ class Towers(nn.Module):
         """
         before = self._trainable()
         if unlocked_layers:
-            try:
+            with errors_as(SettingsError, "model.unlocked_layers: this text tower has none to unlock", *_NO_LOCK):
                 self.clip.lock_text_tower(unlocked_layers=unlocked_layers)
-            except (AssertionError, RuntimeError, AttributeError, KeyError) as error:
-                raise SettingsError(f"model.unlocked_layers: this text tower has none to unlock: {error}") from error
         else:
             for name, parameter in tower_parameters(self.clip, "text"):
                 parameter.requires_grad_(keep_projection and name.startswith("text.proj"))

@@ -33,7 +33,7 @@ from open_clip.factory import (
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.models.pretrained import ModelFiles
 from clipstream.models.transformers_names import from_transformers
 from clipstream.text import listed
@@ -227,7 +227,7 @@ def plain(value: Any) -> Any:
     """
     if not isinstance(value, Inert) or not value.origin.startswith("numpy"):
         return value
-    try:
+    with errors_as(ValueError, "an array of NumPy cannot be read", TypeError, AttributeError, LookupError, ValueError):
         match value.origin.rpartition(".")[2], value.args, value.state:
             case "scalar", (dtype, data), _:
                 shape, fortran = None, False
@@ -242,8 +242,6 @@ def plain(value: Any) -> Any:
         order: Any = dtype.state[1] if dtype.state else "="
         array = np.frombuffer(data, np.dtype(code[0]).newbyteorder(order))
         array = array.reshape(shape or (), order="F" if fortran else "C")
-    except (TypeError, AttributeError, LookupError, ValueError) as error:
-        raise ValueError(f"an array of NumPy cannot be read: {error}") from error
     return array.item() if shape is None else torch.from_numpy(array.astype(code[0]))
 
 
@@ -320,10 +318,8 @@ def read_weights(path: Path, fits: Callable[[str], bool] = of_clip) -> dict[str,
 
     Raises SettingsError: the file is not a checkpoint of a model of open_clip or timm.
     """
-    try:
+    with errors_as(SettingsError, f"cannot read weights from {path}", OSError, ValueError):
         found = dict(named_tensors(read_object(path)))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"cannot read weights from {path}: {error}") from error
     if not found:
         raise SettingsError(f"{path} is not a checkpoint of a model: no tensors by name in it")
     if any(TRANSFORMERS.search(name) for name in found):

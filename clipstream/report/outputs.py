@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from clipstream.data.decode.tokenizers import Tokenizer, marked, readable
 from clipstream.distributed.run_record import command_line, end_record, start_record
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, traced
 from clipstream.report.html_report import REPORT_FILE, Report, read_run, write_page
 from clipstream.report.settings import LogSettings, TrackioSettings, WandbSettings
@@ -103,7 +103,8 @@ def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
     path = run.folder / WANDB_ID
     if run.resume_step is None or not path.exists():
         atomic_write.replace(path, uuid.uuid4().hex[:16].encode())
-    try:
+    advice = "run `wandb login`, or set WANDB_MODE=offline"
+    with errors_as(SettingsError, "Weights & Biases could not start the run", Exception, advice=advice):
         found = wandb.init(
             project=settings.project,
             name=run.folder.name,
@@ -115,10 +116,6 @@ def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
             # `console` would take the terminal's progress bar for a file.
             settings=wandb.Settings(console="off", init_timeout=wait, x_graphql_timeout_seconds=wait),
         )
-    except Exception as error:  # of many kinds: no login, no network, a broken settings file
-        raise SettingsError(
-            f"Weights & Biases could not start the run: {error}; run `wandb login`, or set WANDB_MODE=offline"
-        ) from error
     return Tracker(
         wandb,
         found,
@@ -133,7 +130,7 @@ def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
     Raises SettingsError: the package is missing, or the run cannot be started there.
     """
     trackio = _import("trackio")
-    try:
+    with errors_as(SettingsError, "Trackio could not start the run", Exception):
         found = trackio.init(
             project=settings.project,
             name=run.folder.name,
@@ -142,8 +139,6 @@ def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
             resume="never" if run.resume_step is None else "allow",
             embed=False,
         )
-    except Exception as error:  # of many kinds: no login, no network, a folder that cannot be written
-        raise SettingsError(f"Trackio could not start the run: {error}") from error
     return Tracker(
         trackio,
         found,
@@ -154,10 +149,8 @@ def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
 
 
 def _import(name: str) -> Any:
-    try:
+    with errors_as(SettingsError, f"{name} is not installed", ImportError, advice=f"pip install 'clipstream[{name}]'"):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise SettingsError(f"{name} is not installed ({error}): pip install 'clipstream[{name}]'") from error
 
 
 TRACKERS: dict[str, Callable[[Any, RunInfo], Sink]] = {"wandb": wandb_run, "trackio": trackio_run}

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Protocol
 from pydantic import ConfigDict, Field, InstanceOf
 from typing_extensions import NotRequired, TypedDict
 
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import raised
@@ -267,10 +267,9 @@ class TensorBoard(Sink):
     """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
-        try:
+        advice = "install it, or --log.tensorboard false"
+        with errors_as(SettingsError, "no tensorboard here", ImportError, advice=advice):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise SettingsError(f"no tensorboard here ({error}): install it, or --log.tensorboard false") from error
         purge = 0 if resume_step is None else resume_step + 1
         make: Any = SummaryWriter  # untyped in torch
         self._writer = make(str(Path(folder) / TENSORBOARD_FOLDER), purge_step=purge, flush_secs=20)

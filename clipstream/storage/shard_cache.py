@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.storage.download import GIB, Monitor, ShardError, disk_error, unreadable
 from clipstream.storage.schemes import Fetcher, compression_of
 from clipstream.storage.shard_url import ShardURL, redact
@@ -101,10 +101,8 @@ class ShardCache:
             self._make_temporary()
         else:
             self.folder = Path(cache).absolute()
-            try:
+            with errors_as(SettingsError, f"data.cache: cannot create {self.folder}", OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise SettingsError(f"data.cache: cannot create {self.folder}: {error.strerror}") from error
             if not os.access(self.folder, os.W_OK | os.X_OK):
                 raise SettingsError(f"data.cache: {self.folder} is not writable")
         self.limit: int | None = None if self.temporary else limit

@@ -21,7 +21,7 @@ from urllib.request import url2pathname
 
 import braceexpand
 
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.text import listed
 from clipstream.utils.section import mapped, with_home
 
@@ -239,12 +239,10 @@ def expand_pattern(pattern: str) -> list[str]:
     Raises:
         SettingsError: the braces are not paired or stand for too many, a glob matches nothing, or a folder is named.
     """
-    try:
+    with errors_as(SettingsError, f"unpaired braces in {redact(pattern)!r}", ValueError):
         # braceexpand makes a list of each range before it returns the first name.
         vast = any(abs(int(last) - int(first)) >= MOST_SHARDS for first, last in RANGE.findall(pattern))
         expanded = [] if vast else list(itertools.islice(braceexpand.braceexpand(pattern), MOST_SHARDS + 1))
-    except ValueError as error:
-        raise SettingsError(f"unpaired braces in {redact(pattern)!r}: {error}") from error
     if vast or len(expanded) > MOST_SHARDS:
         raise SettingsError(f"the braces of {redact(pattern)!r} name more than {MOST_SHARDS:,} shards")
     if ShardURL(pattern).scheme is not None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, field_validator
 
-from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.utils.plugins import make_plugin, raised
 from clipstream.utils.section import GIVEN, SET, Conflict, Is, PluginSection, checked
 
@@ -227,10 +227,8 @@ def _scales(towers: Any, settings: TowerRates) -> dict[int, float]:
         if decay == 1 and peak is not None:
             scales |= {id(parameter): scale for _, parameter in tower_parameters(towers.clip, tower)}
         elif decay != 1:
-            try:
+            with errors_as(SettingsError, f"optim.{tower}_layer_decay", SettingsError):
                 layers = tower_layers(towers.clip, tower, own_pooler=settings.text_pooler_own_group)
-            except SettingsError as error:
-                raise SettingsError(f"optim.{tower}_layer_decay: {error}") from error
             for depth, layer in enumerate(reversed(layers)):
                 scales |= {id(parameter): scale * decay**depth for parameter in layer}
     return scales

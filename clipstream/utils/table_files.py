@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import csv, parquet
 
-from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.utils import atomic_write
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".txt")
@@ -57,7 +57,7 @@ class TableWriter:
             batch = pa.table(named, schema=self.schema)
         except UnicodeEncodeError:  # a key of bytes that are not UTF-8
             batch = pa.table({name: _printable(column) for name, column in named.items()}, schema=self.schema)
-        try:
+        with errors_as(ClipstreamError, f"{self.path} could not be written", OSError):
             if self.path.suffix == ".txt":
                 lines = [f"{row['shard']}/{row['key']}\n" for row in batch.select(["shard", "key"]).to_pylist()]
                 self._file.write("".join(lines).encode())
@@ -67,8 +67,6 @@ class TableWriter:
             else:
                 for part in batch.to_batches(max_chunksize=GROUP):
                     self._file.write(part)
-        except OSError as error:
-            raise ClipstreamError(f"{self.path} could not be written: {error.strerror or error}") from error
         self.rows += batch.num_rows
 
     def __enter__(self) -> TableWriter:

@@ -18,7 +18,7 @@ from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.utils.console import ResultConsole
 
 if TYPE_CHECKING:
@@ -100,10 +100,8 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     if world.is_main:
         result.show(ResultConsole(120))
         if "--json" in own:
-            try:
+            with errors_as(ClipstreamError, f"--json: cannot write {own['--json']}", OSError):
                 result.write(Path(own["--json"]))
-            except OSError as error:
-                raise ClipstreamError(f"--json: cannot write {own['--json']}: {error.strerror}") from error
     if result.of("error"):
         raise ClipstreamError(f"16-bit computations where float32 is required: {result.verdict}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import entry_point
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.report.html_report import read_run, write_page
 from clipstream.utils.logs import logger
 from clipstream.utils.section import own_path, with_home
@@ -46,10 +46,8 @@ def main(argv: list[str]) -> int:
         raise SettingsError(enumerate_words(wrong))
     for text in wrong:
         print(f"warning: {text}; skipped", file=sys.stderr, flush=True)
-    try:
+    with errors_as(SettingsError, f"--out: cannot write {options.out}", OSError):
         others = write_page(Path(options.out), runs)
-    except OSError as error:
-        raise SettingsError(f"--out: cannot write {options.out}: {error.strerror}") from error
     for text in others:
         logger.warning(f"not comparable: {text}")
     print(options.out)

@@ -25,7 +25,7 @@ from clipstream.data.loader.stage_timing import IDLE
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
+from clipstream.errors import ClipstreamError, SettingsError, did_you_mean, errors_as
 from clipstream.models.pretrained import preflight
 from clipstream.report.sinks import json_line
 from clipstream.text import counted, duration, milliseconds, percent
@@ -193,11 +193,9 @@ def _bench_input(command: CommandLine) -> int:
     for line in needs(best, gpus, rates, cores()):
         console.print(line)
     if output is not None:
-        try:
-            with output.open("a", encoding="utf-8") as file:
-                file.writelines(json_line(one.record()) for one in found)
-        except OSError as error:
-            raise ClipstreamError(f"--output: cannot write {output}: {error.strerror}") from error
+        failed = errors_as(ClipstreamError, f"--output: cannot write {output}", OSError)
+        with failed, output.open("a", encoding="utf-8") as file:
+            file.writelines(json_line(one.record()) for one in found)
     return 0
 
 

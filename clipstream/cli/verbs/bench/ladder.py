@@ -33,7 +33,7 @@ from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
 from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.models.execution.flops import ModelFlops, Work, count_flops, peak_tflops
 from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
 from clipstream.text import shortened
@@ -238,10 +238,8 @@ class Ladder:
         self._flops: dict[float | None, ModelFlops | None] = {}
         self.batches: list[Batch] = []
         self.padded: str | None = None
-        try:
+        with errors_as(ClipstreamError, "cannot build the model and its first batches", RuntimeError):
             self._keep_batches(with_changes(settings, self.plain))
-        except RuntimeError as error:
-            raise ClipstreamError(f"cannot build the model and its first batches: {error}") from error
 
     def _keep_batches(self, settings: Settings) -> None:
         model = build_model(settings, self.world, self.stored)

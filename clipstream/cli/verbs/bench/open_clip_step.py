@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.models.execution.gpu_layers import restore_layers
 from clipstream.models.towers import Towers
 from clipstream.training.optim import AdamW, OptimSettings, parameter_groups
@@ -43,11 +43,9 @@ class OpenClipStep:
     def __init__(
         self, towers: Towers, device: str, precision: str, optim: OptimSettings, name: str, backend: str | None = None
     ) -> None:
-        try:
+        with errors_as(SettingsError, "open_clip's trainer is not installed", ImportError):
             from open_clip.loss import ClipLoss, SigLipLoss
             from open_clip_train.train import train_one_epoch
-        except ImportError as error:
-            raise SettingsError(f"open_clip's trainer is not installed: {error}") from error
         if not isinstance(optim, AdamW.Settings):
             raise SettingsError(f"open_clip's trainer has no optimizer {optim.type}")
         if precision not in PRECISIONS:

@@ -27,7 +27,7 @@ from clipstream.cli.verbs.export.proof import Samples, drawn, prove, read
 from clipstream.cli.verbs.precompute.images import StoredImages
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.images import eight_bits, opened
-from clipstream.errors import ClipstreamError, Dropped, SettingsError
+from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
 from clipstream.evals.settings import sources_of
 from clipstream.features.tables import Column, FeatureStore, export, positions
 from clipstream.models.model_config import LOCAL
@@ -171,10 +171,8 @@ def _check_free(out: Path, options: argparse.Namespace) -> None:
             raise SettingsError(f"{out} holds {name}, which is to be exported: name another folder")
     if out.exists() and not _is_replaceable(out):
         raise SettingsError(f"{out} holds files that are not of an export: name another folder")
-    try:
+    with errors_as(SettingsError, f"{out} cannot be made", OSError):
         final.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"{out} cannot be made: {error.strerror}") from error
 
 
 def _is_replaceable(out: Path) -> bool:
@@ -195,20 +193,16 @@ def _is_replaceable(out: Path) -> bool:
 def _replacing(out: Path) -> Iterator[Path]:
     """A new folder beside `out`, which takes its place at the end, or goes if there is an error."""
     final = out.resolve()
-    try:
+    with errors_as(SettingsError, f"{out} cannot be made", OSError):
         scratch = TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent)
-    except OSError as error:
-        raise SettingsError(f"{out} cannot be made: {error.strerror}") from error
     with scratch as name:
         draft = Path(name, "new")
         draft.mkdir()
         yield draft
-        try:
+        with errors_as(SettingsError, f"{out} cannot be replaced", OSError, advice="name another folder"):
             if final.exists():
                 final.rename(Path(name, "old"))
             draft.rename(final)
-        except OSError as error:
-            raise SettingsError(f"{out} cannot be replaced: {error.strerror}; name another folder") from error
 
 
 def _samples_for(data: str | None, settings: Settings) -> Samples:

@@ -19,7 +19,7 @@ from clipstream.config.settings import Settings
 from clipstream.config.validate import validate_sources
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings, Tower
@@ -69,10 +69,8 @@ def main(argv: list[str]) -> int:
     for name, model in teachers.items():
         if model.is_fresh and not options.random_weights:
             raise SettingsError(f"--teacher {name}: {model.name} has no weights: use {name}={model.name},PRETRAINED")
-        try:
+        with errors_as(SettingsError, f"--teacher {name}", SettingsError):
             preflight(model, ask=ask)
-        except SettingsError as error:
-            raise SettingsError(f"--teacher {name}: {error}") from error
     from clipstream.cli.verbs.precompute.run import precompute
 
     return run_ranks(settings.run, partial(precompute, settings, options, teachers))

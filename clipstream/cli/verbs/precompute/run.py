@@ -44,7 +44,7 @@ from clipstream.data.text_settings import JsonCaption, TokenizerSettings
 from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, DataError, Interrupted, SettingsError, Stopped
+from clipstream.errors import ClipstreamError, DataError, Interrupted, SettingsError, Stopped, errors_as
 from clipstream.features.manifest import (
     IDS,
     IMAGE,
@@ -166,14 +166,12 @@ def _build(job: Job, name: str) -> Model:
     settings, options, seed = job.settings, job.options, job.settings.run.seed
     model = (job.teachers[name] if name else settings.model).not_trained()
     chosen = TokenizerSettings.model_validate({"type": "model"}) if name else settings.tokenizer
-    try:
+    with errors_as(SettingsError, f"--teacher {name}" * bool(name), SettingsError):
         loss_type = None if name else chosen_loss_type(settings.loss)
         towers = build_towers(model, seed=seed, loss_type=loss_type, tokenizer=chosen, world=job.world)
         tokenizer = build_tokenizer(
             chosen, towers.open_clip_tokenizer(), towers.context_length, cache_dir=model.cache_dir
         )
-    except SettingsError as error:
-        raise SettingsError(f"--teacher {name}: {error}" if name else str(error)) from error
     if (size := tokenizer.vocab_size) > towers.vocab_size:
         raise SettingsError(
             f"tokenizer: ids up to {size - 1} exceed the model's vocabulary of {towers.vocab_size} tokens"

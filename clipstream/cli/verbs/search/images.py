@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from clipstream.errors import SettingsError, each
+from clipstream.errors import SettingsError, each, errors_as
 from clipstream.features.image_index import (
     ENDS,
     FEATURES,
@@ -127,10 +127,8 @@ def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
 
 
 def _content(query: str) -> bytes:
-    try:
+    with errors_as(SettingsError, f"the image {query} cannot be read", OSError):
         return Path(query).expanduser().read_bytes() if is_image(query) else query.encode(errors="surrogatepass")
-    except OSError as error:
-        raise SettingsError(f"the image {query} cannot be read: {error.strerror}") from error
 
 
 def _digest(content: bytes) -> str:
@@ -225,11 +223,9 @@ def main(argv: Sequence[str]) -> None:
             (flags if flags or token.startswith("--") else names).append(token)
     if len(names) < 3 or not own["-k"].isdecimal():
         raise SettingsError(f"name a run, data and at least one query, and as -k a whole number, as in: {USAGE}")
-    try:
+    with errors_as(SettingsError, f"--html: {own['--html']} cannot be written", OSError):
         if own["--html"]:
             atomic_write.probe(Path(own["--html"]))
-    except OSError as error:
-        raise SettingsError(f"--html: {own['--html']} cannot be written ({error.strerror})") from error
     found = SearchResults(ImageSearch(names[0], names[1], tuple(flags)), names[2:], max(1, int(own["-k"])))
     loading.end()
     columns = get_terminal_size().columns if sys.stdout.isatty() else 0

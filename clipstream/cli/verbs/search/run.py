@@ -34,7 +34,7 @@ from clipstream.data.sources import SampleRef, Source
 from clipstream.data.text_settings import ModelTokenizer
 from clipstream.distributed.launch import run_embedded
 from clipstream.distributed.world import World
-from clipstream.errors import DataError, Dropped, SettingsError
+from clipstream.errors import DataError, Dropped, SettingsError, errors_as
 from clipstream.evals.context import context_for
 from clipstream.features import search as exact
 from clipstream.features.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image, stamp
@@ -292,12 +292,10 @@ def _encoded(model: Path, images: Sequence[str], texts: Sequence[str], *, uprigh
 def _pixels(query: str, transform: EvalTransform) -> torch.Tensor:
     """uint8 [3, H, W] of a query that is an image file. Raises SettingsError: it cannot be read or decoded."""
     file = Path(query).expanduser()
-    try:
+    with errors_as(SettingsError, f"the image {query}", OSError, Dropped):
         if file.exists() and not file.is_file():  # a FIFO may never be written to
             raise OSError("not a regular file")
         return torch.tensor(transform(file.read_bytes()).transpose(2, 0, 1))
-    except (OSError, Dropped) as error:
-        raise SettingsError(f"the image {query}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _by_shard(rows: StoredRows) -> Iterator[tuple[list[Name], np.ndarray[Any, Any]]]:
