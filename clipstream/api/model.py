@@ -333,7 +333,6 @@ def load_model(
         train = settings.train.model_copy(update={"precision": precision})
         world = World(device=device)
         context = context_for(settings.model_copy(update={"train": train}), model.not_trained(), world)
-    assert isinstance(context.towers, Towers)
     found = Model(context.towers, context)
     return found, found.preprocess, found.tokenizer
 

@@ -18,9 +18,8 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
-from clipstream.data.batch import Batch, ImageSpec
+from clipstream.data.batch import Batch
 from clipstream.data.build import EvalSource, evaluation_loader
 from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, marked, readable
@@ -35,7 +34,7 @@ from clipstream.losses.contrastive import ContrastiveLoss, build_loss
 from clipstream.losses.settings import LossSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Features
+from clipstream.models.towers import Features, Towers
 from clipstream.storage.shard_url import redact
 from clipstream.training.precision import autocast, check_device, prepare_towers, resolve_precision
 from clipstream.training.settings import Precision, TrainSettings
@@ -93,32 +92,11 @@ class Reading:
         }
 
 
-class Encoder(Protocol):
-    """The part of `clipstream.models.towers.Towers` that evaluators use."""
-
-    image: ImageSpec  # how images become pixels
-
-    def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, 3, H, W] -> L2-normalised [n, D]."""
-
-    def encode_text(self, ids: torch.Tensor) -> torch.Tensor:
-        """int [n, T], also from the CPU -> L2-normalised [n, D]."""
-
-    def scalars(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """exp(logit_scale), and logit_bias if the model has one; scalars."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """See nn.Module."""
-
-    def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """See nn.Module."""
-
-
 @dataclass
 class EvalContext:
     """What an evaluator is called with, on one rank."""
 
-    towers: Encoder  # the model, without DDP's wrapper
+    towers: Towers  # the model, without DDP's wrapper
     tokenizer: Tokenizer  # of the model
     world: World  # the ranks
     # the run's settings of workers, cache, time limits and global batch size
@@ -343,7 +321,7 @@ class DryRun(EvalContext):
 
 
 @contextmanager
-def evaluating(towers: Encoder) -> Iterator[None]:
+def evaluating(towers: Towers) -> Iterator[None]:
     """Put the towers into eval mode; afterwards each module has its former mode."""
     training = [module for module in towers.modules() if module.training]
     for module in training:

@@ -18,6 +18,7 @@ from clipstream.distributed.world import World
 
 TIE = 1e-12  # far above float64's rounding of a product of unit vectors, far below a float32 difference
 ROWS, COLUMNS = 2048, 4096  # of a float32 tile: 32 MiB
+EXACT_ROWS = 1024  # of a float64 tile with as many columns
 DENSE = 64  # if more than one in this many scores of a tile is near a limit, the whole tile is computed in float64
 AT_ONCE = 1 << 22  # feature elements converted to float64 at once: 32 MiB
 CLASSES_AT_ONCE = 1 << 22  # scores sorted at once, over all ranks
@@ -47,35 +48,29 @@ class Ranks(NamedTuple):
         return torch.where(self.level > 0, mean, float(answers))
 
 
-def place(
-    queries: torch.Tensor, answers: torch.Tensor, right: torch.Tensor, *, rows: int = 1024, columns: int = 4096
-) -> Ranks:
+def place(queries: torch.Tensor, answers: torch.Tensor, right: torch.Tensor) -> Ranks:
     """Ranks of each query's one right answer.
 
     Args:
         queries: [n, D], L2-normalised.
         answers: [N, D], L2-normalised.
         right: int64 [n], index in `answers` of each query's right answer.
-        rows, columns: size of a tile, which takes a few times rows x columns x 8 bytes.
     """
     ahead, level = torch.zeros_like(right), torch.zeros_like(right)
-    for top in range(0, len(queries), rows):
-        part = slice(top, top + rows)
+    for top in range(0, len(queries), EXACT_ROWS):
+        part = slice(top, top + EXACT_ROWS)
         own = products(queries[part], answers[right[part]])
-        ahead[part], level[part] = stand(queries[part], answers, own, columns=columns)
+        ahead[part], level[part] = stand(queries[part], answers, own)
     return Ranks(ahead, level, level.clamp(max=1))
 
 
-def stand(
-    queries: torch.Tensor, answers: torch.Tensor, own: torch.Tensor, *, columns: int = 4096
-) -> tuple[torch.Tensor, torch.Tensor]:
+def stand(queries: torch.Tensor, answers: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the answers that score better than each query's limit, and those that score the same.
 
     Args:
         queries: [n, D].
         answers: [N, D].
         own: float64 [n], the limits.
-        columns: answers per tile.
 
     Returns:
         (ahead, level), int64 [n] each.
@@ -83,8 +78,8 @@ def stand(
     ahead = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
     level = torch.zeros_like(ahead)
     block = queries.double()
-    for left in range(0, len(answers), columns):
-        gap = block @ answers[left : left + columns].double().T - own[:, None]
+    for left in range(0, len(answers), COLUMNS):
+        gap = block @ answers[left : left + COLUMNS].double().T - own[:, None]
         ahead += (gap > TIE).sum(dim=1)
         level += (gap.abs() <= TIE).sum(dim=1)
     return ahead, level

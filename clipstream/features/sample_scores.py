@@ -29,16 +29,14 @@ class ShardScores(NamedTuple):
     scores: Scores  # [n]
 
 
-def sample_scores(
-    store: FeatureStore, kind: str, *, clusters: int = 0, keep_by: str = "first", device: torch.device | str = "cpu"
-) -> Iterator[ShardScores]:
+def sample_scores(store: FeatureStore, kind: str, *, keep_by: str = "first") -> Iterator[ShardScores]:
     """The scores of all samples in use: one item for each shard, in order.
 
     Args:
         kind: 'clip_score', the cosine of an image with its best caption; 'doubt', see `pairs.doubts`, smaller for more
             doubtful captions; both NaN without captions; or 'duplicate', its largest cosine with an image that is
             preferred to it, -inf for none: those with less than 0.95 are a data set without near-duplicates.
-        clusters, keep_by, device: of 'duplicate', see `near_duplicates`.
+        keep_by: of 'duplicate', see `near_duplicates`.
 
     Raises SettingsError: there is no such kind, or the store has no such features.
     """
@@ -48,10 +46,10 @@ def sample_scores(
     if kind == "clip_score":
         scores = clip_scores(store)
     elif kind == "doubt":
-        scores, found = np.full(len(rows), np.nan, np.float32), doubts(PairRows(store), device=device)
+        scores, found = np.full(len(rows), np.nan, np.float32), doubts(PairRows(store))
         scores[found.rows] = found.scores
     else:
-        scores = near_duplicates(rows, clusters, keep_by, device).cosines
+        scores = near_duplicates(rows, keep_by=keep_by).cosines
     for number, shard in enumerate(rows.shards):
         first, end = int(rows.firsts[number]), int(rows.firsts[number + 1])
         yield ShardScores(shard.source.name, shard.name, rows.keys_of(number), scores[first:end])

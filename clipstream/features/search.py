@@ -484,15 +484,12 @@ class PairScores(NamedTuple):
     scores: torch.Tensor  # float32 [m]: cosine of image and caption, the mean over the image's views
 
 
-def pair_scores(store: FeatureStore, image: str = IMAGE, text: str = TEXT) -> Iterator[PairScores]:
+def pair_scores(store: FeatureStore) -> Iterator[PairScores]:
     """The cosine of each image with each of its captions, in order (the CLIP score of arXiv:2104.08718, unscaled).
 
-    Args:
-        image, text: the parts.
-
-    Raises SettingsError: the store has no such parts, or they are of different models.
+    Raises SettingsError: the store lacks images or texts, or they are of different models.
     """
-    images, texts = StoredRows(store, image), StoredRows(store, text)
+    images, texts = StoredRows(store, IMAGE), StoredRows(store, TEXT)
     check_pair(images, texts)
     for number, (image_shard, text_shard) in enumerate(zip(images.shards, texts.shards, strict=True)):
         step = min(images.step(number), texts.step(number))

@@ -21,6 +21,7 @@ from clipstream.features.byte_pairs import BytePairs
 DTYPES = {"F32": np.float32, "F16": np.float16}
 KNOWN = {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "quick_gelu"}  # of text_cfg
 Floats = np.ndarray[Any, Any]  # float32
+ERF = np.vectorize(math.erf, otypes=[np.float32])
 
 
 class NumpyText:
@@ -73,7 +74,7 @@ class NumpyText:
             rows = (weights @ v).swapaxes(0, 1).reshape(len(ids), -1)
             x = x + self._linear(rows, f"{block}attn.out_proj.weight", f"{block}attn.out_proj.bias")
             rows = self._linear(self._norm(x, f"{block}ln_2"), f"{block}mlp.c_fc.weight", f"{block}mlp.c_fc.bias")
-            rows = rows / (1 + np.exp(-1.702 * rows)) if self._quick else rows * (1 + _erf(rows / math.sqrt(2))) / 2
+            rows = rows / (1 + np.exp(-1.702 * rows)) if self._quick else rows * (1 + ERF(rows / math.sqrt(2))) / 2
             x = x + self._linear(rows, f"{block}mlp.c_proj.weight", f"{block}mlp.c_proj.bias")
         feature: Floats = self._norm(x[-1], "ln_final") @ self._get("text_projection")
         return np.asarray(feature / np.linalg.norm(feature))
@@ -89,11 +90,3 @@ class NumpyText:
         x = x - x.mean(axis=-1, keepdims=True)
         x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5)
         return np.asarray(x * self._get(f"{name}.weight") + self._get(f"{name}.bias"))
-
-
-def _erf(x: Floats) -> Floats:
-    """The error function within 2e-7 (Abramowitz and Stegun, 1964, 7.1.26)."""
-    t = 1 / (1 + 0.3275911 * np.abs(x))
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    found: Floats = np.sign(x) * (1 - series * np.exp(-x * x))
-    return found

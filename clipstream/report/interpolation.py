@@ -75,7 +75,7 @@ class Mixing:
         self.target, self.metric = self.rule.target_of({name: section.role for name, section in evals.items()})
         self.context = context_for(sections, self.model, self.world)
         self.context.interrupt = self.interrupt
-        self.towers: Any = self.context.towers
+        self.towers = self.context.towers
         own = {name: section.model_copy(update={"weights": "trained", "on_error": "raise"})
                for name, section in evals.items()}  # fmt: skip
         self.runner = EvalRunner(own, self.context, None, {"trained": nullcontext})

@@ -220,12 +220,7 @@ class MetricsFile(JsonLines, Sink):
     """FOLDER/metrics.jsonl: all records except those about single samples. Arguments as for JsonLines."""
 
     def __init__(
-        self,
-        folder: str | Path,
-        resume_step: int | None = None,
-        *,
-        ended: bool = False,
-        owed: bool = False,
+        self, folder: str | Path, resume_step: int | None = None, *, ended: bool = False, owed: bool = False
     ) -> None:
         super().__init__(Path(folder) / METRICS_FILE, resume_step, ended=ended, owed=owed)
         self.path.touch()

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,7 +46,6 @@ from clipstream.models.build import build_towers
 from clipstream.models.numpy_text import Floats, NumpyText
 from clipstream.models.pretrained import fetch
 from clipstream.models.settings import ModelSettings
-from clipstream.models.towers import Towers
 from clipstream.text import printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole, result_table
@@ -357,7 +356,7 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
         train = settings.train.model_copy(update={"precision": "fp32"})
         world = World(device=usable_device(settings.run.device))
         context = context_for(settings.model_copy(update={"train": train}), own, world)
-    model = Model(cast(Towers, context.towers), context)
+    model = Model(context.towers, context)
     files = fetch(own, settings.tokenizer, World())
     tower = NumpyText.of(files.weights, files.model_cfg)
     with suppress(LookupError):  # tensors of another text tower
