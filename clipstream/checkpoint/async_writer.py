@@ -228,7 +228,6 @@ class AsyncWriter:
         self.check()
 
     def _run(self, meta: CheckpointMeta, groups: str, random: list[RandomState], evaluated: _Evaluated) -> None:
-        """The thread."""
         step = meta.train.step
         self._written = False
         try:

@@ -193,5 +193,4 @@ def _fitted(value: Any, parameter: nn.Parameter) -> Any:
 
 
 def short(error: Exception) -> str:
-    """The message of a mismatch."""
     return shortened(str(error), SHOWN) or type(error).__name__

@@ -56,17 +56,14 @@ class RemoteDir:
             raise SettingsError(f"{setting}: {error.detail}") from error
 
     def __truediv__(self, name: str) -> RemoteDir:
-        """A folder or file in it."""
         return RemoteDir(f"{self._url}/{name}", self.setting)
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
         return self._url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemoteDir:
-        """The parent folder."""
         return RemoteDir(self._url.rpartition("/")[0], self.setting)
 
     def names(self) -> list[str]:
@@ -94,12 +91,10 @@ class RemoteDir:
             return None
 
     def write(self, content: bytes) -> None:
-        """Write a file."""
         self._make_parent()
         self._system.pipe_file(self._path, content)
 
     def upload(self, file: Path) -> None:
-        """Copy a local file to it."""
         self._make_parent()
         self._system.put_file(str(file), self._path)
 
@@ -237,7 +232,6 @@ class RemoteSync:
             yield self._held
 
     def _run(self) -> None:
-        """The thread."""
         while True:
             with self._lock:
                 self._held = frozenset()

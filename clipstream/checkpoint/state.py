@@ -136,7 +136,6 @@ def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def metadata(path: Path) -> dict[str, str]:
-    """The metadata in a file's header."""
     with safe_open(path, framework="pt") as file:
         return dict(file.metadata() or {})
 

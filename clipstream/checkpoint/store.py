@@ -84,7 +84,6 @@ class Marker:
             return None
 
     def to_json(self) -> bytes:
-        """The text that `from_json` reads."""
         values = {"serial": self.serial, "step": self.step, "files": self.sizes, "checksums": self.checksums}
         return json.dumps(values).encode()
 
@@ -114,7 +113,6 @@ class Best:
 
 
 def folder_of(step: int) -> str:
-    """The name of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
@@ -149,7 +147,6 @@ def fault(checkpoint: Path, files: Collection[str] | None = None, marker: Marker
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The folders named like a checkpoint."""
     return [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
 
 
@@ -342,7 +339,6 @@ def prune(folder: Path, *, last: int, every: int | None, spared: Collection[str]
 
 
 def clear(folder: Path) -> None:
-    """Remove the drafts of dead processes."""
     for draft in list(folder.glob(f"*{DRAFT}")):
         remove(draft)
 

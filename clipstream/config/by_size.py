@@ -136,7 +136,6 @@ def _samples(settings: Settings) -> int | None:
 
 
 def _section(settings: Settings, key: str) -> Any:
-    """The section of a key."""
     found: Any = settings
     for part in key.split(".")[:-1]:
         found = found[part] if isinstance(found, Mapping) else getattr(found, part)

@@ -132,7 +132,6 @@ class Node:
             self.put(path, node)
 
     def at(self, path: Path) -> Node | None:
-        """The node at `path`."""
         node: Node | None = self
         for part in path:
             node = None if node is None else below(node.value, part)

@@ -63,8 +63,6 @@ THEMES = {
 
 @dataclass(frozen=True)
 class Verb:
-    """The help of a verb."""
-
     about: str
     themes: tuple[str, ...]  # keys of `THEMES` whose flags it uses
     arguments: str = ""  # positional arguments in its usage line
@@ -175,8 +173,6 @@ def row(head: str, text: str, column: int, width: int) -> list[str]:
 
 @dataclass
 class _Page:
-    """Lines of help."""
-
     root: type[Section]  # the class of the whole tree
     width: int
     homes: dict[type[Section], str] = field(default_factory=dict)  # class -> prefix of the flags that describe it
@@ -320,7 +316,6 @@ class _Page:
         return row(head, text, min(34, self.width * 2 // 5 - 1), self.width)
 
     def wrapped(self, text: str) -> list[str]:
-        """A paragraph."""
         return textwrap.wrap(text, self.width, subsequent_indent="    ", break_on_hyphens=False)
 
 

@@ -331,7 +331,6 @@ def changed(section: Section) -> Tree:
 
 
 def shown(value: Any) -> str:
-    """A setting's value for messages."""
     return redact(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 

@@ -277,7 +277,6 @@ def _conclude(settings: Settings, world: World, *parts: Problems) -> None:
 
 
 def tell(settings: Settings, world: World, notices: Iterable[tuple[Path, str]]) -> None:
-    """Log notices, on rank 0."""
     for path, text in notices if world.is_main else ():
         logger.info(f"notice: {format_problem(settings.places, path, text)}")
 

@@ -182,7 +182,6 @@ class Cause:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Cause:
-        """The cause that an exception is."""
         if isinstance(error, ClipstreamError):
             return cls(rank, error.exit_code, str(error))
         if isinstance(error, KeyboardInterrupt):
@@ -198,7 +197,6 @@ class Cause:
 
     @classmethod
     def of_dead(cls, ranks: list[int]) -> Cause:
-        """The cause of ranks that ended without an error."""
         names = ", ".join(f"rank {rank}" for rank in ranks)
         return cls(ranks[0], 1, f"{names} ended without an error message: killed, or out of memory", dead=ranks)
 

@@ -155,7 +155,6 @@ class World:
                 dist.destroy_process_group()
 
     def barrier(self) -> None:
-        """Wait until every rank calls this."""
         self.gather_objects(None)
 
     def arrive(self, name: str) -> None:
@@ -372,7 +371,6 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, rank: int) -> Failure:
-        """The failure of this rank."""
         if isinstance(error, ClipstreamError):
             return cls(rank, str(error), type(error))
         return cls(rank, f"{type(error).__name__}: {error}")
@@ -399,7 +397,6 @@ class AgreeingWorld(World):
 
     @classmethod
     def of(cls, world: World) -> AgreeingWorld:
-        """The same ranks."""
         return cls(**{field.name: getattr(world, field.name) for field in fields(World)})
 
     def exchange(self, failure: Failure | None = None) -> None:

@@ -297,7 +297,6 @@ class DryRun(EvalContext):
 
     @classmethod
     def of(cls, context: EvalContext, name: str) -> DryRun:
-        """The dry run of an evaluation in this context."""
         kept = {item.name: getattr(context, item.name) for item in fields(context) if item.init}
         data = context.data.model_copy(update={"workers": 0})
         return cls(**{**kept, "data": data, "examples_wanted": 0, "name": name})

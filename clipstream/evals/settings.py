@@ -42,7 +42,6 @@ class EvalSettings(PluginSection):
 
     @property
     def kinds(self) -> tuple[Weights, ...]:
-        """The kinds of weights that it evaluates."""
         return ("trained", "averaged") if self.weights == "both" else (self.weights,)
 
     on_error: Literal["report", "raise"] = Field(

@@ -22,16 +22,12 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".avif", ".bmp", ".tif", "
 
 
 class ImageSearch(NamedTuple):
-    """What is searched."""
-
     model: str  # as the user names it: a run, a checkpoint, a name
     data: str
     flags: tuple[str, ...] = ()  # of training, on the model and on how the data are read
 
 
 class ImageRow(NamedTuple):
-    """An image."""
-
     name: str  # path of its file; SHARD/KEY where it is inside of another file
     caption: str
     place: tuple[str, int, int] | None  # path, offset and bytes of the image (0: the whole file); None: see `sample`
@@ -61,5 +57,4 @@ def stamp(path: str) -> list[int]:
 
 
 def is_image(query: str) -> bool:
-    """Whether a query is the path of an image."""
     return query.lower().endswith(SUFFIXES)

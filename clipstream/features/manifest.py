@@ -49,7 +49,6 @@ def stored_width(width: int, dtype: str) -> int:
 
 
 def row_bytes(width: int, dtype: str) -> int:
-    """Bytes of a stored row."""
     return stored_width(width, dtype) * DTYPES[dtype].itemsize
 
 
@@ -125,7 +124,6 @@ class PartInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a stored row."""
         return row_bytes(self.width, self.dtype)
 
 
@@ -142,7 +140,6 @@ class ShardInfo:
     size: Literal[0] = 0  # of format 1, as `Manifest.kind`
 
     def chunks(self, chunk_rows: int) -> int:
-        """Number of chunks of each part."""
         return -(-self.samples // chunk_rows)
 
 
@@ -180,11 +177,9 @@ class Manifest:
         return max(self.views, 1) if part in self.parts and self.parts[part].rows_per == "view" else 1
 
     def per_caption(self, part: str) -> bool:
-        """Whether the part has a row for each caption."""
         return part in self.parts and self.parts[part].rows_per == "caption"
 
     def chunk_samples(self, samples: int, chunk: int) -> int:
-        """Samples of a chunk of a shard that has `samples`."""
         return min(self.chunk_rows, samples - chunk * self.chunk_rows)
 
     def chunk_part_rows(self, part: str, source: str, shard: int, chunk: int) -> int:
@@ -201,7 +196,6 @@ class Manifest:
         return self.parts[part].row_bytes
 
     def chunk_path(self, part: str, source: str, shard: int, chunk: int) -> str:
-        """Path of a chunk's file below the store."""
         suffix = ".zst" if part in self.parts and self.parts[part].zstd else ""
         return f"{part_folder(part, source)}/{shard:05d}-{chunk:04d}.safetensors{suffix}"
 
@@ -219,11 +213,9 @@ class Manifest:
         return {name: str(value) for name, value in values.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """As nested dictionaries and lists."""
         return asdict(self)
 
     def to_bytes(self) -> bytes:
-        """The content of the file."""
         values = json.loads(json.dumps(self.to_json()))  # keys are texts then, as they are when they are read
         return json.dumps({**values, CRC: _checksum(values)}, separators=(",", ":")).encode()
 
@@ -281,7 +273,6 @@ def _checksum(values: Mapping[str, object]) -> str:
 
 
 def part_folder(part: str, source: str) -> str:
-    """Folder of a part's chunks of a source, below the store."""
     return f"{file_name(part)}/{file_name(source)}"
 
 
@@ -303,7 +294,6 @@ def keys_digest(keys: Iterable[str], chunk_rows: int) -> str:
 
 
 def chunk_digest(keys: Iterable[str]) -> str:
-    """Digest of the keys of a chunk."""
     text = "".join(f"{len(key)}:{key}" for key in keys)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -349,7 +339,6 @@ class DamagedChunk(DataError):
 
 
 def damaged(path: object, reason: str) -> DamagedChunk:
-    """The error for the chunk file at `path`."""
     return DamagedChunk(f"the feature store is damaged: {path}: {reason}: {RERUN}")
 
 
@@ -373,7 +362,6 @@ class Header:
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of the body."""
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.layout.values())
 
     def expect(self, meta: Mapping[str, str], path: object) -> None:

@@ -37,11 +37,9 @@ class Pairs(NamedTuple):
     captions: torch.Tensor  # int64 [m], equal for samples with equal captions; other numbers in each process
 
     def to(self, device: torch.device | str) -> Pairs:
-        """On a device."""
         return Pairs(*(of.to(device) for of in self))
 
     def part(self, which: torch.Tensor) -> Pairs:
-        """Some of them."""
         return Pairs(*(of[which] for of in self))
 
 
@@ -68,7 +66,6 @@ class PairRows:
 
     @cached_property
     def texts(self) -> StoredRows:
-        """The part of texts."""
         return StoredRows(self.store, TEXT)
 
     def blocks(self, most: int = BLOCK) -> Iterator[Pairs]:

@@ -304,7 +304,6 @@ class Name(NamedTuple):
 
     @property
     def label(self) -> str:
-        """'SHARD/KEY'."""
         return f"{self.shard}/{self.key}"
 
 
@@ -317,8 +316,6 @@ class StoredBlock(NamedTuple):
 
 
 class ShardPart(NamedTuple):
-    """A part of a shard."""
-
     source: StoredSource
     known: StoredSource  # the same source without the rows of the part: to count them, these need not be there
     number: int  # of the shard in its source
@@ -392,7 +389,6 @@ class StoredRows:
 
     @cached_property
     def shards(self) -> list[ShardPart]:
-        """All shards of all sources, in order."""
         names, source = list(self.store.manifest.sources), self.store.source
         pairs = [(source(name, [self.part]), source(name, [])) for name in names]
         return [ShardPart(*pair, number, self.part) for pair in pairs for number in range(len(pair[0].shards))]
@@ -437,7 +433,6 @@ class StoredRows:
         return [key for key, use in zip(shard.source.keys(shard.number), used, strict=True) if use]
 
     def names_of(self, number: int) -> list[Name]:
-        """What the rows of the shard of this number belong to."""
         return self.names(range(int(self.firsts[number]), int(self.firsts[number + 1])))
 
     def names(self, rows: Sequence[int]) -> list[Name]:

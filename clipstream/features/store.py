@@ -220,7 +220,6 @@ class StoredSource:
         return self.shards[shard].samples
 
     def base(self, shard: int) -> int:
-        """Number of the shard's first sample."""
         return int(self._first[shard]) * self._chunk_rows
 
     def hold(self, shard: int) -> None:
@@ -238,7 +237,6 @@ class StoredSource:
             self._held[shard] = self._held.get(shard, 0) + 1
 
     def release(self, shard: int) -> None:
-        """Undo one `hold`."""
         with self._lock:
             self._held[shard] -= 1
             if not self._held[shard]:
@@ -247,7 +245,6 @@ class StoredSource:
 
     @contextlib.contextmanager
     def holding(self, shard: int) -> Iterator[None]:
-        """Hold a shard for the duration of a `with` block."""
         self.hold(shard)
         try:
             yield
@@ -287,7 +284,6 @@ class StoredSource:
         return out
 
     def keys(self, shard: int) -> list[str]:
-        """The keys of a shard's samples."""
         return self._texts(shard, lambda texts: strings(texts, "key"))
 
     def texts(self, shard: int) -> list[tuple[str, list[str]]]:

@@ -55,8 +55,6 @@ LOCK = ".lock"
 
 
 class Chunk(NamedTuple):
-    """Which chunk."""
-
     source: str
     shard: int
     number: int  # in its shard
@@ -301,7 +299,6 @@ class StoreWriter:
             ) from error
 
     def _has_all(self, manifest: Manifest, part: str) -> bool:
-        """Whether all chunks of a part are there."""
         return not any(
             self.missing(name, number, chunk, part)
             for name, source in manifest.sources.items()

@@ -67,7 +67,6 @@ class FrozenTower:
                 tensor.data = tensor.data.to(self.dtype)
 
     def tensors(self, clip: nn.Module) -> list[torch.Tensor]:
-        """The tower's parameters and buffers."""
         named = (*clip.named_parameters(), *clip.named_buffers())
         return [tensor for name, tensor in named if name.partition(".")[0] in self._members]
 

@@ -30,7 +30,6 @@ def blocks(towers: nn.Module) -> list[nn.Module]:
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
-    """The parts of a module that are batch norms."""
     return [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
 
 

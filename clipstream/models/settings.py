@@ -246,13 +246,11 @@ class ModelSettings(Section):
 
     @property
     def own_precisions(self) -> dict[Tower, FrozenPrecision]:
-        """The precision of each tower that has its own."""
         wanted = {tower: getattr(self, tower).precision for tower in TOWERS}
         return {tower: precision for tower, precision in wanted.items() if precision is not None}
 
     @property
     def adapters(self) -> dict[Tower, LoraSettings]:
-        """The adapters of each tower that has some."""
         wanted: dict[Tower, LoraSettings | None] = {tower: getattr(self, tower).lora for tower in TOWERS}
         return {tower: lora for tower, lora in wanted.items() if lora is not None}
 

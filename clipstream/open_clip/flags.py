@@ -26,8 +26,6 @@ AUGMENTS = ("scale", "ratio", "color_jitter", "color_jitter_prob", "gray_scale_p
 
 @dataclass(frozen=True)
 class FlagAlias:
-    """A short flag."""
-
     flag: str  # its name, with dashes
     keys: tuple[str, ...]  # the dotted keys that it sets
     value: str  # placeholder for its value in the help
@@ -73,7 +71,6 @@ def image_size_sets(text: str) -> Sets:
 
 
 def logs_sets(text: str) -> Sets:
-    """A folder."""
     if text.lower() == "none":
         raise ValueError("a run needs a folder for checkpoints and metrics, such as /tmp/runs")
     return [(("run", "logs"), text)]

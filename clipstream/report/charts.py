@@ -40,8 +40,6 @@ def fewer(points: Points, most: int = 400) -> Points:
 
 @dataclass(frozen=True)
 class Series:
-    """One line."""
-
     name: str  # of the run, for the legend
     points: Points  # (step, value)
     number: int = 0  # of its colour
@@ -50,8 +48,6 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart."""
-
     title: str  # of the chart
     series: tuple[Series, ...]  # its lines
     chance: float | None = None  # value for random guesses, if it is known
@@ -70,7 +66,6 @@ class Chart:
         x0, x1, y0, y1 = min(xs), max(xs), min(*ticks, *ys), max(*ticks, *ys)
 
         def at(x: float, y: float) -> tuple[float, float]:
-            """The position of a value in the drawing."""
             right = LEFT + (x - x0) / (x1 - x0 or 1) * (WIDTH - LEFT - RIGHT)
             return right, HEIGHT - BOTTOM - (y - y0) / (y1 - y0 or 1) * (HEIGHT - TOP - BOTTOM)
 

@@ -14,8 +14,6 @@ from clipstream.text import percent
 
 
 class Sheet(NamedTuple):
-    """Images with a title."""
-
     title: str
     says: str  # a sentence
     images: Sequence[tuple[bytes | None, str, str, str]]  # (file, SHARD/KEY, caption, note)

@@ -99,8 +99,6 @@ class _Audit(TypedDict):
 
 @dataclass
 class RunContents:
-    """The contents of a run's folder."""
-
     name: str  # of the folder
     # (step, value) by metric of the training lines; metrics within others as time/data
     curves: dict[str, Points] = field(default_factory=dict)
@@ -496,8 +494,6 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Card:
-    """An image on the page."""
-
     name: str
     caption: str
     link: str  # URL of its file; '' for none

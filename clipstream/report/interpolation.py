@@ -284,5 +284,4 @@ def main_figure(record: Mapping[str, Any]) -> tuple[float, bool]:
 
 
 def shown(value: float) -> str:
-    """A figure as text."""
     return percent(value) if 0 <= value <= 1 else f"{value:.4g}"

@@ -131,7 +131,6 @@ class Audit:
     scale: float
 
     def of(self, severity: Severity) -> list[Finding]:
-        """The findings of a severity."""
         return [finding for finding in self.findings if finding.severity == severity]
 
     @property
@@ -147,7 +146,6 @@ class Audit:
         atomic_write.replace(path, (json.dumps(asdict(self), indent=2) + "\n").encode())
 
     def show(self, console: Console) -> None:
-        """Print the tables."""
         console.print(f"Precision of a step: {self.precision} on {self.device}, {self.samples} samples")
         console.print(f"{self.operators:,} operators, {milliseconds(self.seconds)}")
         wrong = [*self.of("error"), *self.of("warning")]
@@ -175,8 +173,6 @@ class Audit:
 
 
 class _Site(NamedTuple):
-    """A place in the step."""
-
     phase: Phase
     module: str  # name in the towers; '' for the towers themselves
     norm: bool = False  # in a module of normalisation
@@ -219,7 +215,6 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The context of the operators that are recorded."""
         hooks = nn.modules.module
         before = hooks.register_module_forward_pre_hook(self._enter)
         after = hooks.register_module_forward_hook(lambda *args: self._stack.pop() and None, always_call=True)

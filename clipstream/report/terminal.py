@@ -230,7 +230,6 @@ def problems(counts: Record) -> dict[str, float]:
 
 
 def shown_problems(found: Record) -> list[str]:
-    """What `problems` found, in words."""
     drops = [f"{reason} {percent(share)}" for reason, share in found.items() if isinstance(share, float)]
     dropped = percent(sum(share for share in found.values() if isinstance(share, float)))
     others = [f"{name} {n}" for name, n in found.items() if isinstance(n, int)]
@@ -265,7 +264,6 @@ def is_minor(metric: str) -> bool:
 
 
 def nonfinite_line(record: Record) -> str:
-    """A skipped step as text."""
     skipped = record["nonfinite"]
     return (
         f"warning: step {record['step']} is left out: loss {skipped['loss']}, norm of the gradients "

@@ -431,7 +431,6 @@ def total_size(paths: Iterable[Path]) -> int:
 
 
 def _beside(target: Path, suffix: str) -> Path:
-    """A file of an entry."""
     return Path(f"{target}{suffix}")
 
 

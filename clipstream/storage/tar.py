@@ -473,16 +473,12 @@ class TarWriter:
 
 
 class Place(NamedTuple):
-    """Where an image is."""
-
     path: str  # of a file
     offset: int = 0  # in the file
     size: int = 0  # bytes; 0 for the whole file
 
 
 class SampleRef(NamedTuple):
-    """A sample of a shard."""
-
     key: str  # its name, unique in the shard
     members: Mapping[str, tuple[int, int]] = {}  # in a tar, suffix in lower case -> (offset, size) in bytes
 
@@ -500,7 +496,6 @@ class SampleTable(Sequence[SampleRef]):
             self.append(key, members)
 
     def append(self, key: str, members: Mapping[str, tuple[int, int]]) -> None:
-        """Add a sample."""
         self.add(key, members, list(chain.from_iterable(members.values())))
 
     def add(self, key: str, members: Iterable[str], spans: list[int]) -> None:

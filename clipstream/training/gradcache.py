@@ -233,7 +233,6 @@ class Chunk:
         return image, text
 
     def options(self, known: Collection[str] = ()) -> dict[str, Any]:
-        """Further arguments of the towers."""
         options: dict[str, Any] = {} if self.lengths is None else {"lengths": flat_lengths(self.lengths)}
         return {**options, "known": known} if known else options
 

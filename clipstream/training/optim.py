@@ -322,7 +322,6 @@ class _Builtin:
         self.settings = settings
 
     def _adam(self, name: str, towers: nn.Module, model: str, **options: Any) -> torch.optim.Optimizer:
-        """The optimizer of torch with this name."""
         import torch
 
         own, (betas, eps) = self.settings, self.settings.defaults(model)

@@ -135,7 +135,6 @@ def prepare_towers(
 
 @contextmanager
 def autocast(device: str | torch.device, precision: Precision) -> Iterator[None]:
-    """The context of a forward pass."""
     dtype = torch.bfloat16 if precision == "pure_bf16" else AUTOCAST.get(precision, torch.float32)
     with arithmetic(torch.device(device).type, dtype, cast=precision in AUTOCAST):
         yield
@@ -158,7 +157,6 @@ def random_state(device: str | torch.device) -> RandomState:
 
 
 def set_random_state(state: RandomState, device: str | torch.device) -> None:
-    """Restore what `random_state` returned."""
     random.setstate(state["python"])
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
@@ -174,7 +172,6 @@ def torch_state(device: str | torch.device) -> TorchState:
 
 
 def set_torch_state(state: TorchState, device: str | torch.device) -> None:
-    """Restore what `torch_state` returned."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.device(device).type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)

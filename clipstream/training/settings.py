@@ -59,8 +59,6 @@ def checked_metric(text: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of an evaluator."""
-
     evaluator: str  # name of the evaluation, NAME or NAME_averaged
     name: str  # of the metric
     lower: bool  # whether smaller values are better
@@ -123,7 +121,6 @@ class EarlyStopSettings(Section):
 
     @property
     def watched(self) -> Metric | None:
-        """The metric, if set."""
         return Metric.of(self.metric, self.metric_by)
 
 
@@ -394,5 +391,4 @@ class CheckpointSettings(Section):
 
     @property
     def best_by(self) -> Metric | None:
-        """The metric of `keep_best`, if set."""
         return Metric.of(self.keep_best, self.keep_best_by)

@@ -151,8 +151,6 @@ class Length:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop calls."""
-
     write: Callable[[Record], object]  # takes the records, on rank 0
     evaluate: Callable[[int, bool], object]  # (steps done, last) after each step; runs the evaluators that are due
     evaluation_due: Callable[[int], object] = lambda step: False  # whether `evaluate` does something after a step
@@ -514,7 +512,6 @@ class _Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent in the context."""
         began = time.perf_counter()
         try:
             yield

@@ -39,7 +39,6 @@ class TerminalHandler(logging.Handler):
         self.addFilter(lambda record: record.name != displayed.name)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line for a record."""
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         rank = f"[rank {self.rank}] " if self.rank or (self.rank is not None and kind) else ""
         return f"{rank}{kind}{record.getMessage()}"
@@ -84,7 +83,6 @@ class Loading:
         self._write("\r\x1b[K")
 
     def end(self) -> None:
-        """Show the line no longer."""
         self.erase()
         self._ended.set()
 
@@ -172,12 +170,10 @@ class LossyStream:
         self._name, self._broken = name, False
 
     def write(self, text: str) -> int:
-        """Write the text, if that is possible."""
         self._try(partial(self._stream.write, text))
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, if that is possible."""
         self._try(self._stream.flush)
 
     def _try(self, function: Callable[[], object]) -> None:
@@ -223,7 +219,6 @@ class Tee:
         return written
 
     def flush(self) -> None:
-        """Flush the other stream."""
         self.terminal.flush()
 
     def finish(self) -> None:

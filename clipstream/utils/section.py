@@ -78,7 +78,6 @@ class Conflict:
     notice: bool = False
 
     def text(self, *values: Any) -> str:
-        """The reason, with the values of the keys."""
         return self.reason.format(*values)
 
     def error(self, key: str, *values: Any) -> SettingsError:

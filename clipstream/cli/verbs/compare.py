@@ -15,7 +15,6 @@ from clipstream.utils.section import own_path, with_home
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream compare",
         description="Write one self-contained HTML file that shows runs side by side: curves, evaluations, different "

@@ -20,7 +20,6 @@ LONGEST = 100  # characters of a meaning
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream completion",
         description="Print a script that completes verbs, flags and their choices in a shell. For bash: "
@@ -33,14 +32,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 @entry_point
 def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code."""
     options = build_parser().parse_args(argv)
     print(script(options.shell))
     return 0
 
 
 def script(shell: str) -> str:
-    """The completion script of a shell."""
     text: str = shtab.complete(console_parser(), shell)
     return text
 

@@ -23,7 +23,6 @@ VARIABLES = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream env",
         description="Print versions, hardware and relevant environment variables for a bug report, without host "
@@ -35,7 +34,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 @entry_point
 def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code."""
     options = build_parser().parse_args(argv)
     found = environment()
     if options.json:

@@ -65,7 +65,6 @@ NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 
 @entry_point
 def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code."""
     tokens = [f"--output{token[5:]}" if token.partition("=")[0] == "--out" else token for token in argv]
     command = command_line("evaluate", tokens, OWN_FLAGS, many=(SUITE,))
     own, suites = command.own, Suites.of(command.own)

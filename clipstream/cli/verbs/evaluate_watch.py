@@ -279,7 +279,6 @@ class Found:
 
     @property
     def step(self) -> int:
-        """Steps done."""
         return int(self.path.name[5:13])
 
 

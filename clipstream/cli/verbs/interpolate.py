@@ -41,7 +41,6 @@ OWN_FLAGS = {
 
 @entry_point
 def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code."""
     command = command_line("interpolate", argv, OWN_FLAGS)
     own, words = command.own, list(command.flags)
     names = [words.pop(0) for _ in range(next((i for i, w in enumerate(words) if w.startswith("--")), len(words)))]
@@ -93,7 +92,6 @@ def _label(subject: Subject) -> str:
 
 
 def _model(subject: Subject, settings: Settings, fits: bool, *, averaged: bool) -> ModelSettings:
-    """The model of a checkpoint."""
     assert subject.checkpoint is not None
     return model_in(subject.checkpoint, settings.model, fits, averaged=averaged)
 

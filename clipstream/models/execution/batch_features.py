@@ -60,7 +60,6 @@ class FeatureCache:
         self._multipliers = torch.empty(0)
 
     def summary(self) -> str:
-        """What fits, in a line."""
         return f"{self.capacity:,} features of the {self.tower} tower in {self.gib:g} GiB a rank"
 
     def __len__(self) -> int:

@@ -282,7 +282,6 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def alive(self) -> list[int]:
-        """Bytes of those that are alive, by block."""
         return [
             sum(size for reference, size in storages.values() if not reference.expired()) for storages in self._storages
         ]

@@ -96,11 +96,9 @@ class Throughput:
     work: Work = field(default_factory=Work)
 
     def add(self, batch: Batch) -> None:
-        """Count a batch of this rank."""
         self.work.add(batch, self.model)
 
     def take(self) -> Work:
-        """What was counted since the last call."""
         taken, self.work = self.work, Work()
         return taken
 

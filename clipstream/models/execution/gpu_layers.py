@@ -22,7 +22,6 @@ ALIGNED = (
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a layer computes as on GPUs."""
     return tensor.is_cuda
 
 

@@ -81,7 +81,6 @@ class Options:
 
 @entry_point
 def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code."""
     if argv[:1] == ["train"]:
         return _bench_train(command_line("bench train", argv[1:], TRAIN_FLAGS))
     if argv and not argv[0].startswith("-") and (meant := did_you_mean(argv[0], ["train"])):

@@ -509,7 +509,6 @@ def _compile_options(train: TrainSettings) -> dict[str, object]:
 
 
 def tables(rows: Sequence[Row], loss_steps: int) -> list[Table]:
-    """One table for each part of the rows."""
     titles = {1: "Each setting added to those above it", 2: f"Each added alone to the {CHOSEN}"}
     found = {}
     for row in rows:
@@ -545,13 +544,11 @@ def settings_to_use(rows: Sequence[Row], chosen: Changes) -> str:
 
 
 def explained(error: Exception) -> str:
-    """The reason for a table."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of GPU memory"
     return shortened(next(filter(str.strip, str(error).splitlines()), type(error).__name__), 120)
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device's kernels."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)

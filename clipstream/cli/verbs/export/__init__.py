@@ -38,7 +38,6 @@ def main(argv: list[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream export",
         usage="clipstream export RUN --to TARGET [OUT] …\n       clipstream export features STORE OUT …",

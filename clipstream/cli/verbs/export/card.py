@@ -58,7 +58,6 @@ class Exported:
 
     @property
     def run(self) -> Path | None:
-        """The folder of the model's run, if there is one."""
         return None if self.subject is None else self.subject.run
 
     def card(self, licence: str | None) -> str:

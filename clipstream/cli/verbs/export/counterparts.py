@@ -48,7 +48,6 @@ class Counterpart:
 
     @property
     def width(self) -> int:
-        """Numbers of a row before the projection."""
         return int(self.model.config.hidden_size)
 
 
@@ -179,7 +178,6 @@ def _sizes(cfg: Mapping[str, Any], transformer: Any, norm: Any) -> dict[str, Any
 
 
 def _activation(module: nn.Module) -> str:
-    """transformers' name of an activation."""
     if isinstance(module, nn.GELU):
         return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
     names = {"QuickGELU": "quick_gelu", "GELUTanh": "gelu_pytorch_tanh", "GELU": "gelu"}

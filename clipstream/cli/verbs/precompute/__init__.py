@@ -60,7 +60,6 @@ class StoreOptions:
 
 @entry_point
 def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code."""
     settings, options, teachers = arguments(argv)
     validate_sources(settings)
     ask = World.from_env().local_rank == 0

@@ -330,11 +330,9 @@ class Share:
     done: list[int] = field(default_factory=list)  # the other shards of the share
 
     def owns(self, shard: int, chunk: int) -> bool:
-        """Whether a chunk is in the share."""
         return (shard + chunk * self.by_chunk) % self.ranks == self.rank
 
     def wanted(self, shard: int, chunk: int) -> bool:
-        """Whether the rank has to compute a chunk."""
         return self.owns(shard, chunk) and (shard, chunk) not in self.present
 
     @classmethod

@@ -25,7 +25,6 @@ def main(argv: list[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream search",
         usage="clipstream search RUN DATA QUERY… [-k N] [--html F]\n       clipstream search TOPIC STORE …",

@@ -110,7 +110,6 @@ def names_of(rows: StoredRows, numbers: Iterable[int]) -> dict[int, Name]:
 
 
 def sample_columns(names: Sequence[Name]) -> dict[str, Any]:
-    """The columns of `SAMPLE`."""
     return {column: [getattr(name, column) for name in names] for column, _ in SAMPLE}
 
 

@@ -333,7 +333,6 @@ def make_index(call: ImageSearch, folder: Path) -> None:
 
 
 def _images(rows: StoredRows, source: Source) -> Iterator[ImageRow]:
-    """The image of each row."""
     for shard in rows.shards:
         name, used = source.names[shard.number], shard.rows_of_samples()
         reader = None if source.types[name].is_remote(name) else source.open(name)
