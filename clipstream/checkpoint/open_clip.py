@@ -60,11 +60,9 @@ class OpenClipCheckpoint:
     """Content of a file that open_clip's trainer wrote.
 
     Attributes:
-        epoch: epochs done.
         optimizer: state_dict of the optimizer, by number or by name; None for weights alone.
         scaler: state of torch's GradScaler; None without float16.
         global_step: optimizer steps done, which open_clip's main branch saves; None in 3.3.0.
-        path: of the file.
         weights: tensors by open_clip's name.
     """
 

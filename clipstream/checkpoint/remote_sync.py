@@ -41,9 +41,6 @@ class RemoteDir:
         url: of a run's folder, or of one of its checkpoints; `${NAME}` is replaced from the environment.
         setting: the setting that has the URL, for messages.
 
-    Attributes:
-        shown: the URL for messages.
-
     Raises SettingsError: fsspec does not know the scheme, its backend is not installed, or it cannot be reached.
     """
 

@@ -169,7 +169,6 @@ def write(
     """Write a checkpoint as a draft, flush it, and rename it; return its path.
 
     Args:
-        tensors: tensors by file.
         headers: metadata of the header by file.
         others: content by file.
         after: a serial used in a remote copy; this save's is larger.

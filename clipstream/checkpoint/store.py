@@ -451,7 +451,6 @@ def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, *, av
 
     Args:
         tokenizer_fits: whether the settings' tokenizer is known to be the model's.
-        averaged: whether to take the averaged weights.
 
     Raises:
         SettingsError: the checkpoint has no averaged weights.

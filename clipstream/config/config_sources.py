@@ -346,11 +346,7 @@ _LIMITS = {
 
 
 def format_problem(places: Node, path: Path, text: str) -> str:
-    """One line: the place of a setting, its key, and `text`.
-
-    Args:
-        places: the tree of settings as they were written.
-    """
+    """One line: the place of a setting, its key, and `text`."""
     return _line(places.place_of(path, written=True), dotted(path), text)
 
 

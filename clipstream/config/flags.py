@@ -62,7 +62,6 @@ def flag_tree(
     """The tree of all flags except `--config`, with notices about those that have no effect.
 
     Args:
-        root: the class of the whole tree.
         files: the trees of the YAML files.
         ranks: processes of the run, for `--batch-size`.
         problems: mistakes are added to it.

@@ -131,10 +131,7 @@ def help_text(
     """The help of a verb.
 
     Args:
-        root: the class of the whole tree.
-        verb: 'train', as in `python -m clipstream.train`.
         topic: '' for the everyday flags, 'all' for every setting, or a section or key, such as 'data.sources'.
-        own: the verb's own flags -> their meanings.
         width: columns; by default `terminal_width()`.
 
     Raises SettingsError: there is no such topic.
@@ -219,7 +216,6 @@ class _Page:
         """A section, a part of it, a type of a part, or a key.
 
         Args:
-            path: dotted.
             aliases: whether to list the short flags of its keys.
 
         Raises SettingsError: nothing has this path.

@@ -36,10 +36,8 @@ def end_record(step: int, code: int, error: str | None, **more: Any) -> dict[str
     """How a process of a run ended.
 
     Args:
-        step: steps done.
         code: the exit code; it decides the status: done, stopped (by a signal), diverged or failed.
         error: the message; None where there was no error.
-        more: further keys of `end`.
     """
     end = {"status": _STATUS.get(code, "failed"), "code": code, "error": error, **more}
     return {"step": step, "time": now(), "end": end}
@@ -50,7 +48,6 @@ def start_record(step: int, ranks: int, device: str, command: list[str]) -> dict
 
     Args:
         step: of the checkpoint that it resumes from, or 0.
-        ranks: of the run.
         device: torch's name of rank 0's device.
         command: the command line, without credentials.
     """

@@ -30,7 +30,6 @@ class EndProcess:
     """A handler that ends the process at once.
 
     Args:
-        code: the exit code.
         line: printed before; `{}` in it is the signal's name.
     """
 

@@ -270,9 +270,6 @@ def context_for(settings: RunSections, model: ModelSettings, world: World, *, ex
 
     Features are computed as in training: in `train.precision`, a tower of its own precision in that one, and with
     `train.tf32` where the device is a GPU.
-
-    Args:
-        examples: images that an evaluation should show.
     """
     precision = resolve_precision(settings.train.precision, world)
     tf32 = settings.train.tf32 and world.device.startswith("cuda")

@@ -97,12 +97,10 @@ def show_retrieval(
     """Show the kept images whose own caption ranks best, and worst, among all captions. Collective.
 
     Args:
-        context: takes the examples.
         kept: the images of the first rows of rank 0's `images`.
         pairs: this rank's features of images [n, D] and of texts [m, D].
         owners: int64 [m], the row of `images` for each caption.
         ids: int [m, T], this rank's captions.
-        wording: of the captions.
     """
     world, (images, texts) = context.world, pairs
     queries = world.gather_rows(images[: len(kept)])
@@ -145,7 +143,6 @@ def show_classes(
     """Show kept images with the classes that match them best, correct and wrong ones in separate groups.
 
     Args:
-        context: takes the examples.
         kept: images whose ids are class numbers.
         features: [n, D] each, of this rank's first batches, at least of the kept images.
         classifier: [C, D].

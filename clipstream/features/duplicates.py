@@ -42,7 +42,6 @@ def nearest_preferred(
 
     Args:
         order: int64 [N], different numbers; of two rows the one with the smaller number is preferred.
-        device: where the products are computed.
         held: bytes of features that are compared with all later ones in one pass.
     """
     ranks = torch.from_numpy(order).to(device)

@@ -223,9 +223,6 @@ class Manifest:
     def read(cls, path: Path, shown: str = "") -> Manifest:
         """The manifest in a file.
 
-        Args:
-            shown: the file's name in messages.
-
         Raises:
             OSError: the file cannot be read.
             SettingsError: it has another format version, or is damaged.
@@ -382,11 +379,7 @@ def render(meta: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> list
 
 @contextlib.contextmanager
 def opened(path: Path, shown: object) -> Iterator[BinaryIO]:
-    """An open chunk file, unbuffered. Raises DamagedChunk: it is missing, or cannot be read.
-
-    Args:
-        shown: the file's name in messages.
-    """
+    """An open chunk file, unbuffered. Raises DamagedChunk: it is missing, or cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             yield file

@@ -73,7 +73,6 @@ class FeatureStore:
             temporary folder.
 
     Attributes:
-        path: as given.
         shown: the same without credentials, for messages.
         manifest: content of store.json.
 

@@ -74,7 +74,6 @@ def export(
     Args:
         form: 'parquet' or 'npy'.
         dtype: 'float16' or 'float32'; float16 for features that are stored so, float32 for all others.
-        captions: whether to write the captions of each image or text too.
         file_rows: rows of a Parquet file, about; all of a source unless set.
         more: further columns of Parquet files, by name.
 

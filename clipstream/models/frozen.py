@@ -98,7 +98,6 @@ class StoredTower:
 
     Args:
         clip: the model, in the dtypes of the run; the tower is removed from it.
-        tower: which of the two.
         weights: the safetensors file with the weights of the store's model.
 
     Raises SettingsError: the file cannot be read, or has other weights than the model.

@@ -29,7 +29,6 @@ class NumpyText:
 
     Args:
         file: safetensors with the tensors of open_clip's model.
-        config: open_clip's configuration of the model.
     """
 
     def __init__(self, file: Path, config: Mapping[str, Any]) -> None:

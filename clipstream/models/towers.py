@@ -271,7 +271,6 @@ class Towers(nn.Module):
         """Freeze the image tower and its projection (LiT, arXiv:2111.07991), except its last groups.
 
         Args:
-            unlocked_groups: last groups that stay trainable.
             until: number of steps after which all of it is trained (`changing_locks`).
 
         Raises SettingsError: the tower has no groups to leave unlocked.
@@ -288,7 +287,6 @@ class Towers(nn.Module):
         """Freeze the text tower except its last layers.
 
         Args:
-            unlocked_layers: last layers that stay trainable.
             keep_projection: leave the projection trainable, as it is new on top of a Hugging Face base model.
             until: number of steps after which all of it is trained (`changing_locks`).
 

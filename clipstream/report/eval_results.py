@@ -90,7 +90,6 @@ class FiguresFile:
     """FOLDER/evaluations.jsonl and evaluations.csv of a run that trains.
 
     Args:
-        folder: the run's.
         resume_step: step of the checkpoint that the run resumes from: later evaluations of the run are removed, those
             of `clipstream evaluate` stay. None starts anew.
         ended: whether that step is evaluated again.

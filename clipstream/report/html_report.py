@@ -239,7 +239,6 @@ class Report(Sink):
     """The report of a run, written after evaluations and at the end. A failure is a warning and never ends a run.
 
     Args:
-        folder: of the run.
         into: folder of report.html; that of the run unless given.
     """
 

@@ -54,9 +54,7 @@ class Mixing:
     """Evaluates mixtures of weights on all ranks.
 
     Args:
-        settings: of the run, with its evaluators.
         model: whose towers take the weights.
-        rule: what is best.
         interrupt: called in evaluations; where it returns True, `Stopped` is raised.
     """
 

@@ -60,7 +60,6 @@ class Tracker(Sink):
     """A run of a tracker with the interface of Weights & Biases: `log`, `finish`, and images as `Image`.
 
     Args:
-        module: of the tracker.
         run: as the module's `init` returns it.
         table: (title, header, rows) -> what the tracker shows as a table.
         images: images of the module with their texts -> what the tracker shows as several images.
@@ -202,9 +201,7 @@ class Outputs(SinkGroup):
 
     Args:
         world: ranks other than 0 write nothing.
-        run: the run, and where it resumes.
         subject: what trains, for the files of figures: run, model.
-
     """
 
     def __init__(self, settings: LogSettings, world: World, run: RunInfo, *, subject: Record | None = None) -> None:
@@ -259,9 +256,6 @@ class Outputs(SinkGroup):
 
 class Ending:
     """Writes the end of this process, on rank 0.
-
-    Args:
-        report: whether to write report.html.
 
     Attributes:
         step: returns the steps done; None until there is a trainer, and the last step in metrics.jsonl counts.

@@ -80,7 +80,6 @@ class ShardCache:
         cache: permanent folder; None for a temporary one.
         limit: bytes that a permanent folder may hold; None for no limit.
         wanted: approximate number of shards in use at once on this node.
-        fetcher: does the downloads.
 
     Attributes:
         alive: called with the bytes received so far, to tell a long transfer from a hanging one; only for transfers of

@@ -119,9 +119,6 @@ def prepare_towers(
     With TF32, products of float32 matrices on a GPU round their factors to 10 bits of mantissa. Convolutions do in
     either case, as is torch's default.
 
-    Args:
-        keep: see `Towers.set_precision`.
-
     Raises SettingsError: the device does not compute a tower's precision, or the tower is trained.
     """
     matmul = torch.backends.cuda.matmul

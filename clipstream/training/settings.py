@@ -89,7 +89,6 @@ class Metric:
         """Check the metric against those that evaluators will give.
 
         Args:
-            key: setting that names the metric.
             metrics: names of metrics by evaluator, if known.
 
         Raises SettingsError: its evaluator has no such metric.

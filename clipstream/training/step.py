@@ -416,7 +416,6 @@ class WeightAverages:
     Args:
         towers: on their device, already sharded if at all, with the initial weights.
         decay: 0 to 1.
-        warmup: whether to let the decay rise to its value.
 
     Attributes:
         tensors: averages by parameter name in the towers (by all names of a tied parameter).

@@ -144,8 +144,6 @@ def text_fingerprint(towers: Towers, *, precision: str, tokenizer: str) -> Finge
     """Fingerprint of the features of a text tower.
 
     Args:
-        towers: as in `image_fingerprint`.
-        precision: of the forward pass, as in training.
         tokenizer: `data.order_plan.tokenizer_identity` of the tokenizer.
     """
     length = towers.context_length

@@ -25,7 +25,6 @@ class ResultConsole(Console):
 
     Args:
         width: columns where there is no terminal.
-        options: of rich's Console.
     """
 
     def __init__(self, width: int = 160, **options: Any) -> None:
@@ -56,10 +55,7 @@ class ProgressBar:
     """The progress of a verb: a bar on a terminal, lines elsewhere. A context manager.
 
     Args:
-        label: names the work.
-        shown: whether it is shown at all.
         lines_every: seconds between two lines.
-        say: prints a line.
     """
 
     def __init__(

@@ -160,9 +160,6 @@ def drop_output(stream: TextIO) -> None:
 class LossyStream:
     """A text stream that warns and loses text where it cannot be written: the reader of a pipe has gone, a terminal was
     closed, a disk is full.
-
-    Args:
-        name: of the stream, for the warning.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:

@@ -22,11 +22,7 @@ _printed = mmap.mmap(-1, 1)  # shared with forked workers: whether a traceback w
 
 
 def raised(part: str, error: BaseException) -> str:
-    """A plug-in's exception with file and line. The first traceback of a process and its workers is also printed.
-
-    Args:
-        part: the plug-in's name in messages.
-    """
+    """A plug-in's exception with file and line. The first traceback of a process and its workers is also printed."""
     if not _printed[0]:
         _printed[0] = 1
         lines = traceback.format_exception(type(error), error, error.__traceback__)

@@ -81,9 +81,6 @@ class HostMark:
 class StepTimer:
     """Measures the parts of the steps of this rank.
 
-    Args:
-        device: torch's name of the device that the steps run on.
-
     Attributes:
         ranges: whether parts are named ranges of torch's profiler as well.
     """
@@ -235,8 +232,6 @@ class StepProfiler:
 
     Args:
         steps: numbers of the steps, consecutive, from 1; may be empty.
-        folder: of the run.
-        device: torch's name of the device that the steps run on.
         records: whether this rank records.
     """
 
@@ -342,7 +337,6 @@ class Usage:
     """Reads the use of a device.
 
     Args:
-        device: torch's name of it.
         workers: returns the process ids of this rank's data workers.
 
     Attributes:

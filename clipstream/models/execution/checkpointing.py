@@ -69,9 +69,6 @@ def checkpoint_blocks(tower: nn.Module, policy: Policy, key: str) -> None:
 
     With a budget, this only checks that they can.
 
-    Args:
-        key: the setting, for messages.
-
     Raises SettingsError: the tower has no repeated blocks, or batch norm in them, which would count the statistics of
     a batch twice.
     """
@@ -203,7 +200,6 @@ def fit_budget(
         budget: share of the activations without recomputation, or bytes as '12GiB'.
         samples: of a forward pass.
         run: forward pass of so many samples with a graph.
-        key: the setting, for messages.
 
     Returns a line about the policies. Raises SettingsError: the inputs of the blocks take more already.
     """

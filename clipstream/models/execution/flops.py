@@ -87,7 +87,6 @@ class Throughput:
     """Figures of the training lines: true text tokens a second, TFLOP/s of a device, MFU.
 
     Args:
-        model: FLOPs of the model.
         peak: TFLOP/s of a device at the run's precision; None if not known.
     """
 

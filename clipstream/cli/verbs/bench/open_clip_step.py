@@ -31,7 +31,6 @@ class OpenClipStep:
 
     Args:
         towers: not sharded, in float32; their layers are those of open_clip afterwards.
-        device: torch's name of the device.
         precision: of `PRECISIONS`.
         optim: of type adamw.
         name: the model's name, which betas and eps depend on.

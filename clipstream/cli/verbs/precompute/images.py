@@ -17,11 +17,6 @@ from clipstream.storage.shard_cache import ShardCache
 class StoredImages:
     """Images of the samples of a store. Reading those of a shard in a row opens it once.
 
-    Args:
-        store: of features.
-        data: what training reads.
-        cache: of remote shards.
-
     Raises SettingsError: the data lack the shards of the store.
     """
 

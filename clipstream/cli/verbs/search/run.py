@@ -275,7 +275,6 @@ def _encoded(model: Path, images: Sequence[str], texts: Sequence[str], *, uprigh
     """Features of images and texts, float32 [n, D], rows of length 1.
 
     Args:
-        model: folder of the model.
         upright: whether images are turned by their EXIF orientation; `precompute` does so in augmented views only.
     """
     towers = build_towers(ModelSettings(name=f"local-dir:{model}"), seed=0).eval()
