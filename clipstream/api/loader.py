@@ -309,10 +309,7 @@ def _source(data: Config, overrides: Overrides, flags: dict[str, Any]) -> tuple[
 
 
 def _inputs(preprocess: Any, tokenizer: Any, settings: Settings, world: World) -> tuple[Preprocess, Tokenizer]:
-    """How images and texts are prepared.
-
-    Raises SettingsError: `preprocess` or `tokenizer` is something else, or a model's tokenizer is missing.
-    """
+    """How images and texts are prepared."""
     ids: Tokenizer | None = None
     if isinstance(preprocess, Model):
         found, ids = preprocess.preprocess, preprocess.context.tokenizer
@@ -379,10 +376,7 @@ class _FunctionTokenizer:
 
 
 def _batches_in_epoch(settings: Settings) -> int | None:
-    """Batches of an epoch; None where the samples are not known and counting them would take reading the shards.
-
-    Raises SettingsError: the mode is `indexed` and samples cannot be counted, or an epoch has less than a batch.
-    """
+    """Batches of an epoch; None where the samples are not known and counting them would take reading the shards."""
     data, samples = settings.data, settings.train.epoch_samples
     if data.sampling.mode == "indexed":
         return epoch_plan(data, list(open_sources(settings).values())).steps

@@ -254,10 +254,7 @@ def with_val_split(settings: Settings) -> Settings:
 
 
 def _list_of_resumed(settings: Settings) -> FilePath | None:
-    """The names of the samples that the run to go on from holds out; None for a new run, or a remote checkpoint.
-
-    Raises SettingsError: it holds out none.
-    """
+    """The names of the samples that the run to go on from holds out; None for a new run, or a remote checkpoint."""
     resume, began = settings.checkpoint.resume, True
     by_name = resume in ("latest", "auto")
     if resume is None:

@@ -224,10 +224,7 @@ def _preprocess_only(config: ModelConfig) -> Config:
 
 
 def _weights(settings: ModelSettings, cache: HubCache) -> _Weights:
-    """The weights of `settings`.
-
-    Raises SettingsError: an unknown tag, a folder without weights, a missing file.
-    """
+    """The weights of `settings`."""
     name, own = settings.name, None
     if name.startswith(LOCAL):
         own = Path(name[len(LOCAL) :])
@@ -340,10 +337,7 @@ def _tokenizer(
 
 
 def _text_model(settings: ModelSettings, text_cfg: Config, weights: _Weights, cache: HubCache) -> Path | None:
-    """The folder of a Hugging Face text tower; None for open_clip's own, or if files are missing.
-
-    Raises SettingsError: the folder lacks a file, or the model has another text tower.
-    """
+    """The folder of a Hugging Face text tower; None for open_clip's own, or if files are missing."""
     name = text_cfg.get("hf_model_name")
     if settings.text_model is not None and not name:
         raise SettingsError(
@@ -371,10 +365,7 @@ def _text_model(settings: ModelSettings, text_cfg: Config, weights: _Weights, ca
 
 
 def _image_weights(settings: ModelSettings, vision_cfg: Config, cache: HubCache) -> Path | None:
-    """The file of `model.image_pretrained`; None without one, or if it is missing.
-
-    Raises SettingsError: the image tower is not timm's, or there is no such file or tag.
-    """
+    """The file of `model.image_pretrained`; None without one, or if it is missing."""
     chosen, name = settings.image_pretrained, str(vision_cfg.get("timm_model_name") or "")
     if chosen is None:
         return None

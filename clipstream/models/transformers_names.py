@@ -277,10 +277,7 @@ def _siglip(config: Config, folder: Path) -> Config:
 
 
 def _preprocess(values: Mapping[str, Any], path: Path) -> Config:
-    """open_clip's preprocess_cfg for the image processors of CLIP and SigLIP.
-
-    Raises SettingsError: another filter than open_clip's, or a crop that is smaller than the resized image.
-    """
+    """open_clip's preprocess_cfg for the image processors of CLIP and SigLIP."""
     size, crop = values.get("size"), values.get("crop_size")
     edge = size.get("shortest_edge") if isinstance(size, dict) else size
     sides = set(crop.values()) if isinstance(crop, dict) else {crop}

@@ -57,10 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def _synthetic(own: Mapping[str, str], settings: Settings) -> bool:
-    """Whether the batch is random.
-
-    Raises SettingsError: shards are requested and there are none, or features come from stores.
-    """
+    """Whether the batch is random."""
     data = settings.data
     default = "shards" if data.sources or data.image_features else "synthetic"
     choice = choice_flag(own, "--batch", ("shards", "synthetic"), default)

@@ -211,10 +211,7 @@ def _missing(source: SourceSettings) -> str | None:
 
 
 def _evaluate_one(command: CommandLine, suites: Suites) -> int:
-    """Evaluate a checkpoint or a model on all ranks, and return the exit code.
-
-    Raises SettingsError: wrong settings, no such checkpoint, or no evaluators.
-    """
+    """Evaluate a checkpoint or a model on all ranks, and return the exit code."""
     own, flags = command.own, command.flags
     weights = cast(Weights, choice_flag(own, "--weights", get_args(Weights), "trained"))
     subject = Subject("")

@@ -246,12 +246,7 @@ class _Watcher(SinkGroup):
 
 
 def _wait_for_a_checkpoint(run: WatchedRun, signals: StopSignals, idle: float) -> None:
-    """Wait without writing anything: a run cannot start in a folder that is not empty.
-
-    Raises:
-        Stopped: by a signal, or because nothing changed for `idle` seconds.
-        SettingsError: the run has ended without a checkpoint.
-    """
+    """Wait without writing anything: a run cannot start in a folder that is not empty."""
     announced = False
     while not run.found() or not (run.folder / "config.yaml").is_file():
         if signals.received is not None:

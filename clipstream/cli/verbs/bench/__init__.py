@@ -150,13 +150,7 @@ class Measured:
 
 
 def _bench_input(command: CommandLine) -> int:
-    """Measure, print tables, and return the exit code.
-
-    Raises:
-        SettingsError: wrong settings, or no shards.
-        DataError: the shards have no usable sample.
-        ClipstreamError: the figures could not be written.
-    """
+    """Measure, print tables, and return the exit code."""
     own = command.own
     seconds, gpus = number_flag(own, "--seconds", 10.0), number_flag(own, "--gpus", 1.0)
     rates = (number_flag(own, "--gpu-rate", 0.0),) if "--gpu-rate" in own else USUAL_RATES

@@ -216,10 +216,7 @@ def _manifest(job: Job, models: Sequence[Model], sources: Mapping[str, Source]) 
 
 
 def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
-    """Write the model of the parts `image` and `text`, unless it is there and whole.
-
-    Raises SettingsError: the store has features of another one, or it cannot be written.
-    """
+    """Write the model of the parts `image` and `text`, unless it is there and whole."""
     for part in TOWERS:
         own = weights_digest(tower_state(towers, part).items())
         if part in manifest.parts and manifest.parts[part].fingerprint.get("weights") != own:
@@ -528,10 +525,7 @@ class ChunkComputer:
 
 
 def _position_of(parts: Sequence[BatchPart]) -> Cursor:
-    """The cursor of all lanes after a batch (see ChunkSampler).
-
-    Raises DataError: lanes are at different samples, as a shard could be read by one worker and not by another.
-    """
+    """The cursor of all lanes after a batch (see ChunkSampler)."""
     cursors = [lane.cursors[0] for part in parts for lane in part.lanes.values()]
     if any(cursor != cursors[0] for cursor in cursors):
         raise DataError("a shard could not be opened by every data worker: rerun the same command to continue")
