@@ -275,7 +275,8 @@ class StepProfiler:
             torch.cuda.synchronize(self._device)  # kernels of the last step
         profile = self._profile
         self.close()
-        found = dearest(profile.key_averages())
+        averages = profile.key_averages()
+        found = dearest(averages)
         name = f"steps_{self.steps[0]}-{self.steps[-1]}"
         record: dict[str, object] = {"steps": [self.steps[0], self.steps[-1]], "device": self._device.type}
         folder = self._folder / FOLDER
@@ -285,7 +286,8 @@ class StepProfiler:
             profile.export_chrome_trace(str(draft))
             draft.replace(folder / f"{name}.json.gz")
             record["trace"] = f"{FOLDER}/{name}.json.gz"
-            text = f"{len(self.steps)} steps, {name}, by self time\n\n{table(found)}\n"
+            by = f"self_{'device' if self._device.type == 'cuda' else 'cpu'}_time_total"
+            text: str = averages.table(sort_by=by, row_limit=-1, max_name_column_width=100)
             atomic_write.replace(folder / f"{name}.txt", text.encode())
         except (OSError, RuntimeError) as error:
             reason = "its disk is full" if atomic_write.is_full(error) else str(error)
@@ -317,16 +319,6 @@ def dearest(averages: Iterable[Any]) -> list[Operation]:
     ]
     by_device = any(one.self_device for one in found)
     return sorted(found, key=lambda one: one.self_device if by_device else one.self_cpu, reverse=True)
-
-
-def table(operations: Sequence[Operation]) -> str:
-    """Operations as text, a line each; times in ms."""
-    rows: list[tuple[str, ...]] = [("operation", "calls", "self GPU", "GPU", "self CPU", "CPU, ms")]
-    for one in operations:
-        times = (one.self_device, one.device, one.self_cpu, one.cpu)
-        rows.append((one.name[:100], str(one.calls), *(f"{1e3 * seconds:.3f}" for seconds in times)))
-    name = max(len(row[0]) for row in rows)
-    return "\n".join(f"{row[0]:<{name}}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows)
 
 
 GIB = 1 << 30

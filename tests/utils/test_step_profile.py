@@ -14,7 +14,7 @@ import torch
 from clipstream.cli.verbs.train import main
 from clipstream.report.html_report import read_run, render
 from clipstream.report.settings import LogSettings
-from clipstream.utils.timing import StepProfiler, StepTimer, dearest, table, timed
+from clipstream.utils.timing import StepProfiler, StepTimer, dearest, timed
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags, lines, train_on
 
@@ -70,7 +70,7 @@ def test_a_profile_has_its_steps_alone(tmp_path: Path, steps: range) -> None:
     names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
     assert names.count("clipstream::loss") == 2
     text = (tmp_path / f"profile/steps_{steps[0]}-{steps[-1]}.txt").read_text()
-    assert "aten::mm" in text and "self CPU" in text
+    assert "aten::mm" in text and "Self CPU" in text
 
 
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,7 +90,6 @@ def test_operations_are_sorted_by_self_time_on_the_device() -> None:
 
     found = dearest([event("a", 1e6, 9e6), event("b", 2e6, 1e6), event("clipstream::loss", 8e6, 1e6)])
     assert [(one.name, one.self_device, one.device, one.self_cpu) for one in found] == [("b", 2, 2, 1), ("a", 1, 2, 9)]
-    assert table(found).splitlines()[1].split() == ["b", "1", "2000.000", "2000.000", "1000.000", "1000.000"]
     assert [one.name for one in dearest([event("a", 0, 1e6), event("b", 0, 2e6)])] == ["b", "a"]
 
 
