@@ -25,7 +25,7 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.class_names import class_names, prompt_templates
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import Tokenizer
-from clipstream.distributed.world import World
+from clipstream.distributed.world import World, resolve_device
 from clipstream.errors import Dropped, SettingsError, each, wrong_type
 from clipstream.evals.context import EvalContext, context_for, evaluating
 from clipstream.evals.evaluators.zero_shot import text_classifier
@@ -135,13 +135,8 @@ def usable_device(device: str | torch.device) -> str:
     """
     if not isinstance(device, str | torch.device):
         raise wrong_type("device", "torch's name of a device, such as 'cpu'", device)
-    device = str(device)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise SettingsError(f"device {device!r}: no GPU is available to torch: use 'cpu', or check nvidia-smi")
     try:
-        device = str(torch.device(device))
+        device = str(torch.device(resolve_device(str(device))))
     except RuntimeError as error:
         raise SettingsError(f"device is {device!r}: {str(error).splitlines()[0]}") from error
     group = World.of_group(device)

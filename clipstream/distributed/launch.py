@@ -39,7 +39,7 @@ from typing import Any
 
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.signals import SIGNALS, ending_on_signals
-from clipstream.distributed.world import DUMP, World
+from clipstream.distributed.world import DUMP, World, resolve_device
 from clipstream.errors import INTERRUPTED, ClipstreamError, DataError, DivergedError, SettingsError, Stopped
 from clipstream.text import counted, printable_lines
 from clipstream.utils.cores import cores
@@ -76,14 +76,7 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *
     """
     import torch
 
-    device = run.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device.startswith("cuda") and not torch.cuda.is_available():
-        raise SettingsError(
-            f"run.device is {device!r}, but no GPU is available to torch: use --device cpu, or check nvidia-smi"
-        )
-    world = World.from_env(device)
+    world = World.from_env(resolve_device(run.device))
     # torchrun sets OMP_NUM_THREADS=1, which leaves the other cores idle; and the number decides the bits of sums.
     most = GPU_THREADS if world.device.startswith("cuda") else cores()
     torch.set_num_threads(run.threads or min(max(1, cores() // world.local_size), most))

@@ -266,6 +266,17 @@ class World:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
+def resolve_device(wanted: str) -> str:
+    """Resolve 'auto': a GPU if torch sees one. Raises SettingsError: a GPU is wanted, and torch sees none."""
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise SettingsError(f"device {wanted!r}: no GPU is available to torch: use cpu, or check nvidia-smi")
+    return wanted
+
+
 def slurm_world(env: Mapping[str, str]) -> World | None:
     """The world that Slurm's variables describe, on the CPU; None outside of Slurm and for a step with one task.
 

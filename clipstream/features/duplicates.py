@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from clipstream.features.search import TILE, Clusters, Rows, TensorRows, gather, kmeans
+from clipstream.features.store import Numbers
 from clipstream.utils.torch_state import restored_matmul_precision
 
 TRAINED_ON = 256  # rows of each cluster, about, that k-means sees
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Nearest(NamedTuple):

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from clipstream.errors import DataError
 from clipstream.features.manifest import IMAGE, TEXT
 from clipstream.features.search import BLOCK, TILE, StoredRows, check_pair, unit_views
-from clipstream.features.store import FeatureStore
+from clipstream.features.store import FeatureStore, Numbers
 from clipstream.utils.torch_state import restored_matmul_precision
 
 REFERENCES = 65536  # samples, at most, that others are compared with for `doubts`
 SHARED = 5
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Scores = np.ndarray[Any, np.dtype[np.float32]]
 
 

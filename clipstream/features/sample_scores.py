@@ -10,10 +10,10 @@ import pyarrow as pa
 import torch
 
 from clipstream.errors import SettingsError, did_you_mean
-from clipstream.features.duplicates import Nearest, Numbers, cluster, nearest_in_clusters, nearest_preferred
+from clipstream.features.duplicates import Nearest, cluster, nearest_in_clusters, nearest_preferred
 from clipstream.features.pairs import PairRows, doubts
 from clipstream.features.search import PairScores, StoredRows, pair_scores
-from clipstream.features.store import FeatureStore
+from clipstream.features.store import FeatureStore, Numbers
 
 KINDS = ("clip_score", "duplicate", "doubt")
 

@@ -17,9 +17,9 @@ import torch
 
 from clipstream.cli.verbs.precompute.images import StoredImages
 from clipstream.errors import SettingsError
-from clipstream.features.pairs import Doubts, Numbers, PairRows, doubts, hard_negatives
+from clipstream.features.pairs import Doubts, PairRows, doubts, hard_negatives
 from clipstream.features.search import Name, StoredRows, gather, search
-from clipstream.features.store import FeatureStore
+from clipstream.features.store import FeatureStore, Numbers
 from clipstream.report.html_report import Card, render_gallery
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.text import printable

@@ -79,11 +79,7 @@ def search(options: argparse.Namespace) -> None:
     if options.topic == "scores":
         scores(options, rows)
         return
-    try:
-        device = "cuda" if options.device == "auto" and torch.cuda.is_available() else options.device
-        device = torch.empty(0, device="cpu" if device == "auto" else device).device
-    except (RuntimeError, AssertionError) as error:
-        raise SettingsError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
+    device = torch.device(usable_device(options.device))
     if options.topic == "doubt" or getattr(options, "mine", None):
         (doubt if options.topic == "doubt" else mine)(options, store, device)
         return
