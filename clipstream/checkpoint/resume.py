@@ -99,9 +99,8 @@ def load_into(step: TrainStep, checkpoint: Path, start: TrainState | None = None
 def find(settings: CheckpointSettings, run_folder: Path, world: World) -> Resumed:
     """The checkpoint that `--resume` names, on a local disk, and the run's remote copy. Collective.
 
-    Raises:
-        SettingsError: there is none, it is damaged, or some rank does not see it; the remote copy cannot be read, or
-            holds a run, and this is a new one.
+    Raises SettingsError: there is none, it is damaged, or some rank does not see it; the remote copy cannot be read, or
+    holds a run, and this is a new one.
     """
     resume, folder, remote_sync = settings.resume, run_folder / CHECKPOINTS, None
     if settings.remote_sync is not None and world.is_main:

@@ -452,8 +452,7 @@ def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, *, av
     Args:
         tokenizer_fits: whether the settings' tokenizer is known to be the model's.
 
-    Raises:
-        SettingsError: the checkpoint has no averaged weights.
+    Raises SettingsError: the checkpoint has no averaged weights.
     """
     weights = checkpoint / AVERAGED_FILE
     if averaged and not weights.is_file():

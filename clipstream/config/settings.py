@@ -467,8 +467,7 @@ def load_settings(config: Config = None, overrides: Overrides = None, /, **flags
         flags: short flags of the command line, with underscores: `train_data="shards/*.tar"`, `batch_size=256`; None
             stands for a flag that is not given.
 
-    Raises:
-        SettingsError: the settings are wrong; the message has a line for each mistake.
+    Raises SettingsError: the settings are wrong; the message has a line for each mistake.
 
     Examples:
         >>> import clipstream

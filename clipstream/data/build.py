@@ -72,8 +72,7 @@ def training_loader(
         approximate: where `start` belongs to another order of samples, restart the order at its step, with a warning.
         views: see Hosting; for callers that have finished with a batch when they ask for the next one.
 
-    Raises:
-        SettingsError: no sample for this rank, a `start` of another order, or a store of other sources or tokens.
+    Raises SettingsError: no sample for this rank, a `start` of another order, or a store of other sources or tokens.
     """
     lanes, workers, features = settings.lanes, settings.workers, inputs.features
     assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
@@ -325,8 +324,7 @@ def evaluation_loader(
     Args:
         data: the run's settings of workers, cache and time limits.
 
-    Raises:
-        DataError: local shards are missing.
+    Raises DataError: local shards are missing.
     """
     workers = auto_workers(world) if data.workers == "auto" else data.workers
     batch_size = max(batch_size, workers)

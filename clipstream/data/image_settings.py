@@ -97,8 +97,7 @@ AugmentSettings.pairs += tuple(
 def rgb(name: str) -> tuple[int, int, int]:
     """The colour of a name or #rrggbb, each part 0 to 255.
 
-    Raises:
-        ValueError: there is no such colour.
+    Raises ValueError: there is no such colour.
     """
     from PIL import ImageColor
 

@@ -56,8 +56,7 @@ Steps = tuple[str | Each, ...]
 def parse_path(path: str) -> Steps:
     """The steps of a path.
 
-    Raises:
-        ValueError: it is malformed; the message names the position.
+    Raises ValueError: it is malformed; the message names the position.
     """
     steps: list[str | Each] = []
     at = 0

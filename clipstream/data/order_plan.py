@@ -76,8 +76,7 @@ def order_plan(settings: DataSettings, sources: Sequence[Source], seed: int) -> 
         settings: with `lanes` resolved.
         sources: in the order of names; `groups.look_up` was called for those of the mode `indexed`.
 
-    Raises:
-        SettingsError: as `epoch_plan`, or an index has other numbers of samples than the shards.
+    Raises SettingsError: as `epoch_plan`, or an index has other numbers of samples than the shards.
     """
     lanes, shuffle, sampling = settings.lanes, settings.shuffle, settings.sampling
     assert isinstance(lanes, int), "resolve the settings first"
@@ -135,8 +134,7 @@ def epoch_plan(settings: DataSettings, sources: Sequence[Source], seed: int = 0,
         sources: in the order of names.
         seed, lanes: the length of an epoch does not depend on them.
 
-    Raises:
-        SettingsError: samples cannot be counted, or there are too few for a batch.
+    Raises SettingsError: samples cannot be counted, or there are too few for a batch.
     """
     named = sorted(settings.sources.items())
     samples = []

@@ -146,8 +146,7 @@ class EvalContext:
             max_samples: read only the first samples of the source.
             key: the source's key in the evaluator's settings, for messages.
 
-        Raises:
-            DataError: a shard is missing or broken, or none of this rank's first 2,000 samples is usable.
+        Raises DataError: a shard is missing or broken, or none of this rank's first 2,000 samples is usable.
         """
         most = min((n for n in (self.AT_MOST, max_samples) if n), default=None)
         loader = evaluation_loader(

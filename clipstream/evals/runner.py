@@ -156,8 +156,7 @@ class EvalRunner:
         Returns:
             Metric names by evaluation (see `eval_name`).
 
-        Raises:
-            DataError, SettingsError: from an evaluator or its data.
+        Raises DataError, SettingsError: from an evaluator or its data.
         """
         for weights in self.weights.values():
             with weights():  # gathering sharded weights takes memory
@@ -184,8 +183,7 @@ class EvalRunner:
             A record per evaluation: step, eval (see `eval_name`), metrics, dropped (unusable samples of all ranks) and
             seconds; if it failed, `error` in place of metrics.
 
-        Raises:
-            ClipstreamError: from an evaluator or its data, if its settings have `on_error: raise`.
+        Raises ClipstreamError: from an evaluator or its data, if its settings have `on_error: raise`.
         """
         context = self.context
         if step != self._step:

@@ -146,8 +146,7 @@ class StoreWriter:
     def finish(self) -> Manifest:
         """Write store.json with the counts of all shards, in rank 0, after all chunks are written; return its content.
 
-        Raises:
-            SettingsError: chunks are missing, or the disk is full.
+        Raises SettingsError: chunks are missing, or the disk is full.
         """
         self._verify = False  # what this call has not seen, other ranks have verified or written
         sources = {}

@@ -257,8 +257,7 @@ class TensorBoard(Sink):
     Args:
         resume_step: TensorBoard hides events of later steps.
 
-    Raises:
-        SettingsError: tensorboard is not installed.
+    Raises SettingsError: tensorboard is not installed.
     """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:

@@ -132,8 +132,7 @@ def fetch(
         timeout: seconds without a byte, for HTTP.
         retries, backoff: as for `retry`, after transient failures.
 
-    Raises:
-        ShardError: the failure of the last attempt.
+    Raises ShardError: the failure of the last attempt.
     """
     with open(part, "wb") as file:
         if url.scheme in ("http", "https"):
@@ -151,8 +150,7 @@ def fetch(
 def info(url: ShardURL, timeout: float) -> FileInfo:
     """Version and size of a file by HTTP(S) or in an object store; empty if the server refuses to tell.
 
-    Raises:
-        ShardError: `timeout` or `unreachable`, if the server does not answer.
+    Raises ShardError: `timeout` or `unreachable`, if the server does not answer.
     """
     if url.scheme not in ("http", "https"):
         try:
@@ -368,8 +366,8 @@ def filesystem_of(url: ShardURL, otherwise: str) -> tuple[Any, str]:
     Args:
         otherwise: the alternative to installing its backend, for the message.
 
-    Raises:
-        ShardError: `unknown_scheme` if the backend is not installed; `unreachable` if it connects at once, and cannot.
+    Raises ShardError: `unknown_scheme` if the backend is not installed; `unreachable` if it connects at once, and
+    cannot.
     """
     try:
         system, path = _fsspec().core.url_to_fs(url.full)

@@ -202,8 +202,7 @@ def _fetch_gopen(url: ShardURL, scheme: str, part: Path, monitor: Monitor) -> No
 
     There is no time limit here: if a handler hangs, the loader notices that `monitor` is not called.
 
-    Raises:
-        ShardError: the scheme has no handler, or it failed.
+    Raises ShardError: the scheme has no handler, or it failed.
     """
     module = importlib.import_module("webdataset.gopen")  # on use, because it imports torch
     if scheme not in module.gopen_schemes:

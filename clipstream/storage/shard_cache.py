@@ -85,8 +85,7 @@ class ShardCache:
         alive: called with the bytes received so far, to tell a long transfer from a hanging one; only for transfers of
             the main thread, which waits for them.
 
-    Raises:
-        SettingsError: the cache folder cannot be made or written.
+    Raises SettingsError: the cache folder cannot be made or written.
     """
 
     def __init__(
@@ -153,8 +152,7 @@ class ShardCache:
         Returns:
             Whether the shard is held now and has to be released: not if the cache has a limit.
 
-        Raises:
-            ShardError, SettingsError: as `local`; also if the space is taken for now.
+        Raises ShardError, SettingsError: as `local`; also if the space is taken for now.
         """
         self.local(name)
         if self.limit is None:
@@ -258,8 +256,7 @@ class ShardCache:
             whole: whether `size` is that of the whole entry: the limit must hold `wanted` entries of the first one's.
             wait: whether to return False while other downloads take the space, in place of an error.
 
-        Raises:
-            SettingsError: the limit is too small for the entries in use.
+        Raises SettingsError: the limit is too small for the entries in use.
         """
         if self.limit is None:
             return True

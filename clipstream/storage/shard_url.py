@@ -178,8 +178,7 @@ def table_format(url: str) -> str | None:
 def with_variables(text: str) -> str:
     """The text with each `${NAME}` replaced from the environment, or by WDS_NAME as in webdataset.
 
-    Raises:
-        SettingsError: one is not set.
+    Raises SettingsError: one is not set.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -220,8 +219,7 @@ def _run(names: Sequence[str]) -> int:
 def expand_pipe(command: str) -> list[str]:
     """The commands that the braces of a `pipe:` command stand for.
 
-    Raises:
-        SettingsError: WDS_SECURE is set, with which webdataset does not run commands either.
+    Raises SettingsError: WDS_SECURE is set, with which webdataset does not run commands either.
     """
     if (secure := os.environ.get("WDS_SECURE", "0")) not in ("", "0"):
         raise SettingsError(
@@ -236,8 +234,7 @@ def expand_pipe(command: str) -> list[str]:
 def expand_pattern(pattern: str) -> list[str]:
     """The paths or URLs that braces and, in a local path, globs stand for.
 
-    Raises:
-        SettingsError: the braces are not paired or stand for too many, a glob matches nothing, or a folder is named.
+    Raises SettingsError: the braces are not paired or stand for too many, a glob matches nothing, or a folder is named.
     """
     with errors_as(SettingsError, f"unpaired braces in {redact(pattern)!r}", ValueError):
         # braceexpand makes a list of each range before it returns the first name.

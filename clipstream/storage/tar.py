@@ -92,8 +92,7 @@ def scan(path: str | Path) -> ShardIndex:
     members with the same key are a sample. Directories, webdataset's `__…__` members and names that start with a dot
     are skipped. Samples before a fault are kept, except a last one that may lack members.
 
-    Raises:
-        OSError: the file cannot be opened or read.
+    Raises OSError: the file cannot be opened or read.
     """
     shard = Shard(path)
     shard.close()
@@ -361,9 +360,8 @@ class Shard:
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """The bytes of a sample's members by suffix: all, or those of `suffixes` (lower case) that it has.
 
-        Raises:
-            Dropped: `unreadable_member`: the file became shorter, or the disk fails; `symbolic_link`, `broken_link`: a
-                member is a link whose data are not in the tar.
+        Raises Dropped: `unreadable_member`: the file became shorter, or the disk fails; `symbolic_link`, `broken_link`:
+        a member is a link whose data are not in the tar.
         """
         found: Mapping[str, tuple[int, int]] = ref.members
         if suffixes is not None:

@@ -42,8 +42,7 @@ def raised(part: str, error: BaseException) -> str:
 def called(reason: str, part: str, function: Callable[..., Any], *arguments: object) -> Any:
     """The result of a plug-in's function that is called for a sample.
 
-    Raises:
-        Dropped: as the function raised it, or under `reason` if it raised anything else.
+    Raises Dropped: as the function raised it, or under `reason` if it raised anything else.
     """
     try:
         return function(*arguments)

@@ -156,9 +156,8 @@ class Suites:
         Args:
             run: the files of the run's own settings.
 
-        Raises:
-            SettingsError: they are wrong, the data sets' folder is not set, or data sets are missing and must not be
-                skipped.
+        Raises SettingsError: they are wrong, the data sets' folder is not set, or data sets are missing and must not be
+        skipped.
         """
         configs = [word for file in (*run, *self.files) for word in ("--config", file)]
         settings = load([*configs, *flags], trains=False)

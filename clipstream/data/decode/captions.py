@@ -50,8 +50,7 @@ class CaptionExtractor(Protocol):
             sample: `__key__`, `__url__`, and the members as bytes by suffix in lower case.
             rng: random numbers of the sample; None in evaluation, which must not depend on chance.
 
-        Raises:
-            Dropped: there is no caption; the reason is a short name such as 'no_caption'.
+        Raises Dropped: there is no caption; the reason is a short name such as 'no_caption'.
         """
         ...
 
@@ -62,8 +61,7 @@ def candidates(extractor: CaptionExtractor, sample: RawSample) -> list[list[str]
     A user's own extractor may have a method `candidates(sample) -> list[str]`; without it, its caption in evaluation is
     the only one.
 
-    Raises:
-        Dropped: as the extractor does.
+    Raises Dropped: as the extractor does.
     """
     own = getattr(extractor, "candidates", None)
     found: list[list[str]] = [[extractor(sample, None)]] if own is None else own(sample)
@@ -188,8 +186,7 @@ def image_bytes(sample: RawSample, keys: str) -> bytes:
 def build_caption(settings: CaptionSettings) -> CaptionExtractor:
     """The extractor that the settings choose.
 
-    Raises:
-        SettingsError: a user's class cannot be constructed.
+    Raises SettingsError: a user's class cannot be constructed.
     """
     if isinstance(settings, TextCaption | JsonCaption):
         field: _Field = (
@@ -214,8 +211,7 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
 def build_transform(path: str | None) -> SampleTransform | None:
     """The user's own function `package.module:fn`, sample -> sample or None; an exception in it drops the sample.
 
-    Raises:
-        SettingsError: there is no such function.
+    Raises SettingsError: there is no such function.
     """
     return None if path is None else _OwnTransform(path)
 

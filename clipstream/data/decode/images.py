@@ -81,8 +81,7 @@ class UserImageTransform(Protocol):
             size: (H, W) of the model.
             rng: random numbers of the sample; None in evaluation, which must not depend on chance.
 
-        Raises:
-            Dropped: the image is not wanted; the reason is a short name such as 'too_dark'.
+        Raises Dropped: the image is not wanted; the reason is a short name such as 'too_dark'.
         """
         ...
 
@@ -97,8 +96,7 @@ class OwnImageTransform:
         upright: whether images are turned by their EXIF orientation.
         max_pixels: images with more are dropped.
 
-    Raises:
-        SettingsError: there is no such class, or its construction failed.
+    Raises SettingsError: there is no such class, or its construction failed.
     """
 
     def __init__(
@@ -422,8 +420,7 @@ class Header(NamedTuple):
 def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Header:
     """The header of an image file, with its orientation if `upright`; no pixels are decoded.
 
-    Raises:
-        Dropped: `undecodable_image` or `image_too_large`.
+    Raises Dropped: `undecodable_image` or `image_too_large`.
     """
     jpeg = None  # size of a JPEG that simplejpeg decodes
     if data[:2] == b"\xff\xd8":
@@ -453,8 +450,7 @@ def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixe
         factor: 1, or one of FACTORS if `header.scales`.
         background: colour under transparent pixels in formats that are decoded without alpha.
 
-    Raises:
-        Dropped: `undecodable_image`.
+    Raises Dropped: `undecodable_image`.
     """
     pixels = _pixels(data, header, factor, "RGB")
     if pixels is None:

@@ -113,8 +113,7 @@ def rewrite(source: Path, index: ShardIndex, target: Path, image_keys: Sequence[
     Returns:
         Number of images by the result of `recode`.
 
-    Raises:
-        OSError: one of the files cannot be read or written.
+    Raises OSError: one of the files cannot be read or written.
     """
     keeping = replace(recipe, format="keep")
     images: dict[int, tuple[str, str]] = {}  # offset of the data -> suffix before and after

@@ -93,8 +93,7 @@ def build_tokenizer(
         context_length: T of the model; the settings may ask for less.
         cache_dir: the Hub's cache; $HF_HUB_CACHE unless set.
 
-    Raises:
-        SettingsError: files or a class are missing, or the tokenizer does not fit the model.
+    Raises SettingsError: files or a class are missing, or the tokenizer does not fit the model.
     """
     length = settings.context_length or context_length
     if length > context_length:

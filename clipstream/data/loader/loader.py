@@ -97,8 +97,7 @@ class Loader:
         interrupt: called while a batch is waited for; if it returns True, `Interrupted` is raised, and only `state` and
             `close` may be called afterwards.
 
-    Raises:
-        DataError: a worker died, stalled or cannot be started, or the budget of failures is exceeded.
+    Raises DataError: a worker died, stalled or cannot be started, or the budget of failures is exceeded.
     """
 
     def __init__(

@@ -205,8 +205,7 @@ class SourceOrder(Order):
 class EpochPlan:
     """The epochs of a run; also the mix of its sources (see lanes.Mix).
 
-    Raises:
-        SettingsError: a source has no samples, or an epoch is less than one batch with `drop`.
+    Raises SettingsError: a source has no samples, or an epoch is less than one batch with `drop`.
     """
 
     seed: int  # the run's seed

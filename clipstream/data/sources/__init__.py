@@ -52,8 +52,7 @@ class OpenShard(Protocol):
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """The members of a sample as bytes by suffix in lower case: all, or at least those of `suffixes` that exist.
 
-        Raises:
-            Dropped: the sample cannot be read; it is counted under the reason.
+        Raises Dropped: the sample cannot be read; it is counted under the reason.
         """
         ...
 
@@ -105,8 +104,7 @@ class SourceType(Protocol):
     def open(self, shard: str) -> OpenShard:
         """Open a shard.
 
-        Raises:
-            ShardError, OSError: it cannot be read; it is counted and skipped, up to `data.max_shard_failures`.
+        Raises ShardError, OSError: it cannot be read; it is counted and skipped, up to `data.max_shard_failures`.
         """
         ...
 
@@ -138,8 +136,7 @@ class SourceType(Protocol):
     def prefetch(self, shard: str) -> bool:
         """Download a remote shard ahead of `open`; True if it must be released.
 
-        Raises:
-            ShardError, OSError, SettingsError: it cannot be downloaded now.
+        Raises ShardError, OSError, SettingsError: it cannot be downloaded now.
         """
         return False
 
@@ -187,9 +184,8 @@ def entries(
         evaluates: whether the data are those of an evaluation: see `folders.contents`.
         image_key: suffixes of images in a folder.
 
-    Raises:
-        SettingsError: a pattern matches nothing, a folder holds nothing to read, a variable is not set, nothing is
-            named, or a command is named although WDS_SECURE forbids commands.
+    Raises SettingsError: a pattern matches nothing, a folder holds nothing to read, a variable is not set, nothing is
+    named, or a command is named although WDS_SECURE forbids commands.
     """
     parts = parts_of(spec) if ":" not in type else [spec] if isinstance(spec, str) else spec
     if not parts:
@@ -325,8 +321,7 @@ class Source:
     def open(self, name: str) -> OpenShard:
         """Open a shard; a remote one is downloaded first.
 
-        Raises:
-            ShardError, OSError: it cannot be read.
+        Raises ShardError, OSError: it cannot be read.
         """
         if not self._is_plugin:
             return self.types[name].open(name)

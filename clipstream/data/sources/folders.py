@@ -112,8 +112,7 @@ def contents(path: str, image_key: str = IMAGE_KEY, evaluates: bool = False) -> 
     Without such a name, where the names of files or folders tell of several splits, training takes `train`, and
     evaluation `validation`, `test` or else `train`. The layout is decided by the first LOOKED files.
 
-    Raises:
-        SettingsError: it holds nothing that can be read, images without captions, or several kinds of data.
+    Raises SettingsError: it holds nothing that can be read, images without captions, or several kinds of data.
     """
     key = os.path.abspath(path), image_key, evaluates
     changed, found = _KNOWN.pop(key, ({}, None))
@@ -301,9 +300,8 @@ class FolderSource(SourceType):
     def list_shards(self, spec: str) -> Sequence[str]:
         """The classes in the order of their names, or blocks of images in the order of their paths.
 
-        Raises:
-            SettingsError: there is no such folder, it holds no folders, one without images, or one that is not a
-                class of ImageNet; or as `contents`.
+        Raises SettingsError: there is no such folder, it holds no folders, one without images, or one that is not a
+        class of ImageNet; or as `contents`.
         """
         scheme, _, path = spec.partition(":")
         root = Path(path)

@@ -226,8 +226,7 @@ def _next(offset: int, size: int) -> int:
 def count_samples(source: Source) -> list[int]:
     """Samples of each shard, in the order of `source.names`; also sets `source.counts` and `source.empty`.
 
-    Raises:
-        SettingsError: the samples of some shards are unknown; the message has the command that makes their indexes.
+    Raises SettingsError: the samples of some shards are unknown; the message has the command that makes their indexes.
     """
     settings, key = source.settings, source.context.key
     names = list(dict.fromkeys(source.names))

@@ -91,8 +91,7 @@ class TableSource(SourceType):
     def _read(self, url: str) -> int:
         """Write the table's Arrow file if there is none; the number of rows.
 
-        Raises:
-            DataError: the table cannot be read, or no column holds images.
+        Raises DataError: the table cannot be read, or no column holds images.
         """
         settings, key, cache = self._settings, self._context.key, self._context.cache
         try:
@@ -243,8 +242,7 @@ def _csv_rows(file: Iterable[str], separator: str, quoting: bool) -> Iterator[tu
     A quote that opens a field and is not closed stands for itself in that line alone, if the line or those behind it
     look like rows: as many fields as the header, and with commas also a path or the like at the same place.
 
-    Raises:
-        ValueError: a quote stays open to the end, or over very many lines.
+    Raises ValueError: a quote stays open to the end, or over very many lines.
     """
     csv.field_size_limit(LONGEST_FIELD)
     number, width, trusted, told = 0, 0, False, False
@@ -476,8 +474,7 @@ class RowShard(OpenShard):
     ) -> dict[str, bytes]:
         """The columns of a row by name; `json` is the whole row. `read` reads the file of an image.
 
-        Raises:
-            Dropped: `row_fields`, `json_invalid`, `json_not_object`, `missing_picture`.
+        Raises Dropped: `row_fields`, `json_invalid`, `json_not_object`, `missing_picture`.
         """
         number = int(ref.key)
         batch, row = self._reader.get_batch(number // ROWS), number % ROWS

@@ -203,8 +203,7 @@ def _lines(text: str | None) -> list[str] | None:
 def _text(root: str, name: str) -> str | None:
     """A small file beside the shards; None if it does not exist.
 
-    Raises:
-        SettingsError: it cannot be read, its host cannot be reached, or ROOT does not exist.
+    Raises SettingsError: it cannot be read, its host cannot be reached, or ROOT does not exist.
     """
     is_local = ShardURL(root).path is not None
     if is_local and not Path(root).is_dir():

@@ -333,8 +333,7 @@ def cache_folder() -> Path:
 def shards(split: str) -> list[str]:
     """Paths of the tars of a split, in order; written on the first call, by one process while others wait.
 
-    Raises:
-        SettingsError: there is no such split, or the cache folder cannot be written.
+    Raises SettingsError: there is no such split, or the cache folder cannot be written.
     """
     if split not in SHARDS:
         raise SettingsError(f"toy:{split}: unknown split; choose from {', '.join(SPLITS)}")

@@ -28,8 +28,7 @@ class Retrieval:
     """Yields image_to_text_R@k and text_to_image_R@k for k = 1, 5, 10, image_to_text_median_rank and
     text_to_image_median_rank (from 1), n (images), captions and chance_R@1 (1/n, for both directions).
 
-    Raises:
-        SettingsError: no data are set, or a data set in CLIP_benchmark's layout is missing.
+    Raises SettingsError: no data are set, or a data set in CLIP_benchmark's layout is missing.
     """
 
     def __init__(self, settings: RetrievalSettings) -> None:

@@ -28,8 +28,7 @@ class ZeroShot:
     mean_per_class_recall is the mean of top1 over the classes in the data, scikit-learn's balanced_accuracy_score. For
     images with several labels it yields mAP, n and chance_mAP instead.
 
-    Raises:
-        SettingsError: no data are set, or a file of names or templates is missing or invalid.
+    Raises SettingsError: no data are set, or a file of names or templates is missing or invalid.
     """
 
     def __init__(self, settings: ZeroShotSettings) -> None:
