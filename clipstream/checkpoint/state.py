@@ -72,9 +72,8 @@ class CheckpointMeta:
             found = checked(cls, values) if version == VERSION else None
         if found is None:
             raise SettingsError(
-                f"{path} has checkpoint format {version}, but this version reads {VERSION}: resume it with the "
-                f"version that wrote it, or start a new run from its weights with"
-                f" --pretrained local-dir:{path}"
+                f"{path} has checkpoint format {version}, but this version reads {VERSION}: resume it with the version "
+                f"that wrote it, or start a new run from its weights with --pretrained local-dir:{path}"
             )
         return found
 

@@ -142,9 +142,8 @@ def _slots(settings: DataSettings, lanes: int, world: World) -> LaneSlots:
         if slots.count(step) == 0:
             raise SettingsError(
                 f"rank {world.rank} of {world.size} has no sample of a global batch of {settings.batch_size(step)} "
-                f"with {lanes} lanes: use fewer ranks, or a larger"
-                f" --data.global-batch-size, "
-                "--data.batch-schedule or --data.lanes"
+                f"with {lanes} lanes: use fewer ranks, or a larger --data.global-batch-size, --data.batch-schedule or "
+                "--data.lanes"
             )
     return slots
 

@@ -263,15 +263,13 @@ class DataSettings(Section):
     )
     lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="number of virtual lanes, which determine the data order; an upper limit of ranks x workers; "
-        "auto: 192 "
-        "lanes, or 3 per 16 samples of the global batch from 2,048 up",
+        description="number of virtual lanes, which determine the data order; an upper limit of ranks x workers; auto: "
+        "192 lanes, or 3 per 16 samples of the global batch from 2,048 up",
     )
     workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto",
         description="data worker processes per rank; 0: read in the training process; auto: the rank's cores minus "
-        "one, or "
-        "2 if the model is on the CPU",
+        "one, or 2 if the model is on the CPU",
     )
     prefetch: int = Field(3, ge=1, description="batches to prepare ahead per rank")
     sources: dict[str, SourceSettings] = Field(default_factory=dict, description="named sources, mixed by weight")
@@ -294,8 +292,7 @@ class DataSettings(Section):
     decoder: Literal["fast", "exact"] = Field(
         "fast",
         description="fast: decode training images at the reduced size that their crops need; exact: open_clip's "
-        "pixels, "
-        "bit for bit; evaluation is always exact",
+        "pixels, bit for bit; evaluation is always exact",
     )
     max_image_pixels: int = Field(
         MAX_PIXELS,
@@ -321,8 +318,7 @@ class DataSettings(Section):
     max_shard_failures: Share = Field(
         0.1,
         description="fraction of opened shards (at least one shard) that may fail before the run ends; 0: end at the "
-        "first "
-        "broken shard",
+        "first broken shard",
     )
     max_sample_failures: Share = Field(
         0.5, description="fraction of read samples that may be dropped before the run ends"

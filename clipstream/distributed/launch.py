@@ -182,8 +182,7 @@ class Cause:
         if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):  # torch has no type for it
             message = (
                 "waited longer than --run.timeout for another rank, which is stuck or busy: see its stack above or in "
-                "its output"
-                f" ({_first_line(str(error))})"
+                f"its output ({_first_line(str(error))})"
             )
             return cls(rank, 1, message, stuck=True)
         return cls(rank, 1, f"{type(error).__name__}: {error}")

@@ -131,14 +131,12 @@ class World:
             if isinstance(error, dist.DistBackendError) and gpu is not None:
                 raise SettingsError(
                     f"NCCL cannot connect {self.device} of rank {self.rank} with the other GPUs: check that each rank "
-                    f"has its own GPU; NCCL_DEBUG=WARN shows details"
-                    f" ({str(error).splitlines()[-1]})"
+                    f"has its own GPU; NCCL_DEBUG=WARN shows details ({str(error).splitlines()[-1]})"
                 ) from error
             raise SettingsError(
                 f"the {self.size} ranks did not connect at {self.rendezvous} (--run.timeout is "
                 f"{timeout.total_seconds():g} s): check that all are started; MASTER_ADDR and MASTER_PORT set another "
-                f"address"
-                f" ({str(error).splitlines()[0]})"
+                f"address ({str(error).splitlines()[0]})"
             ) from error
 
     @property

@@ -124,9 +124,8 @@ class Labelling:
         unseen = [name for name, count in zip(self.classes or (), counts, strict=False) if not count]
         if unseen:
             _warn_once(
-                f"only {len(counts) - len(unseen):,} of {len(counts):,} class names are labels of the data: no "
-                f"samples of"
-                f" {', '.join(repr(printable(name, 60)) for name in unseen[:3])}{', …' if len(unseen) > 3 else ''}. "
+                f"only {len(counts) - len(unseen):,} of {len(counts):,} class names are labels of the data: no samples "
+                f"of {', '.join(repr(printable(name, 60)) for name in unseen[:3])}{', …' if len(unseen) > 3 else ''}. "
                 "Set the evaluator's classes to the names of the labels, in the order of their numbers"
             )
 

@@ -138,8 +138,7 @@ class ModelSettings(Section):
     text_model: PathText | None = Field(
         None,
         description="folder with the model config's Hugging Face text tower (config.json, weights, tokenizer); "
-        "default: "
-        "from the Hub",
+        "default: from the Hub",
     )
     cache_dir: PathText | None = Field(None, description="cache of the Hugging Face Hub; default: $HF_HUB_CACHE")
     image_size: int | None = Field(None, ge=1, description="image size in pixels; default: the model's")
@@ -165,15 +164,13 @@ class ModelSettings(Section):
     text_buckets: Literal["auto", "off", "packed"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
         description="skip the padding of texts: N: sort by length into at most N buckets; packed: concatenate the "
-        "tokens "
-        "of all texts (open_clip's own text towers, not compiled); auto: packed on the CPU and in 16 bits on GPUs with "
-        "torch's variable-length attention, else buckets; off for towers that attend to padding (SigLIP)",
+        "tokens of all texts (open_clip's own text towers, not compiled); auto: packed on the CPU and in 16 bits on "
+        "GPUs with torch's variable-length attention, else buckets; off for towers that attend to padding (SigLIP)",
     )
     channels_last: Switch = Field(
         "auto",
         description="torch's channels_last memory format for images; auto: for convolutional image towers, on the CPU "
-        "and "
-        "on GPUs in bf16 or fp16",
+        "and on GPUs in bf16 or fp16",
     )
     grad_checkpointing: Recomputed = Field(
         "off",

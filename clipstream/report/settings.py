@@ -65,8 +65,7 @@ class LogSettings(Section):
     audit_precision: bool = Field(
         False,
         description="before the first step, audit a step of a copy of the model: write its casts, float32 operations "
-        "and "
-        "fp16 underflow to precision_audit.json and the log",
+        "and fp16 underflow to precision_audit.json and the log",
     )
     peak_tflops: float | None = Field(
         None, gt=0, description="peak dense TFLOP/s of a device, for MFU; default: known for common GPUs"

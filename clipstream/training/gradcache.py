@@ -98,8 +98,7 @@ class GradCache:
                 advice = "a smaller --train.micro-batch-size"
             raise SettingsError(
                 f"memory ran out with {min(len(batch), self.size or len(batch))} samples at once: use {advice}, "
-                f"--grad-checkpointing"
-                f" or another --precision ({str(error).splitlines()[0]})"
+                f"--grad-checkpointing or another --precision ({str(error).splitlines()[0]})"
             ) from error
 
     def warm_up(self) -> None:

@@ -326,10 +326,9 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
     words += [] if folder is None or folder.endswith(".json") else ["--into", folder]
     return (
         f"{key}.shards: the mode 'indexed' needs an index of each shard, but {len(unknown):,} of {total:,} have no "
-        f"valid index, e.g. {redact(first)}: {why}."
-        f" Create them with\n  {shlex.join(words)}{advice}\n"
-        f"If this command cannot index a shard, replace it, or remove it from --{key}.shards. Without an index:"
-        f" {listed([redact(name) for name in unknown], NAMED)}"
+        f"valid index, e.g. {redact(first)}: {why}. Create them with\n  {shlex.join(words)}{advice}\nIf this command "
+        f"cannot index a shard, replace it, or remove it from --{key}.shards. Without an index: "
+        f"{listed([redact(name) for name in unknown], NAMED)}"
     )
 
 
