@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import DataError, SettingsError, errors_as
 from clipstream.features.manifest import (
     DRAFT,
     DTYPES,
@@ -50,6 +50,9 @@ from clipstream.features.manifest import (
 from clipstream.text import printable
 from clipstream.utils import atomic_write
 
+ADVICE = (
+    "free space on its disk, or name another folder, and rerun the same `clipstream precompute` command to continue"
+)
 REASON = "reason"  # metadata of the chunk of a shard that could not be opened
 LOCK = ".lock"
 
@@ -284,18 +287,8 @@ class StoreWriter:
             atomic_write.replace(path, content)
         self._headers[path] = header
 
-    @contextlib.contextmanager
-    def _writing(self, path: Path) -> Iterator[None]:
-        """Turn a failed write into a SettingsError that names the file."""
-        try:
-            yield
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
-            raise SettingsError(
-                f"feature store: {path} cannot be written ({error.strerror or error}): free space on its disk, or name "
-                "another folder, and rerun the same `clipstream precompute` command to continue"
-            ) from error
+    def _writing(self, path: Path) -> contextlib.AbstractContextManager[None]:
+        return errors_as(SettingsError, f"feature store: {path} cannot be written", OSError, advice=ADVICE)
 
     def _has_all(self, manifest: Manifest, part: str) -> bool:
         return not any(

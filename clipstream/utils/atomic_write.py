@@ -26,13 +26,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def replace(path: Path, content: bytes | list[Any], *, private: bool = False, shared: bool = False) -> None:
-    """Write `content` to `path.tmp`, flush it to the disk, and rename it to `path`.
+    """Write `content` to the draft `path.tmp`, flush it to the disk, and rename it to `path`.
 
     Args:
         content: bytes, or a list of buffers.
         private: only the owner can read the file (mode 0600), from the beginning.
         shared: another process may write the same file, as a lost worker does whose task is done again: the draft is
-            `path.HEX.part`, of this call alone, and is removed if it cannot be written.
+            `path.HEX.part`, of this call alone.
 
     Raises OSError: the disk is full, or the folder does not exist; `path` is unchanged.
     """
@@ -44,8 +44,7 @@ def replace(path: Path, content: bytes | list[Any], *, private: bool = False, sh
         write(draft, content if isinstance(content, list) else [content])
         draft.replace(path)
     finally:
-        if shared:
-            draft.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
     flush(path.parent)
 
 

@@ -208,7 +208,7 @@ def write_in_child(path: Path) -> None:
 
 def test_other_folders_versions_and_names(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match=r"file/draft\.json cannot be written \(File exists"):
+    with pytest.raises(SettingsError, match=r"file/draft\.json cannot be written: File exists"):
         StoreWriter(tmp_path / "file", SMALL.draft())
     with pytest.raises(SettingsError, match=r"is not empty and holds no feature store \(it has file\)"):
         StoreWriter(tmp_path, SMALL.draft())

@@ -229,19 +229,18 @@ def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
             return
     draft = folder.with_name(f"{MODEL}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    try:
-        towers.save_pretrained(draft)
-        for path in draft.rglob("*"):
-            atomic_write.flush(path)
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.replace(folder)
-        atomic_write.flush(folder.parent)
-    except Exception as error:  # OSError, or an error that safetensors has for a full disk
-        shutil.rmtree(draft, ignore_errors=True)
-        raise SettingsError(
-            f"{folder} cannot be written ({getattr(error, 'strerror', None) or error}): free some space and rerun the "
-            f"same command to continue"
-        ) from error
+    advice = "free some space and rerun the same command to continue"
+    # OSError, or an error that safetensors has for a full disk
+    with errors_as(SettingsError, f"{folder} cannot be written", Exception, advice=advice):
+        try:
+            towers.save_pretrained(draft)
+            for path in draft.rglob("*"):
+                atomic_write.flush(path)
+            shutil.rmtree(folder, ignore_errors=True)
+            draft.replace(folder)
+            atomic_write.flush(folder.parent)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _pass(job: Job, model: Model, name: str, source: Source, writer: StoreWriter) -> SourceHealth | None:
