@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from clipstream.errors import ClipstreamError, Dropped, SettingsError
+from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
 from clipstream.text import printable_lines
 from clipstream.utils.logs import logger
 
@@ -96,7 +96,7 @@ def make_plugin(key: str, settings: Any, *more: Any, builtin: Mapping[str, Calla
     Raises SettingsError: there is no such class, or it raised; the message begins with `key`.
     """
     path: str = settings.type
-    try:
+    with errors_as(SettingsError, key, ClipstreamError, ValueError):
         if path in builtin:
             return builtin[path](settings, *more)
         make = load_plugin(path)
@@ -106,8 +106,6 @@ def make_plugin(key: str, settings: Any, *more: Any, builtin: Mapping[str, Calla
             raise
         except Exception as error:
             raise ValueError(f"{path} cannot be made of its settings: {raised(path, error)}") from error
-    except (ClipstreamError, ValueError) as error:
-        raise SettingsError(f"{key}: {error}") from error
 
 
 def not_trusted(folder: object, error: Exception) -> str | None:

@@ -22,7 +22,7 @@ from clipstream.data.decode.class_names import class_names, number_of, prompt_te
 from clipstream.data.json_path import ABSENT as ABSENT
 from clipstream.data.json_path import parse_path, structure, value_at, values_at
 from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
-from clipstream.errors import Dropped, SettingsError
+from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import printable
 from clipstream.utils.plugins import called, load_function, make_plugin
 
@@ -202,10 +202,8 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
         return cast(CaptionExtractor, field)
     if isinstance(settings, LabelCaption):
         return LabelText(settings)
-    try:
+    with errors_as(SettingsError, "caption", TypeError):
         return _OwnExtractor(make_plugin("caption", settings))
-    except TypeError as error:
-        raise SettingsError(f"caption: {error}") from error
 
 
 def build_transform(path: str | None) -> SampleTransform | None:
@@ -470,10 +468,8 @@ class _OwnTransform:
     """A user's transform; its exceptions and wrong results drop the sample."""
 
     def __init__(self, path: str) -> None:
-        try:
+        with errors_as(SettingsError, "transform", ValueError):
             self._function = load_function(path)
-        except ValueError as error:
-            raise SettingsError(f"transform: {error}") from error
 
     def __call__(self, sample: RawSample) -> RawSample:
         changed = called("transform_error", "the transform", self._function, sample)

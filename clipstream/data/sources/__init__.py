@@ -18,7 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
-from clipstream.errors import ClipstreamError, Dropped, SettingsError
+from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import (
@@ -162,10 +162,8 @@ TYPES = {  # imported on first use
 @cache
 def source_type(name: str) -> type[SourceType]:
     """The class of a built-in type or of a `module:Name`. Raises SettingsError if it is none."""
-    try:
+    with errors_as(SettingsError, "", ValueError):
         found = load_plugin(TYPES.get(name, name))
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
     if not isinstance(found, type) or SourceType not in found.__mro__:
         raise SettingsError(f"{name}: derive it from clipstream.data.sources.SourceType")
     return found
