@@ -376,7 +376,6 @@ def _in_steps(section: Cadence, settings: Settings) -> Cadence:
 
 
 def with_lanes(data: DataSettings) -> DataSettings:
-    """The settings with `lanes` fixed."""
     if data.lanes != "auto":
         return data
     return data.model_copy(update={"lanes": default_lanes(min(data.batch_sizes))})

@@ -109,8 +109,6 @@ def _ordered(bits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FaissIndex:
-    """An index of FAISS in memory."""
-
     index: Any  # faiss.Index
     factory: str
 

@@ -182,7 +182,6 @@ class Bars:
         return cls(title, (*ranked[:most], *([("others", others)] if others else [])))
 
     def svg(self) -> str:
-        """The histogram as SVG."""
         assert self.span is not None
         (low, high), right, bottom = self.span, WIDTH - RIGHT, HEIGHT - BOTTOM
         ticks = nice_ticks(0, max(count for _, count in self.bars))

@@ -278,7 +278,6 @@ class TowerRates(OptimSettings):
             yield "kwargs", f"{key} is set by --{'wd' if key == 'weight_decay' else 'lr'}"
 
     def summary(self, model: str) -> str:
-        """Rates per tower and layer, for the line at the start of a run."""
         told = ""
         for tower in ("image", "text"):
             peak, decay = getattr(self, f"{tower}_lr"), getattr(self, f"{tower}_layer_decay")
@@ -312,7 +311,6 @@ class AdamSettings(TowerRates):
         return (beta1, beta2), self.eps or eps
 
     def summary(self, model: str) -> str:
-        """Betas and eps, for the lines at the start of a run."""
         (beta1, beta2), eps = self.defaults(model)
         return f", betas {beta1:g} {beta2:g}, eps {eps:g}{super().summary(model)}"
 
@@ -358,8 +356,6 @@ class NAdamW(_Builtin):
 
 
 class Timm(_Builtin):
-    """An optimizer of timm, made by timm.optim.create_optimizer_v2."""
-
     class Settings(TowerRates):
         """An optimizer of timm. Gains, biases and scales have no weight decay."""
 
@@ -386,7 +382,6 @@ class Timm(_Builtin):
                 yield "name", f"{self.name} requires second derivatives, which are not supported: use another optimizer"
 
         def summary(self, model: str) -> str:
-            """The name, for the line at the start of a run."""
             return f", {self.name}{super().summary(model)}"
 
     def __call__(self, towers: nn.Module, model: str) -> torch.optim.Optimizer:
@@ -401,8 +396,6 @@ class Timm(_Builtin):
 
 
 class Constant:
-    """The peak throughout."""
-
     class Settings(ScheduleSettings):
         """The peak learning rate throughout."""
 
@@ -416,8 +409,6 @@ class Constant:
 
 
 class Cosine(Constant):
-    """Half a cosine wave."""
-
     class Settings(ScheduleSettings):
         """Half a cosine wave down to min_lr."""
 
@@ -429,8 +420,6 @@ class Cosine(Constant):
 
 
 class Linear(Constant):
-    """A straight line."""
-
     class Settings(ScheduleSettings):
         """A straight line down to min_lr."""
 
@@ -442,8 +431,6 @@ class Linear(Constant):
 
 
 class ConstCooldown:
-    """The peak, and a polynomial decay at the end."""
-
     class Settings(ScheduleSettings):
         """The peak learning rate, and at the end a polynomial decay to min_lr."""
 

@@ -12,7 +12,6 @@ from clipstream.utils.logs import loading
 
 @entry_point
 def main(argv: list[str]) -> int:
-    """Train as the command line says; returns the exit code."""
     settings = command_line("train", argv).load()
     loading.show("loading the data")
     settings = prepare_run(settings)

@@ -240,7 +240,6 @@ class _Field:
         return []
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
-        """See `candidates`."""
         raise NotImplementedError
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
@@ -267,7 +266,6 @@ class TextField(_Field):
         return texts if len(texts) > 1 else texts[0].splitlines() or texts
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
-        """See `candidates`."""
         return [[usable_text(text) for text in self._texts(sample)]]
 
     def _texts(self, sample: RawSample) -> list[str]:
@@ -415,7 +413,6 @@ class LabelText(_Field):
         self._folded = {name.strip().casefold(): name for name in self._names or ()}
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
-        """See `candidates`."""
         name = self._name(self._label(sample, None))
         return [[usable_text(template(name)) for template in self._templates]]
 

@@ -370,7 +370,6 @@ class PairShard(OpenShard):
         return found
 
     def place(self, ref: SampleRef, keys: Collection[str]) -> Place | None:
-        """See OpenShard."""
         image = next((suffix for suffix in self._suffixes[ref.key] if suffix.lower() in keys), None)
         return None if image is None else Place(os.path.join(self._folder, f"{ref.key}.{image}"))
 
@@ -399,7 +398,6 @@ class FolderShard(OpenShard):
         return found
 
     def place(self, ref: SampleRef, keys: Collection[str]) -> Place:
-        """See OpenShard."""
         return Place(str(self._folder / ref.key))
 
     def files(self, ref: SampleRef) -> list[str]:

@@ -41,7 +41,6 @@ class SelfAttention(nn.MultiheadAttention):
     def forward(
         self, query: torch.Tensor, *inputs: Any, attn_mask: Any = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See nn.MultiheadAttention."""
         if self.is_plain(query, inputs, options) and (attn_mask is None or attn_mask.ndim == 2):
             return self.attend(query, attn_mask), None
         options["attn_mask"] = attn_mask
@@ -80,7 +79,6 @@ class PatchProjection(nn.Conv2d):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """See nn.Conv2d."""
         (height, width), (n, channels, *size) = self.kernel_size, input.shape
         if input.ndim != 4 or size[0] % height or size[1] % width or not on_gpu(input):
             return super().forward(input)

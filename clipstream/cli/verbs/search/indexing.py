@@ -66,7 +66,6 @@ class AnyCaption:
         self.members = self._inner.members
 
     def candidates(self, sample: RawSample) -> list[str]:
-        """See `data.decode.captions.candidates`."""
         try:
             return [text for path in candidates(self._inner, sample) for text in path] or [NONE]
         except Dropped:
