@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,22 +23,19 @@ import braceexpand
 from clipstream.checkpoint import store
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.settings import Settings, by_key, changed, open_sources, shown, with_own_split
-from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings
+from clipstream.data.settings import SPLIT_FILE, SourceSettings
 from clipstream.data.text_settings import PathTokenizer
-from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.settings import FrozenSettings, LabelledSettings, ZeroShotSettings
-from clipstream.losses.settings import DistillSettings
+from clipstream.evals.settings import FrozenSettings
 from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
 from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact, redact_tree, redact_value
 from clipstream.text import counted
-from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
 from clipstream.utils.plugins import is_plugin
-from clipstream.utils.section import Section, Tree
+from clipstream.utils.section import Section, Tree, names_path
 
 if TYPE_CHECKING:
     from clipstream.models.towers import Towers
@@ -46,6 +43,8 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=Section)
 FLAG, ALL = "--print-config", "all"
 _ANCHORED = ("/", "~", "$")  # absolute, in the home folder, or from the environment
+# Keys whose values may be names as well.
+_NAMES = ("name", "pretrained", "image_pretrained", "model", "classes", "templates", "probability", "resume")
 _PATTERN = re.compile(r"[{}\[\]*?$]|::")  # characters with a meaning in a specification of shards
 
 
@@ -107,12 +106,8 @@ def portable(section: S) -> S:
             changed[key] = portable(value)
         elif isinstance(value, dict):
             changed[key] = {k: portable(v) if isinstance(v, Section) else v for k, v in value.items()}
-        elif value is not None:
-            for cls, name, rule in _RULES:
-                if name == key and isinstance(section, cls):
-                    changed[key] = rule(value)
-        if key == "shards" and isinstance(section, SourceSettings) and is_plugin(section.type):
-            changed[key] = [_file(item) for item in value] if isinstance(value, list) else _file(value)
+        elif value is not None and (made := _absolute(section, key, value)) != value:
+            changed[key] = made
     if isinstance(section, ModelSettings) and section.config is None and _is_file(section.name, ".json"):
         changed["config"] = asdict(ModelConfig.read(Path(section.name)))
         text = changed["config"]["model_cfg"]["text_cfg"]
@@ -126,15 +121,25 @@ def _path(text: str) -> str:
     return text if text.startswith(_ANCHORED) or ShardURL(text).scheme is not None else os.path.abspath(text)
 
 
-def _file(text: str | list[str]) -> str | list[str]:
-    """The absolute path of an existing file; lists and other texts stay."""
-    return _path(text) if isinstance(text, str) and _is_file(text) else text
+def _absolute(section: Section, key: str, value: Any) -> Any:
+    """The value of a setting, with absolute paths where it names shards, files or folders."""
+    if isinstance(section, SourceSettings) and key == "shards" and is_plugin(section.type):
+        found = [_path(item) if _is_file(item) else item for item in ([value] if isinstance(value, str) else value)]
+        return found[0] if isinstance(value, str) else found
+    if isinstance(section, SourceSettings | FrozenSettings) and key in ("shards", "train_shards"):
+        return _shards(value)
+    if not names_path(type(section).model_fields[key]):
+        return value
+    if key in _NAMES and not isinstance(section, PathTokenizer):
+        return _named(value)
+    return [_path(item) for item in value] if isinstance(value, list) else _path(value)
 
 
-def _model(text: str) -> str:
-    if text.startswith(LOCAL):
+def _named(text: str | list[str]) -> str | list[str]:
+    """The absolute path of an existing file or a model's folder; lists and other texts stay."""
+    if isinstance(text, str) and text.startswith(LOCAL):
         return LOCAL + _path(text[len(LOCAL) :])
-    return _path(text) if _is_file(text, ".json") else text
+    return _path(text) if isinstance(text, str) and _is_file(text, ".json") else text
 
 
 def _is_file(text: str, ending: str = "\0") -> bool:
@@ -159,34 +164,6 @@ def _shards(spec: str | list[str]) -> str | list[str]:
         if not any(path.startswith(_ANCHORED) for path in paths):
             parts[number] = f"{prefix}{here.rstrip('/')}/{rest}"
     return "::".join(parts)
-
-
-_RULES: list[tuple[type[Section], str, Callable[[Any], Any]]] = [
-    (RunSettings, "logs", _path),
-    (ModelSettings, "name", _model),
-    (ModelSettings, "pretrained", _model),
-    (ModelSettings, "image_pretrained", _file),
-    (ModelSettings, "text_model", _path),
-    (ModelSettings, "cache_dir", _path),
-    (DistillSettings, "model", _model),
-    (DistillSettings, "pretrained", _model),
-    (PathTokenizer, "name", _path),
-    (DataSettings, "cache", _path),
-    (DataSettings, "image_features", _path),
-    (DataSettings, "text_features", _path),
-    (DataSettings, "hard_negatives", _path),
-    (DataSettings, "teacher_features", lambda stores: [_path(store) for store in stores]),
-    (SourceSettings, "shards", _shards),
-    (SourceSettings, "folder", _path),
-    (SourceSettings, "index", _path),
-    (SourceSettings, "keep", _path),
-    (SourceSettings, "drop", _path),
-    (SourceSettings, "probability", _file),
-    (LabelledSettings, "classes", _file),
-    (FrozenSettings, "train_shards", _shards),
-    (ZeroShotSettings, "templates", _file),
-    (CheckpointSettings, "remote_sync", _path),
-]
 
 
 def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:

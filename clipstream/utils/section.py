@@ -150,6 +150,15 @@ PathText = Annotated[str, AfterValidator(with_home)]
 ConfigPathText = Annotated[PathText, AfterValidator(with_shipped)]
 
 
+def names_path(field: FieldInfo) -> bool:
+    """Whether a field is, or may be, a `PathText` or a list of them."""
+
+    def is_path(part: Any) -> bool:
+        return getattr(part, "func", None) is with_home or any(map(is_path, get_args(part)))
+
+    return any(map(is_path, (*field.metadata, field.annotation)))
+
+
 class Section(BaseModel):
     """Settings of one part of the program. Unknown keys are errors, and so are NaN and infinity unless a field allows
     them (`allow_inf_nan=True`).

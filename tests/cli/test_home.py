@@ -11,12 +11,11 @@ from pydantic import create_model
 
 from clipstream.cli.verbs import bench, check, compare, evaluate, index, stage
 from clipstream.config.config_sources import accepts_text
-from clipstream.config.dump import _RULES
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
 from clipstream.data.sources import expand
 from clipstream.data.text_settings import PathTokenizer
-from clipstream.utils.section import leaves
+from clipstream.utils.section import leaves, names_path
 from tests.support.tars import write_tar
 
 # Keys whose text is no path; a new one is told here, or has the type `section.PathText`.
@@ -53,9 +52,7 @@ def test_every_setting_that_names_a_file_or_a_folder_may_begin_with_the_home_fol
         fields: dict[str, Any] = {"value": (field.annotation, field)}
         assert create_model("One", **fields)(value="~/x y").model_dump() == {"value": f"{home}/x y"}, key
     assert PathTokenizer(name="~/t").name == f"{home}/t"
-    # Paths are made absolute in config.yaml, which has no `resume`.
-    absolute = {name for _, name, _ in _RULES}
-    assert {key.rpartition(".")[2] for key in paths} - absolute == {"resume"}
+    assert all(map(names_path, paths.values())), "config.yaml has the absolute paths of these"
 
 
 def test_flags_and_files_alike(home: Path) -> None:

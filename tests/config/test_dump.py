@@ -71,6 +71,10 @@ def test_paths_are_absolute_and_other_names_stay(tmp_path: Path, monkeypatch: py
     assert zero_shot.data.shards == f"{tmp_path}/a.tar" and found.checkpoint.remote_sync == f"{tmp_path}/copy"
     assert (found.model.name, found.model.config) == ("ViT-B-32", None) and found.model.pretrained == f"{tmp_path}/w.pt"
     assert portable(load(["--pretrained", "webli"])).model.pretrained == "webli"
+    key = "--data.sources.train.caption"
+    labels = [f"{key}.type", "label", f"{key}.classes", "names.txt", f"{key}.templates", "plain"]
+    caption: Any = portable(load(["--train-data", "a.tar", *labels])).data.sources["train"].caption
+    assert (caption.classes, caption.templates) == (f"{tmp_path}/names.txt", "plain")
 
 
 def test_the_models_config_is_in_it_and_gives_way_to_another_model(
