@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from clipstream.storage.shard_cache import cache_root
+from clipstream.utils.content import SUFFIXES
 from clipstream.utils.section import with_home
 
 FEATURES, IMAGES, ENDS, TEXT_MODEL, QUERIES = "features.npy", "images.jsonl", "ends.npy", "model.json", "queries"
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".avif", ".bmp", ".tif", ".tiff")  # of a query that is an image
 
 
 class ImageSearch(NamedTuple):

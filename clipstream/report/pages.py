@@ -47,14 +47,20 @@ class Thumbnails:
 
 def thumbnail(data: bytes | None, side: int) -> tuple[str, int, int]:
     """A data URL with a JPEG, its width and its height; '' and a square if there is no image."""
+    jpeg, width, height = small_jpeg(data, side)
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}" if jpeg else "", width, height
+
+
+def small_jpeg(data: bytes | None, side: int) -> tuple[bytes, int, int]:
+    """A JPEG of an image file, its width and its height, `side` at most; empty and a square if there is no image."""
     try:
         image = opened(data or b"")
         orientation = orientation_of(image)
         image.draft("RGB", (2 * side, 2 * side))  # a JPEG is decoded at a fraction of its size
         image = converted(turned(opaque(loaded(image), (255, 255, 255)), orientation))
     except Dropped:
-        return "", side, side
+        return b"", side, side
     image.thumbnail((side, side))
     file = io.BytesIO()
     image.save(file, "JPEG", quality=82)
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}", *image.size
+    return file.getvalue(), *image.size

@@ -8,9 +8,9 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,13 +26,13 @@ from clipstream.cli.verbs.export.card import Exported, script, shown
 from clipstream.cli.verbs.export.proof import Samples, drawn, prove, read
 from clipstream.cli.verbs.precompute.images import StoredImages
 from clipstream.config.settings import Settings, load
-from clipstream.data.decode.images import eight_bits, opened
-from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
+from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.evals.settings import sources_of
 from clipstream.features.tables import Column, FeatureStore, export, positions
 from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
+from clipstream.report.pages import small_jpeg
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.utils.logs import logger
 
@@ -107,7 +107,7 @@ def export_features(options: argparse.Namespace) -> None:
     if options.format != "parquet" and (options.images or options.umap):
         raise SettingsError("--images and --umap are columns of Parquet files: use --format parquet")
     with contextlib.closing(ShardCache(None)) as cache:
-        images = None if options.images is None else Thumbnails(StoredImages(store, options.images, cache))
+        images = None if options.images is None else partial(_thumbnails, StoredImages(store, options.images, cache))
         for part in options.part or store.manifest.feature_parts:
             more = positions(store, part) if options.umap else {}
             more |= {} if images is None else {"image": Column(IMAGE, images)}
@@ -117,27 +117,11 @@ def export_features(options: argparse.Namespace) -> None:
                 print(path)
 
 
-class Thumbnails:
-    """Thumbnails of samples, as a column of exported features."""
-
-    def __init__(self, images: StoredImages) -> None:
-        self._images = images
-
-    def __call__(self, columns: Mapping[str, list[Any]], first: int) -> list[dict[str, Any] | None]:
-        """A thumbnail of each row, None where its image cannot be read."""
-        return [self._of(*row) for row in zip(columns["source"], columns["shard"], columns["key"], strict=True)]
-
-    def _of(self, name: str, shard: str, key: str) -> dict[str, Any] | None:
-        if (data := self._images.read(name, shard, key)) is None:
-            return None
-        try:
-            image = eight_bits(opened(data), "white")
-        except (OSError, Dropped):
-            return None
-        image.thumbnail((SIDE, SIDE))
-        file = BytesIO()
-        image.convert("RGB").save(file, "JPEG", quality=85)
-        return {"bytes": file.getvalue(), "path": f"{shard}/{key}.jpg"}
+def _thumbnails(images: StoredImages, columns: Mapping[str, list[Any]], first: int) -> list[dict[str, Any] | None]:
+    """A thumbnail of each row, None where its image cannot be read."""
+    rows = zip(columns["source"], columns["shard"], columns["key"], strict=True)
+    found = [(small_jpeg(images.read(*row), SIDE)[0], f"{row[1]}/{row[2]}.jpg") for row in rows]
+    return [{"bytes": jpeg, "path": path} if jpeg else None for jpeg, path in found]
 
 
 def _run_of(name: str) -> tuple[Subject | None, Settings]:
