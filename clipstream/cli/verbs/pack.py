@@ -242,7 +242,8 @@ def pack(asked: Asked) -> None:
         if merged is not None:
             matches = merged.matches(corpus)
             if not matches:
-                raise DataError(f"--merge: no key in {redact(str(asked.merge))} is that of a sample")
+                told = f"no key in {redact(str(asked.merge))} is that of a sample, such as {corpus.first_key!r}"
+                raise DataError(f"--merge: {told}")
             print(f"captions are merged into {matches:,} of {int(plan.ends[-1]):,} samples", flush=True)
         if asked.share is not None:
             held_numbers = held_out(corpus, data, asked.share, asked.group, kept / "held.npy", asked.executor)

@@ -82,6 +82,13 @@ class Corpus:
         """The list of a shard."""
         return self.folder / f"{shard:06d}.list"
 
+    @property
+    def first_key(self) -> str:
+        """The packed key of the first sample."""
+        lists = (ShardList(self.path(shard)) for shard in range(len(self.shards)))
+        _, key, _, plain = next(held.row(0) for held in lists if held.head.samples)
+        return plain or plain_key(key)
+
     def hashes(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """Hashes of the packed keys of all samples, uint64 [n]."""
         lists = range(len(self.shards))
