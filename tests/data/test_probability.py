@@ -19,7 +19,6 @@ from tests.support.pictures import make_shards
 from tests.support.runs import flags, furnish, lines
 
 CHANCE = {n: (n % 8) / 7 for n in range(sum(COUNTS))}  # by sample
-FIELD = "json:p"
 MODES: dict[str, dict[str, Any]] = {
     "resampled": {"sampling": {"replacement": False}},
     "epoch": {"sampling": {"mode": "epoch"}},

@@ -1,9 +1,8 @@
-"""A process's memory, descriptors and children."""
+"""A process's memory and children."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 
@@ -11,11 +10,6 @@ def private_bytes(pid: int) -> int:
     """Memory that a process shares with nobody: what of a fork's memory it has written to, and what it has made."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
-
-
-def descriptors(pid: int) -> int:
-    """Open files, sockets and pipes."""
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def children(pid: int) -> int:
