@@ -16,9 +16,10 @@ one process, from the page cache: `--headers` with reading all members by the ve
 whole, which decodes and hashes, with reading and decoding alone, of JPEGs in grey at the reduced scale that the hash
 needs (all entropy-coded data are read), of other formats by Pillow. Shards have 2,000 samples.
 
-On two cores of a shared server, ratio to the floor (lowest to highest of 3 or 5 rounds): photographs of 350 to 700 px
---headers 0.67 (0.52 to 0.75), whole 0.60 (0.52 to 0.66); made JPEGs of 512 pixels 0.78 (0.67 to 0.84) and 0.69 (0.61 to
-0.72), of 256 pixels 0.57 and 0.46; PNGs of 64 pixels 0.22 and 0.25, where the floor reads 37,901 samples/CPU-s.
+On two busy cores of a shared server, OMP_NUM_THREADS=1, ratio to the floor (lowest to highest of 15 or 5 rounds):
+photographs of 350 to 700 px --headers 0.76 (0.53 to 0.86), whole 0.72 (0.70 to 0.73); made JPEGs of 512 pixels 0.96
+(0.71 to 1.10) and 0.76 (0.74 to 0.79), of 256 pixels 0.71 and 0.64; PNGs of 64 pixels 0.26 and 0.39, where the floor
+reads 42,156 samples/CPU-s.
 """
 
 from __future__ import annotations

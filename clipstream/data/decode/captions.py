@@ -498,7 +498,7 @@ def text_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
         what = _missing(suffixes) if value is ABSENT else f"{type(value).__name__} instead of text"
         raise Dropped(absent, what)
     try:
-        return bytes(value).decode("utf-8-sig").strip()
+        return str(value, "utf-8").removeprefix("\ufeff").strip()  # the codec utf-8-sig takes ten times as long
     except UnicodeDecodeError as error:
         raise Dropped("caption_not_utf8", f"{error}: convert it, e.g. with iconv -f latin1 -t utf-8") from error
 
