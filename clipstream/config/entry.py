@@ -119,8 +119,8 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     except ClipstreamError as error:
         trace = printable_lines(traceback.format_exc(), 1 << 20) + "\n" if _debug(argv) else ""
         said, code = str(error) if isinstance(error, Stopped) else f"error: {error}", error.exit_code
-    except KeyboardInterrupt:
-        said, code = "interrupted", INTERRUPTED
+    except KeyboardInterrupt as error:  # with a message where the same command goes on
+        said, code = (str(error), Stopped.exit_code) if error.args else ("interrupted", INTERRUPTED)
     except BrokenPipeError:
         drop_output(sys.stdout)  # the reader (`| head`) has gone
     except OSError as error:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from clipstream import __version__
+from clipstream.config.entry import run_main
 from clipstream.errors import SettingsError
-from clipstream.utils.executors import _work, checked, run
+from clipstream.utils.executors import _work, checked, run, work_off
 from tests.support.ranks import reserved_port
 
 
@@ -53,6 +56,20 @@ def test_an_address_without_a_scheduler_is_told_at_once(monkeypatch: pytest.Monk
 def test_a_worker_with_another_clipstream_says_so() -> None:
     answer = _work("token", pickle.dumps(("0.0.0", "/", b"")), 0)
     assert answer.kind == "unable" and f"it has clipstream {__version__}: install the same version" in answer.value
+
+
+def test_an_interrupt_is_one_for_callers_and_tells_users_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> Iterator[tuple[int, int]]:
+        yield 0, 7
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("clipstream.utils.executors.run", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="while packing; 1 of 2 shards are done: rerun the same command"):
+        work_off("packing", abs, ["a", "b"], "local:1", str)
+    assert run_main(lambda _: len(work_off("packing", abs, ["a", "b"], "local:1", str)), []) == 75
+    assert "interrupted while packing; 1 of 2" in capsys.readouterr().err
 
 
 def test_processes_of_this_machine_are_one_per_core_unless_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
