@@ -79,7 +79,10 @@ def search(options: argparse.Namespace) -> None:
     if options.topic == "scores":
         scores(options, rows)
         return
-    device = torch.device(usable_device(options.device))
+    try:
+        device = torch.empty(0, device=usable_device(options.device)).device
+    except (RuntimeError, AssertionError, ImportError) as error:  # of a backend that this torch does not have
+        raise SettingsError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
     if options.topic == "doubt" or getattr(options, "mine", None):
         (doubt if options.topic == "doubt" else mine)(options, store, device)
         return
