@@ -66,14 +66,11 @@ def hashes_of(greys: Sequence[np.ndarray[Any, Any]]) -> Hashes:
     weighted by a sine, as a crop changes what is near the border most.
     """
     weights, waves, order = _waves()
-    found = [np.zeros((0, 8), np.uint8)]
-    for at in range(0, len(greys), BATCH):
-        grey = np.asarray(greys[at : at + BATCH], np.float64)
-        values = waves @ (grey - (weights @ grey @ weights)[:, None, None]) @ waves.T
-        values = np.round(values.reshape(len(values), -1).take(order, axis=1), 3)
-        middle = np.sort(values)[:, 31:33].mean(axis=1, keepdims=True)
-        found.append(np.packbits(values > middle, axis=1))
-    return np.concatenate(found).view(">u8")[:, 0].astype(np.uint64)
+    grey = np.asarray(greys, np.float64).reshape(-1, SIDE, SIDE)
+    values = waves @ (grey - (weights @ grey @ weights)[:, None, None]) @ waves.T
+    values = np.round(values.reshape(len(values), WAVES * WAVES).take(order, axis=1), 3)
+    middle = np.sort(values)[:, 31:33].mean(axis=1, keepdims=True)
+    return np.packbits(values > middle, axis=1).view(">u8")[:, 0].astype(np.uint64)
 
 
 @cache
@@ -183,7 +180,7 @@ def group(looks: Hashes, marks: Iterable[tuple[Any, Any]], most: int) -> tuple[n
     image; and up to how many differing bits images are near ones.
 
     Images that are near others by chance chain a large set to one group: where near images alone make a group of more
-    than `most` samples, fewer bits may differ, 4 at least.
+    than `most` different hashes, fewer bits may differ, 4 at least. Copies of one image make no chain.
 
     Args:
         looks: of the samples' images, uint64 [n].
@@ -193,10 +190,10 @@ def group(looks: Hashes, marks: Iterable[tuple[Any, Any]], most: int) -> tuple[n
     for numbers, values in marks:
         first, of = np.unique(values, return_index=True, return_inverse=True)[1:]
         sets.join(numbers[first[of]], numbers)
+    once = np.unique(looks, return_index=True)[1]
     for bits in (NEAR, 6, 4):
         near = near_groups(looks, bits)
-        sizes = np.bincount(near, minlength=1)
-        if sizes.max() <= most:
+        if np.bincount(near[once], minlength=1).max() <= most:
             break
     sets.join(near, np.arange(len(looks)))
-    return sets.roots(np.arange(len(looks))), int((sizes[near] > 1).sum()), bits
+    return sets.roots(np.arange(len(looks))), int((np.bincount(near)[near] > 1).sum()), bits

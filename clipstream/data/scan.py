@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -130,14 +130,16 @@ class ImageReader:
     """Reads image files of a source's samples. The last shard stays open."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self._open = source, ""
+        self._source, self._open, self._last = source, "", ExitStack()
 
     def __call__(self, name: str, sample: str | int) -> bytes | None:
         """The image file of a sample of the shard `name`, by its key or its number; None if it cannot be read."""
         try:
             if self._open != name:
-                self._shard, self._open = self._source.open(name), name
+                self._last.close()
+                self._open, self._shard = "", self._last.enter_context(closing(self._source.open(name)))
                 self._numbers = {ref.key: number for number, ref in enumerate(self._shard.index.samples)}
+                self._open = name
             ref = self._shard.index.samples[self._numbers[sample] if isinstance(sample, str) else sample]
             members = {"__key__": ref.key, "__url__": "", **self._shard.load(ref)}
             return image_bytes(members, self._source.settings.image_key)

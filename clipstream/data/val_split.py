@@ -33,7 +33,7 @@ from clipstream.text import counted
 from clipstream.utils.logs import announce, logger
 from clipstream.utils.plugins import is_plugin
 
-FORM = 6  # of the file and its rule: another one is another identity
+FORM = 7  # of the file and its rule: another one is another identity
 COLUMNS = ("shard", "key", "reason", "image_hash", "file_hash", "caption_hash", "other_hashes")
 FEWEST = 2  # samples on each side
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from clipstream.config.settings import load
-from clipstream.data.sample_table import Columns, SampleTable, part_of, sample_table
+from clipstream.data.sample_table import SHAPES, Columns, SampleTable, _Counts, part_of, sample_table
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import SettingsError
 from clipstream.features.byte_pairs import BytePairs
+from clipstream.storage.shard_cache import ShardCache
 from tests.support.pictures import picture
 from tests.support.tars import write_tar
 
@@ -80,6 +82,23 @@ def test_headers_alone_and_kept_samples(shards: Path, tmp_path: Path) -> None:
     assert rows["width"].null_count == 1 and rows["format"][2].as_py() == "JPEG"
     with pytest.raises(SettingsError, match=r"expected json\.PATH"):
         table(shards, columns=Columns(fields=("score",)))
+
+
+def test_images_are_read_with_one_open_shard(shards: Path) -> None:
+    found = table(shards)
+    source = Source(load(["--train-data", f"{shards}/*.tar"]).data.sources["train"], SourceContext(ShardCache(None)))
+    before = len(os.listdir("/proc/self/fd"))
+    images = found.images(source, range(12))
+    assert images[8] == picture(20, 300) and len(images) == 12 and len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_json_of_many_shapes_is_counted_in_bounded_memory() -> None:
+    counts = _Counts()
+    for number in range(SHAPES + 9):
+        counts.add({"json": json.dumps({"boxes": [{"x": 1}] * number}).encode()})
+        assert len(counts._shapes) <= SHAPES
+    total = sum(range(SHAPES + 9))
+    assert counts.result()[1] == {"json.boxes": {"empty": 1}, "json.boxes.*.x": {"int": total}}
 
 
 def test_tokens_are_those_of_open_clip() -> None:

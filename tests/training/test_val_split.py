@@ -88,6 +88,16 @@ def test_images_that_are_near_by_chance_are_no_group() -> None:
     assert {int(name[6:]) % 100 for name in held} == {int(name[6:]) for name in held if int(name[6:]) < 100}
 
 
+def test_copies_of_one_image_are_no_chain() -> None:
+    looks = [0] * 60 + [(n << 32) * 0x9E3779B9 % 2**64 | 1 for n in range(1, 71) for _ in range(2)]
+    looks[61::2] = [look ^ 0b1111110 for look in looks[61::2]]  # near the one before
+    rows = pa.table({"image_hash": pa.array(looks, pa.uint64()), "file_hash": range(200)})
+    held, said = choose([f"0.tar/{number}" for number in range(200)], rows, 0.2)
+    numbers = {int(name[6:]) for name in held or ()}
+    assert "(of at most 8 differing bits)" in said and len(numbers) == 40 and min(numbers) >= 60
+    assert {number ^ 1 for number in numbers} == numbers
+
+
 def encoded(image: Image.Image, kind: str = "JPEG", **options: int) -> bytes:
     out = io.BytesIO()
     image.save(out, kind, **options)
