@@ -79,7 +79,8 @@ def disk_error(path: str | Path, error: OSError) -> ShardError:
 def failed(error: ShardError | OSError, shown: str, folder: Path) -> Failed:
     """The result for a shard that could not be read or written."""
     # The message of a command that could not write is unknown.
-    space = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    space = shutil.disk_usage(there).free
     if atomic_write.is_full(error) or space < DISK_FULL or getattr(error, "reason", None) == "disk":
         return Failed(f"{shown}: the disk of {folder} is full", full=True)
     said = str(error) if isinstance(error, ShardError) else f"disk: {redact(str(error))}"

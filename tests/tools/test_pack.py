@@ -387,6 +387,11 @@ def test_a_remote_target(shards: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*argv, "--seed", "3"]) == 2 and "differs in seed" in capsys.readouterr().err
 
 
+def test_a_missing_shard_is_named(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "x"), f"{shards}/{{00000,gone}}.tar", "--executor", "local:1"]) == 3
+    assert f"listing: 1 of 2 shards failed:\n  missing: {shards}/gone.tar does not exist" in capsys.readouterr().err
+
+
 def test_a_full_disk(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (disk := tmp_path / "disk").mkdir()
     with small_disk(disk, "100k"):
