@@ -68,6 +68,7 @@ OFF_TERMINAL = 160  # columns where there is no terminal
 PROFILED = 64  # samples whose members and fields give examples and suggestions
 WHOLE_FLAGS = ("headers", "executor", "table", "json", "html", "yaml", "strict")  # that need --all
 CONTEXT = 77  # tokens that CLIP models read of a caption
+_TOKENS = BytePairs()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -232,7 +233,6 @@ class CheckReport:
     captions: dict[str, str] = field(default_factory=dict)  # 'SHARD/KEY' -> caption of the first samples used
     first_captions: Captions = field(default_factory=Captions)  # of the samples checked for constant captions
     long: int = 0  # number of captions of more than `CONTEXT` tokens
-    tokens: BytePairs = field(default_factory=BytePairs, repr=False, compare=False)
     # of the images used, the share of the area that the centre crop of a model with square images leaves out
     lost: list[float] = field(default_factory=list)
     total: int | None = None  # number of samples, if it is known
@@ -328,7 +328,7 @@ def _look_at(
     else:
         view.used += 1
         view.first_captions.add(where, text, pixels)
-        view.long += view.tokens.count(text) > CONTEXT
+        view.long += _TOKENS.count(text) > CONTEXT
         view.lost.append(lost)
         if len(view.captions) < 3:
             view.captions[where] = text
