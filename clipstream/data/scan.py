@@ -138,9 +138,11 @@ class ImageReader:
             if self._open != name:
                 self._last.close()
                 self._open, self._shard = "", self._last.enter_context(closing(self._source.open(name)))
-                self._numbers = {ref.key: number for number, ref in enumerate(self._shard.index.samples)}
-                self._open = name
-            ref = self._shard.index.samples[self._numbers[sample] if isinstance(sample, str) else sample]
+                self._open, self._numbers = name, dict[str, int]()
+            if isinstance(sample, str):
+                self._numbers = self._numbers or {ref.key: n for n, ref in enumerate(self._shard.index.samples)}
+                sample = self._numbers[sample]
+            ref = self._shard.index.samples[sample]
             members = {"__key__": ref.key, "__url__": "", **self._shard.load(ref)}
             return image_bytes(members, self._source.settings.image_key)
         except (OSError, LookupError, ShardError, Dropped):

@@ -73,7 +73,7 @@ class FeatureStore:
             temporary folder.
 
     Attributes:
-        shown: the same without credentials, for messages.
+        shown: `path` without credentials, for messages.
         manifest: content of store.json.
 
     Raises:
