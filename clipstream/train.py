@@ -41,7 +41,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, Stopped
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner, Listeners
-from clipstream.losses.contrastive import build_loss, warn_of_duplicates
+from clipstream.losses.contrastive import build_loss, warn_of_duplicates, warn_of_texts
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import chosen_loss_type, group_field
 from clipstream.models.adapters import WEIGHTS
@@ -287,6 +287,7 @@ def fit(
     def show(number: int, batch: Batch) -> None:
         if number == 0:
             warn_of_duplicates(settings.loss, batch, world)
+            warn_of_texts(settings.data, batch, world)
         outputs.show_batch(number, batch, tokenizer)
 
     lr = settings.schedule.build(peak=settings.optim.lr, total_steps=total)

@@ -44,6 +44,7 @@ from torch.autograd.function import once_differentiable
 
 from clipstream.data.batch import Batch
 from clipstream.data.decode.labels import compare_groups
+from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses import tiled
@@ -51,6 +52,7 @@ from clipstream.losses.coarse import coarse_images
 from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings, group_field
 from clipstream.losses.tiled import Ring
 from clipstream.models.towers import Features
+from clipstream.text import listed
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import make_plugin
 
@@ -315,6 +317,23 @@ def _check_groups(field: str, batch: Batch, world: World) -> None:
         logger.warning(
             f"{setting}: no two samples of the first batch have the same {field!r}, so no sample has a further "
             "positive: use a larger batch, or a field with fewer values"
+        )
+
+
+def warn_of_texts(settings: DataSettings, batch: Batch, world: World) -> None:
+    """Warn of hard negatives and short texts that no sample of the first batch has, but should. Collective."""
+    own = set() if batch.roles is None else set(batch.roles.flatten().tolist())
+    there = set().union(*world.gather_objects(own))
+    asked = [
+        f"data.sources.{name}.caption.{kind}"
+        for kind, role in (("negatives", -1), ("short", SHORT))
+        for name, source in settings.sources.items()
+        if role not in there and getattr(source.caption, kind, None)
+    ]
+    if world.is_main and asked:
+        logger.warning(
+            f"{listed(asked)}: no sample of the first batch has such a text, other than its captions, so the setting "
+            "has no effect: check the path (`clipstream check --all` lists fields)"
         )
 
 

@@ -116,7 +116,7 @@ def test_labels_of_a_pass_are_those_of_reading(tmp_path: Path) -> None:
         assert len({int(label) for one in labels for label in one}) == groups, "labels of other settings of the table"
 
 
-def test_a_negative_with_the_ids_of_a_caption_is_none(tmp_path: Path) -> None:
+def test_a_negative_with_the_ids_of_a_caption_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ("a bird on a branch", "a bird on a branch at night", "another")  # of which 16 bytes are tokens
     samples = [
         {"__key__": f"{n:04d}", "jpg": picture(n), "json": json.dumps({"en": texts[0], "wrong": texts[1 + n % 2]})}
@@ -130,6 +130,18 @@ def test_a_negative_with_the_ids_of_a_caption_is_none(tmp_path: Path) -> None:
     for key, ids, roles in zip(batch.keys, batch.ids.view(12, 3, -1), batch.roles.tolist(), strict=True):
         assert roles == [1, -(int(key[-1]) % 2), 0], "first the caption, and a negative of every other sample"
         assert torch.equal(ids[0], ids[2]) and torch.equal(ids[0], ids[1]) == (roles[1] == 0)
+    train = "--data.sources.train.caption"
+    for path in ("en", "wrong"):
+        given = [
+            f"{train}.type=json",
+            f"{train}.path=en",
+            f"{train}.negatives={path}",
+            "--train-data",
+            source["shards"],
+        ]
+        assert main(flags(furnish(tmp_path / path), "none", *given, steps=1)) == 0
+        warned = "caption.negatives: no sample of the first batch has such a text" in capsys.readouterr().err
+        assert warned == (path == "en")
 
 
 def test_a_short_text_is_the_last_of_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
