@@ -37,7 +37,7 @@ from clipstream.errors import SettingsError, errors_as
 from clipstream.models.pretrained import ModelFiles
 from clipstream.models.transformers_names import from_transformers
 from clipstream.text import listed
-from clipstream.utils.content import HEAD, describe
+from clipstream.utils.content import HEAD, TABLE, describe
 from clipstream.utils.logs import logger
 
 LEGACY = 0x1950A86A20F9469CFC6C  # first pickle of a file of torch.save before 1.6
@@ -157,7 +157,7 @@ def read_object(path: Path) -> Any:
         except Exception as error:  # an unpickler may raise anything for a damaged file
             raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from error
     what = describe(head) if head else "an empty file"
-    raise ValueError(f"it is {what}" if what else "neither safetensors nor a file of torch.save")
+    raise ValueError(f"it is {what.removesuffix(TABLE)}" if what else "neither safetensors nor a file of torch.save")
 
 
 def _zipped(path: Path) -> Any:

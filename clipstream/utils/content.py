@@ -28,7 +28,7 @@ _ZIP = rb"PK\x03\x04.{26}"  # and the name of the first file in it
 _NAME = rb"[\w \"'.#/-]+"  # of a column
 _COCO = rb'"(?:image_id|file_name|sentids|coco_url|contributor|date_captured|licenses|annotations)"\s*:'
 _UNPACK = "unpack it and use what it holds"
-_TABLE = "a table's name ends in .csv, .tsv, .jsonl, .json, .parquet or .arrow: rename it"
+TABLE = "; a table's name ends in .csv, .tsv, .jsonl, .json, .parquet or .arrow: rename it"
 _TO_JPEG = "image, which is not decoded: convert it to JPEG or PNG"
 
 # Kind, pattern at the start of the file, what it is and what to do. The first that matches counts.
@@ -69,8 +69,8 @@ _KINDS = [
         ("lz4", rb"\x04\x22\x4d\x18", f"compressed by lz4: {_UNPACK}"),
         ("7z", rb"7z\xbc\xaf\x27\x1c", f"a 7z archive: {_UNPACK}"),
         ("rar", rb"Rar!\x1a\x07", f"a RAR archive: {_UNPACK}"),
-        ("Parquet", rb"PAR[1E]", f"a Parquet table; {_TABLE}"),
-        ("Arrow", rb"ARROW1|FEA1|\xff{4}..\0\0[\x08-\x20]\0\0\0", f"an Arrow table; {_TABLE}"),
+        ("Parquet", rb"PAR[1E]", f"a Parquet table{TABLE}"),
+        ("Arrow", rb"ARROW1|FEA1|\xff{4}..\0\0[\x08-\x20]\0\0\0", f"an Arrow table{TABLE}"),
         ("npy", rb"\x93NUMPY", "a NumPy array (.npy)"),
         ("HDF5", rb"\x89HDF\r\n\x1a\n", "an HDF5 file: convert it to tars, or to files and a table with their paths"),
         ("SQLite", rb"SQLite format 3\0", "an SQLite database: export the table as CSV"),
@@ -83,7 +83,7 @@ _KINDS = [
         ("AppleDouble", rb"\0\x05\x16[\0\x07]\0", "what macOS keeps beside a file (AppleDouble): leave it out"),
         ("utf16", rb"\xff\xfe(?!\0\0)|\xfe\xff|(?:[\t\r\n -~]\0){4}|(?:\0[\t\r\n -~]){4}",
          "text in UTF-16: save it in UTF-8"),
-        ("sep", _TEXT + rb"\"?sep=.\"?\s*?\n", f"a CSV with Excel's line 'sep='; {_TABLE}"),
+        ("sep", _TEXT + rb"\"?sep=.\"?\s*?\n", f"a CSV with Excel's line 'sep='{TABLE}"),
         ("wids", _TEXT + rb"\{.*\"(?:wids_version|shardlist)\"\s*:", "an index of wids: name the shards themselves"),
         ("COCO", _TEXT + rb'\{\s*"(?:images|annotations|info|licenses|categories|dataset)"\s*:\s*[\[{].*' + _COCO,
          "one JSON object for all images and captions, as COCO has it: write a row for each caption, e.g. a CSV with "
@@ -91,11 +91,11 @@ _KINDS = [
         ("base64", rb"(?:data:[\w/+.-]*;base64,)?(?:/9j/[\w+/-]{12}|iVBORw0KGgo|R0lGODlh|UklGR[\w+/-]{6}XRUJQ)",
          "an image as base64 text"),
         ("repr", rb"(?:\{'\w+': )?b['\"](?:\\x|GIF8|RIFF|BM)", "bytes written as text by Python: write Parquet"),
-        ("JSON", _TEXT + rb'(?:\[\s*)?\{\s*"', f"JSON; {_TABLE}"),
+        ("JSON", _TEXT + rb'(?:\[\s*)?\{\s*"', f"JSON{TABLE}"),
         ("shards", rb"\S+\.(?:tar|tgz|tar\.gz)\s*?\n", "a list of shards: name the shards themselves, joined by ::"),
         ("CSV", _TEXT + rb"(?=[^\n]*(?:image|file|path|url|caption|title|text))" + _NAME + rb"(?:[,;\t|]" + _NAME
          + rb")+\r?\n",
-         f"a table as CSV or TSV; {_TABLE}"),
+         f"a table as CSV or TSV{TABLE}"),
     )
 ]  # fmt: skip
 

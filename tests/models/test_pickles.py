@@ -146,6 +146,7 @@ def test_formats_are_known_by_content(tmp_path: Path) -> None:
         (b"<!DOCTYPE html><html>404</html>", "an HTML page"),
         (b"", "an empty file"),
         (bytes(99), "neither safetensors nor"),
+        (b"image,caption\na.jpg,A frog.\n", "it is a table as CSV or TSV$"),
     ):
         (tmp_path / "w.pt").write_bytes(content)
         with pytest.raises(SettingsError, match=words):

@@ -140,6 +140,7 @@ def test_shares_count_the_values_that_are_there(values: list[float | None], shar
     ("text", "place", "words"),
     [
         ("w = 3", 2, "write =="),
+        ("w => 3", 2, "write >="),
         ("w > 3 and", 9, "at the end"),
         ("w > (3", 4, "never closed"),
         ("wdith > 3", 0, "did you mean 'width'"),
@@ -239,7 +240,7 @@ def test_scores_and_tables_are_joined(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([shards, "asthetic > 3", *flags]) == 2
     assert "did you mean 'aesthetic'" in capsys.readouterr().err
     assert main([shards, "not duplicate_of_file", "--best", "caption"]) == 2
-    assert "no field 'caption' with numbers" in capsys.readouterr().err
+    assert "no field 'caption' with numbers; did you mean 'captions'?" in capsys.readouterr().err
     (tmp_path / "other.csv").write_text("key,score\nz,1\n")
     assert main([shards, "s > 0", "--scores", f"s={tmp_path}/other.csv"]) == 2
     assert "has none of the 11 samples, the first of which is '000000'" in capsys.readouterr().err

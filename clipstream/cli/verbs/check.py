@@ -119,6 +119,8 @@ def main(argv: list[str]) -> int:
     parser = build_parser()
     every, argv = take_flag(argv)
     options = parser.parse_args(argv)
+    if options.strict is not None and not 0 <= options.strict < 1:
+        parser.error(f"--strict: expected a share from 0 to below 1, not {options.strict:g}")
     if options.samples is not None and options.samples < 0:
         parser.error(f"--samples must be 0 or more, not {options.samples}")
     given = [flag for flag in WHOLE_FLAGS if getattr(options, flag) not in (None, False)]

@@ -29,7 +29,15 @@ FUNCTIONS = ("words", "chars", "lower", "count", "abs", "min", "max", "coalesce"
 COMPARE = {ast.Lt: pc.less, ast.LtE: pc.less_equal, ast.Gt: pc.greater, ast.GtE: pc.greater_equal, ast.Eq: pc.equal,
            ast.NotEq: pc.not_equal}  # fmt: skip
 COMPUTE = {ast.Add: pc.add, ast.Sub: pc.subtract, ast.Mult: pc.multiply, ast.Div: pc.divide}
-HINTS = {"=": ": write == to compare", "&": ": write and", "|": ": write or", "!": ": write not", "": " at the end"}
+HINTS = {
+    "=>": ": write >=",
+    "=<": ": write <=",
+    "=": ": write == to compare",
+    "&": ": write and",
+    "|": ": write or",
+    "!": ": write not",
+    "": " at the end",
+}
 NUMBER, TEXT, NOTHING = "a number", "a text", "missing everywhere"
 # What Python's parser does not read is replaced by as many characters that it reads.
 _SPECIAL = re.compile(
@@ -66,7 +74,7 @@ class Rule:
                 root = ast.parse(self._plain, mode="eval").body
         except SyntaxError as error:
             at = error.offset - 1 if error.offset and error.lineno == 1 else len(self.text)
-            self._fail(at, error.msg + HINTS.get(self.text[at : at + 1], ""))
+            self._fail(at, error.msg + HINTS.get(self.text[at : at + 2], HINTS.get(self.text[at : at + 1], "")))
         except (ValueError, RecursionError, MemoryError) as error:
             raise SettingsError(f"the rule cannot be read: {error}") from error
         self._check(root)

@@ -217,9 +217,10 @@ class Samples:
         groups = near_groups(there_hashes) if near else np.unique(there_hashes, return_inverse=True)[1]
         values = np.zeros(len(self))
         if best:
+            hint = did_you_mean(best, {*self.fields} - {best})
             column = self.all(best) if best in self.fields else pa.array([""])
             if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-                raise SettingsError(f"--best: no field {best!r} with numbers{did_you_mean(best, self.fields)}")
+                raise SettingsError(f"--best: no field {best!r} with numbers{hint}")
             values = np.nan_to_num(column.cast(pa.float64()).to_numpy(zero_copy_only=False), nan=-np.inf)
         order = np.lexsort((there, -values[there], groups))
         later = np.r_[False, groups[order][1:] == groups[order][:-1]]
