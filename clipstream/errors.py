@@ -64,6 +64,12 @@ class Stopped(ClipstreamError):
         return cls(f"stopped by {signal} before the first step: rerun the same command", signal=signal)
 
 
+class WorkInterrupted(KeyboardInterrupt):
+    """Ctrl-C, or a signal that is handled like it, while shards were worked off; the same command goes on."""
+
+    exit_code = Stopped.exit_code
+
+
 class Interrupted(BaseException):
     """The wait for a batch was interrupted. Not an `Exception`, which plug-ins may catch."""
 

@@ -31,7 +31,7 @@ from clipstream.config.settings import Settings, load
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
-from clipstream.errors import INTERRUPTED, ClipstreamError, SettingsError, Stopped
+from clipstream.errors import INTERRUPTED, ClipstreamError, SettingsError, Stopped, WorkInterrupted
 from clipstream.text import printable, printable_lines
 from clipstream.utils.logs import drop_output, loading, on_terminal, set_level
 from clipstream.utils.processes import many_files
@@ -119,8 +119,10 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     except ClipstreamError as error:
         trace = printable_lines(traceback.format_exc(), 1 << 20) + "\n" if _debug(argv) else ""
         said, code = str(error) if isinstance(error, Stopped) else f"error: {error}", error.exit_code
-    except KeyboardInterrupt as error:  # with a message where the same command goes on
-        said, code = (str(error), Stopped.exit_code) if error.args else ("interrupted", INTERRUPTED)
+    except WorkInterrupted as error:
+        said, code = str(error), error.exit_code
+    except KeyboardInterrupt:
+        said, code = "interrupted", INTERRUPTED
     except BrokenPipeError:
         drop_output(sys.stdout)  # the reader (`| head`) has gone
     except OSError as error:

@@ -28,7 +28,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from clipstream import __version__
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import DataError, SettingsError, WorkInterrupted
 from clipstream.text import counted, duration, listed_lines
 from clipstream.utils import processes
 from clipstream.utils.console import ProgressBar
@@ -119,7 +119,7 @@ def work_off(
 
     Raises:
         DataError: the disk is full.
-        KeyboardInterrupt: by a signal; the message says how to go on, and a verb ends with 75.
+        WorkInterrupted: by a signal.
     """
     done, began, again = dict[int, Result | Failed](), time.monotonic(), "rerun the same command to continue"
 
@@ -147,7 +147,7 @@ def work_off(
                     done[number] = result
                 bar.update(len(done), len(names), progress)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted while {label}; {count()} are done: {again}") from None
+        raise WorkInterrupted(f"interrupted while {label}; {count()} are done: {again}") from None
     return [done[number] for number in range(len(names))]
 
 

@@ -209,7 +209,7 @@ def _shard_size(text: str) -> tuple[int, bool]:
 
 
 def pack(asked: Asked) -> None:
-    """Write the shards. Raises SettingsError, DataError, Stopped, OSError."""
+    """Write the shards. Raises SettingsError, DataError, WorkInterrupted, OSError."""
     began, parts, folder = time.monotonic(), asked.parts, asked.folder
     remote = asked.remote
     there = [one.name for one in folder.iterdir()] if remote is None else remote.names()
