@@ -136,8 +136,9 @@ class ImageReader:
         """The image file of a sample of the shard `name`, by its key or its number; None if it cannot be read."""
         try:
             if self._open != name:
+                self._open = ""
                 self._last.close()
-                self._open, self._shard = "", self._last.enter_context(closing(self._source.open(name)))
+                self._shard = self._last.enter_context(closing(self._source.open(name)))
                 self._open, self._numbers = name, dict[str, int]()
             if isinstance(sample, str):
                 self._numbers = self._numbers or {ref.key: n for n, ref in enumerate(self._shard.index.samples)}

@@ -11,6 +11,7 @@ import pytest
 
 from clipstream.config.settings import load
 from clipstream.data.sample_table import SHAPES, Columns, SampleTable, _Counts, part_of, sample_table
+from clipstream.data.scan import ImageReader
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import SettingsError
 from clipstream.features.byte_pairs import BytePairs
@@ -87,6 +88,9 @@ def test_headers_alone_and_kept_samples(shards: Path, tmp_path: Path) -> None:
 def test_images_are_read_with_one_open_shard(shards: Path) -> None:
     found = table(shards)
     source = Source(load(["--train-data", f"{shards}/*.tar"]).data.sources["train"], SourceContext(ShardCache(None)))
+    read = ImageReader(source)
+    assert [read(name, 0) is None for name in (source.names[0], "gone.tar", source.names[0])] == [False, True, False]
+    del read
     before = len(os.listdir("/proc/self/fd"))
     images = found.images(source, range(12))
     assert images[8] == picture(20, 300) and len(images) == 12 and len(os.listdir("/proc/self/fd")) <= before + 1
