@@ -127,8 +127,9 @@ def test_several_ranks_write_what_one_writes(place: Path) -> None:
     ("argv", "words"),
     [
         ([], "expected clipstream interpolate [START] END"),
-        (["{place}/runs/b", "--alphas", "0:1"], "--alphas 0:1:0.1"),
-        (["{place}/runs/b", "--alphas", "[2]"], "less than or equal to 1"),
+        (["{place}/runs/b", "--alphas", "0:1"], "--alphas: expected FIRST:LAST:STEP or a list, [0.3, 0.5], not '0:1'"),
+        (["{place}/runs/b", "--alphas", "[2]"], "--alphas: Input should be less than or equal to 1, not 2"),
+        (["{place}/runs/b", "--guard-kept", "97"], "--guard-kept: Input should be less than or equal to 1, not 97"),
         (["{place}/runs/b", "--target", "no/R@1"], "the target no/R@1 is of no evaluator"),
         (["{place}/runs/b", "--target", "new/R"], "new has no metric 'R'"),
         (["{place}/runs/b", "--evals.old.role", "target"], "several evaluators, new, old, without role guard"),

@@ -123,6 +123,9 @@ def _rule(own: dict[str, str], trained: InterpolateSettings | None) -> Interpola
         elif text is not None:
             values["alphas"] = [float(one) for one in text.strip("[] ").split(",")]
         return InterpolateSettings.model_validate(values)
-    except (ValueError, ZeroDivisionError, ValidationError) as error:
-        why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
-        raise SettingsError(f"--alphas 0:1:0.1, --target EVALUATOR/METRIC, --guard-kept 0.97: {why}") from error
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        flag = str(wrong["loc"][0]).replace("_", "-")
+        raise SettingsError(f"--{flag}: {wrong['msg']}, not {wrong['input']}") from error
+    except (ValueError, ZeroDivisionError) as error:
+        raise SettingsError(f"--alphas: expected FIRST:LAST:STEP or a list, [0.3, 0.5], not {text!r}") from error
