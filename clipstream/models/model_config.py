@@ -128,7 +128,8 @@ class ModelConfig:
             raise SettingsError(f"there is no model configuration {path}") from error
         except (OSError, ValueError, RecursionError) as error:
             why = getattr(error, "strerror", None) or error
-            raise SettingsError(f"cannot read the model configuration {path}: {why}") from error
+            hint = "" if path.suffix == ".json" else "; weights are given by --pretrained, beside a model's name"
+            raise SettingsError(f"cannot read the model configuration {path}: {why}{hint}") from error
         return cls.of(content, str(path))
 
 

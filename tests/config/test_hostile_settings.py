@@ -93,6 +93,8 @@ def test_a_picture_size_that_the_patches_do_not_divide(tmp_path: Path) -> None:
     assert "image_size 20 is not a multiple of vision_cfg.patch_size 8" in said
     (tmp_path / "deep.json").write_text("[" * 50_000)
     assert "cannot read the model configuration" in error_of(f"--model={tmp_path}/deep.json")
+    (tmp_path / "w.safetensors").write_bytes(b"\x08" + bytes(7) + b"{}      ")
+    assert "; weights are given by --pretrained" in error_of(f"--model={tmp_path}/w.safetensors")
 
 
 def test_sizes_of_all_models_of_open_clip_fit() -> None:
