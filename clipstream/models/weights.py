@@ -91,8 +91,11 @@ class Inert(dict[Any, Any]):
         return self or (self.state if isinstance(self.state, dict) else {})
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds tensors, and an `Inert` object in place of all else. `limit`: bytes of the largest tensor."""
+class _Unpickler(pickle._Unpickler):
+    """Builds tensors, and an `Inert` object in place of all else. `limit`: bytes of the largest tensor.
+
+    The one of `pickle` in C keeps its memo in an array: a damaged index would take up to 64 GB of memory.
+    """
 
     def __init__(self, file: IO[bytes], storage: _Storage, limit: int) -> None:
         super().__init__(file, encoding="latin1")  # of names that Python 2 wrote

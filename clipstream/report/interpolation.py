@@ -175,7 +175,7 @@ def interpolate(
     """Evaluate the models between two, choose one and write it. Collective.
 
     Of the weights at `alphas`, start + alpha (end - start), it is the one with the best target among those whose guards
-    keep `guard_kept` of their figures at the start.
+    keep `guard_kept` of their figures at the start; of equal ones the nearest to the start.
 
     Raises:
         SettingsError: as Mixing; the models are not of the same kind.

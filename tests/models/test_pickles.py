@@ -8,6 +8,7 @@ import os
 import pathlib
 import pickle
 import tarfile
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,16 @@ def test_damage_is_told(tmp_path: Path, data: st.DataObject) -> None:
         read_weights(path)
     except SettingsError as error:
         assert str(path) in str(error)
+
+
+def test_memory_does_not_depend_on_damaged_indexes(tmp_path: Path) -> None:
+    (tmp_path / "w.pt").write_bytes(b"\x80\x02}r" + (2**24).to_bytes(4, "little") + b".")
+    tracemalloc.start()
+    try:
+        assert read_object(tmp_path / "w.pt") == {}
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_tensor_is_no_larger_than_its_file(tmp_path: Path) -> None:
