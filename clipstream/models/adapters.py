@@ -6,7 +6,7 @@ as peft's adapter_config.json and adapter_model.safetensors.
 
 With A [r, in], B [out, r] and the frozen W [out, in], the layer's matrix is V = W + alpha / r * B A; with DoRA each of
 its rows is scaled to the trained length m: m V / |V|, where |V| has no gradient, as in section 4.3 of the paper.
-The matrix of an embedding, whose rows are tokens, is adapted as its transpose.
+Rows of the embedding of tokens are trained as they are (peft's trainable tokens).
 
 Of torch's MultiheadAttention, queries, keys and values are adapted. peft also adapts its out_proj, but adds that
 product twice (0.21.2; huggingface/peft#3774): it is 0 here, which is the same before and after a correction.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,17 +28,18 @@ from open_clip.modified_resnet import AttentionPool2d
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrize
 
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.models.frozen import members
 from clipstream.models.layers import blocks
 from clipstream.models.settings import LoraSettings, Tower
 from clipstream.models.weights import finite, weights_digest
 
 CONFIG, WEIGHTS, DIGEST = "adapter_config.json", "adapter_model.safetensors", "base.sha256"
-PARTS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}  # in peft's files
-EMBEDS = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
+PARTS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector",
+         "rows": "token_adapter.trainable_tokens_delta"}  # in peft's files  # fmt: skip
 _OUT = ".base_layer.out_proj"  # in the name of a layer of MultiheadAttention in peft's files
 Tensors = Mapping[str, torch.Tensor]
 
@@ -48,23 +49,15 @@ class LowRank(nn.Module):
 
     Args:
         layer: whose matrix it is. A convolution's is [out, in, height, width]: A has this kernel, and B one of 1 x 1.
-        generator: of the initial A, which is that of nn.Linear and of peft; B is 0. Of an embedding A is 0, for tokens
-            that are not seen, and B such that rows change about as fast as if they were trained themselves; peft's
-            normal B is too large for a learning rate that suits the other layers.
+        generator: of the initial A, which is that of nn.Linear and of peft; B is 0.
     """
 
     def __init__(self, layer: nn.Module, settings: LoraSettings, generator: torch.Generator) -> None:
         super().__init__()
         weight: torch.Tensor = getattr(layer, _matrix(layer))
-        self.embeds = isinstance(layer, nn.Embedding)
-        if self.embeds:
-            first = torch.zeros(settings.rank, len(weight))
-            second = torch.randn(weight.shape[1], settings.rank, generator=generator) / math.sqrt(weight.shape[1])
-        else:
-            first = torch.empty(settings.rank, *weight.shape[1:])
-            nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)
-            second = torch.zeros(weight.shape[0], settings.rank, *[1] * (weight.ndim - 2))
-        self.lora_A, self.lora_B = nn.Parameter(first), nn.Parameter(second)
+        first = torch.empty(settings.rank, *weight.shape[1:])
+        self.lora_A = nn.Parameter(nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator))
+        self.lora_B = nn.Parameter(torch.zeros(weight.shape[0], settings.rank, *[1] * (weight.ndim - 2)))
         self.magnitude = nn.Parameter(weight.detach().norm(dim=1)) if settings.dora else None
         self.scale = settings.scale
 
@@ -80,8 +73,35 @@ class LowRank(nn.Module):
             return weight + first.sum() + second.sum()
         with torch.autocast(weight.device.type, enabled=False):
             product = second.flatten(1) @ first.flatten(1)
-            found = weight + self.scale * (product.T if self.embeds else product.view(weight.shape))
+            found = weight + self.scale * product.view(weight.shape)
             return found if magnitude is None else (magnitude / found.detach().norm(dim=1))[:, None] * found
+
+
+class Rows(nn.Module):
+    """A parametrization of an embedding: the frozen matrix W -> W with trained rows of some tokens.
+
+    Args:
+        weight: [vocabulary, width].
+        tokens: int64 [n], increasing.
+    """
+
+    tokens: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, tokens: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("tokens", tokens, persistent=False)
+        self.rows = nn.Parameter(weight.detach()[tokens])
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """See `merged`."""
+        return self.merged(weight, self.rows)
+
+    def merged(self, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The layer's weight, with these rows; sharded as `weight` is."""
+        if isinstance(weight, DTensor):
+            whole = self.merged(weight.full_tensor(), getattr(rows, "full_tensor", lambda: rows)())
+            return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+        return weight.index_copy(0, self.tokens, rows.to(weight.dtype))
 
 
 @dataclass(frozen=True)
@@ -92,10 +112,9 @@ class Matrix:
     path: str  # of its parametrization in the model
     layer: str  # its name
 
-    def names(self, part: LowRank) -> dict[str, str]:
+    def names(self, part: nn.Module) -> dict[str, str]:
         """The names of the adapter's parameters in the model -> in peft's files."""
-        files = EMBEDS if part.embeds else PARTS
-        return {f"{self.path}.0.{own}": f"base_model.model.{self.layer}.{files[own]}"
+        return {f"{self.path}.0.{own}": f"base_model.model.{self.layer}.{PARTS[own]}"
                 for own, _ in part.named_parameters()}  # fmt: skip
 
 
@@ -114,21 +133,34 @@ class Adapters:
     digest: str
 
     @classmethod
-    def add(cls, clip: nn.Module, wanted: Mapping[Tower, LoraSettings], *, seed: int, base: str) -> Adapters:
+    def add(
+        cls,
+        clip: nn.Module,
+        wanted: Mapping[Tower, LoraSettings],
+        *,
+        seed: int,
+        base: str,
+        tokenizer: Callable[[], Callable[[list[str]], torch.Tensor]],
+    ) -> Adapters:
         """Give layers of open_clip's model adapters, which change none of its features yet.
 
         Args:
             wanted: settings of the towers that get adapters.
             seed: of the initial values, which depend on it alone.
             base: name of the model, for peft's configuration.
+            tokenizer: loads the model's, as open_clip has it.
 
-        Raises SettingsError: no layer has a wanted name, a rank is larger than a matrix, or peft has no such adapter.
+        Raises SettingsError: no layer has a wanted name, a rank is larger than a matrix, peft has no such adapter, or
+        a file of tokens cannot be read.
         """
         generator = torch.Generator().manual_seed(seed)
         matrices: list[Matrix] = []
         found = {tower: dict(_chosen(clip, tower, settings)) for tower, settings in wanted.items()}
+        rows = dict(_rows(clip, wanted, tokenizer))
         pairs = [pair for layers in found.values() for pair in layers.items()]
-        digest = weights_digest((name, getattr(layer, _matrix(layer))) for name, layer in pairs)
+        pairs += [(name, clip.get_submodule(name)) for name in rows]
+        tokens = {name: part.tokens for name, part in rows.items()}
+        digest = weights_digest([*((name, getattr(layer, _matrix(layer))) for name, layer in pairs), *tokens.items()])
         for tower, settings in wanted.items():
             for name, layer in found[tower].items():
                 own = _matrix(layer)
@@ -138,13 +170,14 @@ class Adapters:
                         f"model.{tower}.lora.rank: {settings.rank} is larger than {name}.{own}, a matrix of "
                         f"{' x '.join(map(str, weight.flatten(1).shape))}: use at most {most}, or other targets"
                     )
-                parametrize.register_parametrization(layer, own, LowRank(layer, settings, generator))
-                weight.requires_grad_(False)
-                layer._register_state_dict_hook(_merge)  # type: ignore[no-untyped-call]
-                matrices.append(Matrix(f"{name}.{own}", f"{name}.parametrizations.{own}", name))
-        return cls(tuple(matrices), _config(wanted, found, base), digest)
+                matrices.append(_register(name, layer, LowRank(layer, settings, generator)))
+        matrices += [_register(name, clip.get_submodule(name), part) for name, part in rows.items()]
+        config = _config(wanted, found, base)
+        if tokens:
+            config["trainable_token_indices"] = {name: ids.tolist() for name, ids in tokens.items()}
+        return cls(tuple(matrices), config, digest)
 
-    def _parts(self, clip: nn.Module) -> Iterator[tuple[Matrix, LowRank, nn.Parameter]]:
+    def _parts(self, clip: nn.Module) -> Iterator[tuple[Matrix, Any, nn.Parameter]]:
         """Each matrix with its adapter and its frozen weight."""
         for matrix in self.matrices:
             parts: Any = clip.get_submodule(matrix.path)
@@ -197,8 +230,9 @@ class Adapters:
             raise SettingsError(f"{folder.parent} has no adapter ({error}): {again} from its weights") from error
         if digest != self.digest:
             raise SettingsError(
-                f"{folder.parent}: its adapter belongs to other weights than those that the run starts from (their "
-                f"digests differ): set model.pretrained to the weights that the run began with, or {again}"
+                f"{folder.parent}: its adapter belongs to other weights than those that the run starts from, or "
+                "to other tokens (their digests differ): set model.pretrained to the weights that the run began with, "
+                f"or {again}"
             )
         own = dict(clip.named_parameters())
         names = {name: file for matrix, part, _ in self._parts(clip) for name, file in matrix.names(part).items()}
@@ -231,6 +265,31 @@ def _merge(module: Any, state: dict[str, torch.Tensor], prefix: str, _: object) 
             state[prefix + name] = parts[0].merged(state.pop(f"{inner}.original"), *values)
 
 
+def _register(name: str, layer: nn.Module, part: nn.Module) -> Matrix:
+    own = _matrix(layer)
+    parametrize.register_parametrization(layer, own, part)
+    getattr(layer.parametrizations, own).original.requires_grad_(False)
+    layer._register_state_dict_hook(_merge)  # type: ignore[no-untyped-call]
+    return Matrix(f"{name}.{own}", f"{name}.parametrizations.{own}", name)
+
+
+def _rows(
+    clip: nn.Module, wanted: Mapping[Tower, LoraSettings], tokenizer: Callable[[], Callable[[list[str]], torch.Tensor]]
+) -> Iterator[tuple[str, Rows]]:
+    """The trained rows of towers by name of the embedding, which is the tower's first one."""
+    for tower, settings in wanted.items():
+        if settings.tokens is None:
+            continue
+        key, own = f"model.{tower}.lora.tokens", members(clip, tower)
+        layers = (pair for pair in clip.named_modules() if pair[0].partition(".")[0] in own)
+        name, layer = next(((name, layer) for name, layer in layers if isinstance(layer, nn.Embedding)), (None, None))
+        if name is None or layer is None:
+            raise SettingsError(f"{key}: the {tower} tower has no embedding of tokens: remove this setting")
+        with errors_as(SettingsError, f"{key}: {settings.tokens} cannot be read as text", OSError, UnicodeError):
+            words = sorted(set(re.split(r'[\s,"]+', Path(settings.tokens).read_text(encoding="utf-8"))))
+        yield name, Rows(layer.weight, torch.unique(tokenizer()(words)).long())
+
+
 def _matrix(layer: nn.Module) -> str:
     """The name in a layer of the matrix that is adapted."""
     return "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
@@ -247,8 +306,8 @@ def _layers(clip: nn.Module, tower: Tower, settings: LoraSettings) -> dict[str, 
             if getattr(module, "_qkv_same_embed_dim", False):
                 found[name] = module
         else:
-            plain = isinstance(module, nn.Embedding) or (isinstance(module, nn.Conv2d) and module.groups == 1)
-            if (plain and not settings.dora) or (isinstance(module, nn.Linear) and id(module) not in inside):
+            convolution = isinstance(module, nn.Conv2d) and module.groups == 1 and not settings.dora
+            if convolution or (isinstance(module, nn.Linear) and id(module) not in inside):
                 found[name] = module
     return found
 
@@ -259,7 +318,6 @@ def _chosen(clip: nn.Module, tower: Tower, settings: LoraSettings) -> Iterator[t
     if not layers:
         raise SettingsError(f"{key}: the {tower} tower has no layer that takes an adapter")
     if isinstance(settings.targets, str):
-        layers = {name: layer for name, layer in layers.items() if not isinstance(layer, nn.Embedding)}
         repeated = {id(part) for block in blocks(clip) for part in block.modules()}
         names = [name for name in layers if re.search(r"attn|attention", name.lower())]
         if settings.targets == "all":

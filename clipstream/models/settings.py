@@ -77,7 +77,12 @@ class LoraSettings(Section):
     targets: Literal["attention", "all"] | list[str] = Field(
         "attention",
         description="layers with an adapter: attention, all (attention and MLP layers, and convolutions), or patterns "
-        "of layer names as in open_clip, such as '*.mlp.*'; embeddings by patterns alone, such as token_embedding",
+        "of layer names as in open_clip, such as '*.mlp.*'",
+    )
+    tokens: PathText | None = Field(
+        None,
+        description="text file, such as a table of the training data, whose words' rows of the embedding of tokens are "
+        "trained, too; only of the text tower; default: none",
     )
     dora: bool = Field(
         False,

@@ -314,7 +314,7 @@ class Towers(nn.Module):
         Raises SettingsError: as `Adapters.add`.
         """
         before, locked = self._trainable(), bool(self._locks)
-        self.adapters = Adapters.add(self.clip, wanted, seed=seed, base=base)
+        self.adapters = Adapters.add(self.clip, wanted, seed=seed, base=base, tokenizer=self.open_clip_tokenizer)
         own = self.adapters.tensors(self.clip)
         for tower in TOWERS if not locked else wanted:
             for name, parameter in tower_parameters(self.clip, tower):

@@ -78,7 +78,7 @@ FACTORS: dict[str, dict[str, str]] = {
                   "until": "--lock-text --model.unlock-text-at 3"},
     "adapters": {"off": "", "lora": "--lora 4", "text": "--model.text.lora.rank 8 --model.text.lora.alpha 4",
                  "all": "--model.image.lora.targets all --model.text.lora.rank 3 "
-                        "--model.text.lora.targets [\"*att*\",\"*[nd]_embedding*\"]"},
+                        "--model.text.lora.tokens {place}/pairs.csv"},
     "own precision": {"off": "", "bf16": "--model.{tower}.precision bf16", "fp16": "--model.{tower}.precision fp16",
                       "fp32": "--model.{tower}.precision fp32"},
     "cache": {"off": "", "on": "--model.{tower}.cache-gib 0.01"},

@@ -207,11 +207,13 @@ def test_the_command_of_a_recipe_runs(name: str, place: Path) -> None:
              "TRAIN": f"{place}/birds/train" if folders else f"{place}/pairs/*.tar",
              "HELDOUT": f"{place}/birds/heldout" if folders else f"{place}/val/*.tar",
              "classes.txt": f"{place}/birds/classes.txt"}  # fmt: skip
+    words = {"tokens train.csv": f"tokens {words['classes.txt']}"} | words
     argv = shlex.split(re.sub("|".join(words), lambda match: words[match[0]], found[1]))
     less = ["--steps", "2", "--warmup", "0", "--data.global-batch-size", "8", "--device", "cpu", "--run.threads", "1",
             "--workers", "1"]  # fmt: skip
     chooses = name in ("lora", "full-with-guard")
     less += ["--train.interpolate.alphas", "[1]"] if chooses else []
+    less += ["--model.text.lora.rank", "4"] if name == "lora" else []
     assert train([*argv, *less, "--logs", f"{place}/recipes", "--name", name]) == 0
     if chooses:
         said = figures(place / "recipes" / name / "interpolated")

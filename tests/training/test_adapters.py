@@ -22,8 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     "vit": {"image": LORA, "text": {**LORA, "rank": 2, "targets": "all"}},
     "siglip": {"image": {**LORA, "targets": ["*.mlp.*"], "dora": True}},
     "convnext": {"image": {**LORA, "targets": "all", "dora": True}},
-    "resnet": {"image": {**LORA, "targets": "all"}, "text": {**LORA, "targets": ["*.attn", "token_embedding"]}},
-    "hf": {"image": LORA, "text": {**LORA, "targets": "all"}},
+    "resnet": {"image": {**LORA, "targets": "all"}, "text": {**LORA, "tokens": __file__}},
+    "hf": {"image": LORA, "text": {**LORA, "targets": "all", "tokens": __file__}},
 }
 
 
@@ -67,6 +67,7 @@ def test_the_model_is_the_merged_one_and_the_adapter_is_peft_s(kind: str, place:
         "lora_A",
         "lora_B",
         "magnitude",
+        "rows",
         "logit_scale",
         "logit_bias",
     }
@@ -130,12 +131,9 @@ def test_a_run_writes_the_merged_model_and_resumes_on_its_own_start_alone(place:
     ("kind", "lora", "more", "words"),
     [
         ("vit", {"image": {"rank": 64}}, {}, "rank: 64 is larger than .* use at most 32"),
-        (
-            "vit",
-            {"text": {"targets": ["*.mpl.*"]}},
-            {},
-            r"matches \*\.mpl\.\*; its layers are token_embedding, transformer",
-        ),
+        ("vit", {"text": {"targets": ["*.mpl.*"]}}, {}, r"matches \*\.mpl\.\*; its layers are transformer"),
+        ("vit", {"image": {"tokens": __file__}}, {}, "image.lora.tokens: the image tower has no embedding of tokens"),
+        ("vit", {"text": {"tokens": "/none"}}, {}, "text.lora.tokens: /none cannot be read as text: No such file"),
         ("resnet", {"image": {}}, {}, "matches attention; its layers are visual.conv1, "),
         ("resnet", {"image": {"targets": "all", "dora": True}}, {}, "no layer that takes an adapter"),
         ("convnext", {"image": {}}, {}, "matches attention; its layers are visual"),
