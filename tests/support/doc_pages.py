@@ -204,7 +204,8 @@ class Session:
 def make_folder(home: Path) -> Path:
     """What a reader of the pages has: shards under their names, a table, class names, small models."""
     made = make_shards(home / "made", [6, 5], alt="a longer text about the picture")
-    for where, count, digits in (("shards", 100, 5), ("val", 4, 2), ("other", 2, 1), ("animals", 2, 1)):
+    folders = (("shards", 100, 5), ("val", 4, 2), ("known", 4, 2), ("other", 2, 1), ("animals", 2, 1))
+    for where, count, digits in folders:
         (home / where).mkdir()
         for number in range(count):
             (home / where / f"{number:0{digits}d}.tar").symlink_to(made[number % 2])
