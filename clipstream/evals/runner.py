@@ -174,18 +174,15 @@ class EvalRunner:
         return {eval_name(name, kind): list(found[name]) for name in found for kind in self.settings[name].kinds}
 
     def __call__(self, step: int, last: bool = False) -> list[Record]:
-        return list(self.each(step, last))
-
-    def each(self, step: int, last: bool = False) -> Iterator[Record]:
         """Run what is due and has not run at this step yet, one after the other. Collective.
 
-        Yields:
+        Returns:
             A record per evaluation: step, eval (see `eval_name`), metrics, dropped (unusable samples of all ranks) and
             seconds; if it failed, `error` in place of metrics.
 
         Raises ClipstreamError: from an evaluator or its data, if its settings have `on_error: raise`.
         """
-        context = self.context
+        context, records = self.context, []
         if step != self._step:
             self._step, self._ran = step, {}
         for kind, weights in self.weights.items():
@@ -205,15 +202,12 @@ class EvalRunner:
                             if context.examples or context.tables:
                                 self.listeners.show(step, record["eval"], context.examples, context.tables)
                             self.listeners.write(record)
-                        yield record
+                        records.append(record)
                 finally:
                     context.weights = None
         if last:
             self._step = None
-
-    def took(self, step: int, kind: Weights, records: Mapping[str, Record]) -> None:
-        """Note what already ran at a step: metrics, or `error`, by evaluator."""
-        self._step, self._ran = step, {kind: dict(records)}
+        return records
 
     def _run(self, step: int, name: str, called: str) -> Record:
         """The record of an evaluation, which is traced."""

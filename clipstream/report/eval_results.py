@@ -24,7 +24,6 @@ from clipstream.utils import atomic_write
 FIGURES_FILE = "evaluations.jsonl"
 TABLE_FILE = "evaluations.csv"
 TABLES = (".csv", ".md")  # suffixes of tables
-WATCH_FOLDER = "watch"  # in a run's folder: the same files, written by `clipstream evaluate --watch`
 # Settings that do not affect metrics.
 NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size", "prompts", "role")
 NO_METRIC = ("step", "eval", "error")

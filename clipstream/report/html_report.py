@@ -30,7 +30,7 @@ from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
 from clipstream.report.charts import COLOURS, Chart, Points, Series, StepTimes, short
-from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, groups, way_of
+from clipstream.report.eval_results import FIGURES_FILE, groups, way_of
 from clipstream.report.pages import SIDE, SMALL, Thumbnails, fill, thumbnail
 from clipstream.report.sinks import AUDIT_FILE, LARGEST, METRICS_FILE, ImageFiles, Page, Record, Sink, flat, lines
 from clipstream.report.terminal import chance_of, early_stop_line, interval, is_minor, is_share
@@ -154,11 +154,7 @@ def read_run(folder: Path) -> RunContents:
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise SettingsError(f"{folder} is not a run folder: {METRICS_FILE} is missing")
-    pages = [*ImageFiles(folder).pages(), *ImageFiles(folder / WATCH_FOLDER).pages()]
-    newest = {page.name: page for page in sorted(pages, key=lambda page: page.step)}
-    run = RunContents(
-        name=folder.resolve().name, pages=[newest[name] for name in dict.fromkeys(page.name for page in pages)]
-    )
+    run = RunContents(name=folder.resolve().name, pages=ImageFiles(folder).pages())
     for _, record in lines(metrics):
         take(run, record)
     run.running = is_occupied(folder)
@@ -207,14 +203,14 @@ def take(run: RunContents, record: Record) -> None:
 
 
 def _take_later_evaluations(run: RunContents, folder: Path) -> None:
-    """Add the evaluations by `clipstream evaluate`, with and without --watch; of a step, the last one counts.
+    """Add the evaluations by `clipstream evaluate`; of a step, the last one counts.
 
     Evaluations of one name form a curve only if they used the same data and settings: those of the run's own
     evaluations, or else of the newest one.
     """
-    files = (folder / FIGURES_FILE, folder / WATCH_FOLDER / FIGURES_FILE)
-    records, watched = ([record for _, record in lines(file)] if file.is_file() else [] for file in files)
-    others = [*(record for record in records if "checkpoint" in record), *watched]
+    file = folder / FIGURES_FILE
+    records = [record for _, record in lines(file)] if file.is_file() else []
+    others = [record for record in records if "checkpoint" in record]
     own = [record for record in records if "checkpoint" not in record]
     run.made = {str(record.get("eval")): record for record in (*others, *own) if "error" not in record}
     ways = {name: way_of(record) for name, record in run.made.items()}
@@ -236,15 +232,11 @@ def _take_later_evaluations(run: RunContents, folder: Path) -> None:
 
 
 class Report(Sink):
-    """The report of a run, written after evaluations and at the end. A failure is a warning and never ends a run.
+    """The report of a run, written after evaluations and at the end. A failure is a warning and never ends a run."""
 
-    Args:
-        into: folder of report.html; that of the run unless given.
-    """
-
-    def __init__(self, folder: str | Path, into: Path | None = None) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.path = (into or self.folder) / REPORT_FILE
+        self.path = self.folder / REPORT_FILE
         self._made = float("-inf")
 
     def write(self, record: Record) -> None:

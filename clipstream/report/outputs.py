@@ -155,26 +155,21 @@ def _import(name: str) -> Any:
 TRACKERS: dict[str, Callable[[Any, RunInfo], Sink]] = {"wandb": wandb_run, "trackio": trackio_run}
 
 
-def build_sinks(log: LogSettings, run: RunInfo, *, trains: bool = True) -> dict[str, Sink]:
+def build_sinks(log: LogSettings, run: RunInfo) -> dict[str, Sink]:
     """The built-in sinks that are on, then those of `log.sinks`, by name.
-
-    Args:
-        trains: whether there are training lines, for metrics.jsonl and the terminal.
 
     Raises SettingsError: a class is not found or cannot be constructed.
     """
-    makers: dict[str, Callable[[], Sink]] = {}
-    if trains:
-        makers["metrics"] = lambda: MetricsFile(
-            run.folder, run.resume_step, ended=run.repeats_end, owed=run.repeats_evals
-        )
-        makers["terminal"] = lambda: ProgressDisplay(
+    makers: dict[str, Callable[[], Sink]] = {
+        "metrics": lambda: MetricsFile(run.folder, run.resume_step, ended=run.repeats_end, owed=run.repeats_evals),
+        "terminal": lambda: ProgressDisplay(
             run.total_steps,
             start=run.resume_step or 0,
             mode=log.progress,
             every=log.terminal_every,
             ema_samples=log.loss_ema_samples,
-        )
+        ),
+    }
     if log.tensorboard:
         makers["tensorboard"] = lambda: TensorBoard(run.folder, run.resume_step)
     for name, section in log.sinks.items():

@@ -140,11 +140,3 @@ def test_every_verb_prints_its_settings_and_does_nothing_else(tmp_path: Path) ->
     assert (ended.returncode, ended.stderr) == (0, "")
     assert [set(tree) for tree in yaml.safe_load_all(ended.stdout)] == list(VERBS.values())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_runs_own_settings_are_those_of_its_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
-    (tmp_path / "config.yaml").write_text("optim: {lr: 0.5}")
-    text = printed("evaluate", "--watch", str(tmp_path), "--val-data=v.tar", "--print-config")
-    tree = yaml.safe_load(text)
-    assert (tree["optim"]["lr"], list(tree["evals"])) == (0.5, ["val"])

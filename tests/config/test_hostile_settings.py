@@ -119,7 +119,6 @@ LONG = "n" * 300
     [
         (compare, [LONG], "invalid file name nnn"),
         (evaluate, [f"--checkpoint={LONG}"], "invalid file name nnn"),
-        (evaluate, [f"--watch={__file__}"], "is a file, not a run's folder"),
         (stage, [LONG, "--train-data=a.tar"], ": File name too long"),
         (stage, ["out", "--train-data=a.tar", f"--size={'9' * 5000}"], "--size: expected a whole number, at least 1"),
         (check, [""], "name at least one shard"),

@@ -17,13 +17,10 @@ from hypothesis import strategies as st
 
 from clipstream.checkpoint.store import occupied
 from clipstream.cli.verbs.compare import main as compare
-from clipstream.cli.verbs.evaluate_watch import WatchedRun, _Watcher
-from clipstream.config.settings import load
-from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Example
 from clipstream.report.charts import Chart, Series, StepTimes, fewer, nice_ticks, short
-from clipstream.report.eval_results import FIGURES_FILE, WATCH_FOLDER, FiguresFile, add
+from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, add
 from clipstream.report.html_report import REPORT_FILE, Report, read_run, render, write_page
 from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, MetricsFile
 from tests.support.browser import look_in_frames, needs_browser
@@ -106,32 +103,26 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
 
 def test_what_was_evaluated_afterwards_is_in_it_if_it_was_made_alike(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "mine")
-    watch = folder / WATCH_FOLDER
 
-    def told(step: int, name: str, top1: float, pictures: str, into: Path = folder, **more: Any) -> None:
+    def told(step: int, name: str, top1: float, pictures: str, **more: Any) -> None:
         data = [{"shards": f"{step}.tar", "samples": 9, "pictures": pictures, "pairs": "cd"}]
         section = {"type": "zero_shot", "every": step, "templates": "plain", "data": {"shards": f"{step}.tar"}, **more}
         record = {"step": step, "eval": name, "top1": top1, "metrics": ["top1"], "data": data, "settings": section}
-        own = into == folder and step % 500 == 0 and name == "animals"
-        add(into / FIGURES_FILE, record if own else {**record, "checkpoint": "c"})
+        own = step % 500 == 0 and name == "animals"
+        add(folder / FIGURES_FILE, record if own else {**record, "checkpoint": "c"})
 
     told(500, "animals", 0.4, "ab")
     told(700, "animals", 0.6, "ab")
     told(800, "animals", 0.9, "other data")
     told(900, "animals", 0.9, "ab", templates="openai")
-    told(1200, "animals", 0.7, "ab", watch)
-    told(1300, "animals", 0.9, "other data", watch)
-    told(2000, "animals", 0.1, "ab", watch)
+    told(1200, "animals", 0.7, "ab")
+    told(1300, "animals", 0.9, "other data")
     for step, top1, pictures in ((1000, 0.1, "ab"), (1000, 0.2, "newer data"), (500, 0.3, "newer data")):
         told(step, "birds", top1, pictures)
-    ImageFiles(watch).show(2500, "animals", [Example(picture(1), "a newer picture")])
-    ImageFiles(watch).show(250, "birds", [Example(picture(2), "a bird")])
     run = read_run(folder)
     found = [(500, 0.4), (700, 0.6), (1000, 0.5), (1200, 0.7), (1500, 0.4), (2000, 0.4)]
     assert run.evaluations["animals"]["top1"] == found, "the run's own where there are both"
     assert run.evaluations["birds"]["top1"] == [(500, 0.3), (1000, 0.2)], "the last one of a step"
-    page = render([run])
-    assert "a newer picture" in page and "a bird" in page and "the worst classes" not in page
 
 
 def test_an_evaluation_that_failed_is_in_it_until_it_succeeds(tmp_path: Path) -> None:
@@ -146,7 +137,7 @@ def test_an_evaluation_that_failed_is_in_it_until_it_succeeds(tmp_path: Path) ->
         sink.write({"step": 2000, "eval": name, "top1": 0.5})
     sink.close()
     broken = {"step": 1500, "eval": "animals", "error": "no memory", "metrics": ["dropped"], "dropped": 0}
-    add(folder / WATCH_FOLDER / FIGURES_FILE, broken)
+    add(folder / FIGURES_FILE, {**broken, "checkpoint": "c"})
     page = render([read_run(folder)])
     assert page.count("failed at") == 1 and "failed at step 1500: no memory" in page
 
@@ -324,18 +315,14 @@ def test_records_with_any_value_are_shown_or_refused(tmp_path: Path, data: st.Da
     at = data.draw(st.sampled_from([path for path in places(whole) if len(path) > 1]))
     metrics, made, audit = changed(whole, at, data.draw(JSON))
     (tmp_path / "new").mkdir(exist_ok=True)
-    for name, found in ((METRICS_FILE, metrics), (FIGURES_FILE, made), (f"{WATCH_FOLDER}/{FIGURES_FILE}", made)):
-        (tmp_path / "new" / name).parent.mkdir(exist_ok=True)
+    for name, found in ((METRICS_FILE, metrics), (FIGURES_FILE, made)):
         (tmp_path / "new" / name).write_text("".join(f"{json.dumps(one)}\n" for one in found))
     (tmp_path / "new" / AUDIT_FILE).write_text(json.dumps(audit))
-    new = WatchedRun(tmp_path / "new")
-    shown = load(["--train-data", "synthetic:", "--log.tensorboard", "false"])
+    new = tmp_path / "new"
     for read in (
-        lambda: write_page(tmp_path / "page.html", [read_run(tmp_path / "other"), read_run(new.folder)]),
-        new.ended,
-        lambda: _Watcher(new, shown, True, World()).close(),
-        lambda: FiguresFile(new.folder, 30).close(),
-        lambda: MetricsFile(new.folder, 30).close(),
+        lambda: write_page(tmp_path / "page.html", [read_run(tmp_path / "other"), read_run(new)]),
+        lambda: FiguresFile(new, 30).close(),
+        lambda: MetricsFile(new, 30).close(),
     ):
         try:
             read()

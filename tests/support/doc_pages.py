@@ -128,7 +128,7 @@ def small(verb: str, flags: list[str]) -> list[str]:
         more |= {"--device": "cpu", "--log.every": "1", "--log.tensorboard": "false", "--run.threads": "1"}
     elif verb == "precompute":
         more = {"--workers": "1", "--batch-size": "8"}
-    elif verb == "evaluate" and "--watch" not in found:
+    elif verb == "evaluate":
         more = {"--device": "cpu"}
     given = {ALIKE.get(word, word) for word in found}
     return [

@@ -2,7 +2,7 @@
 
 A command line enters; a table on the terminal, files of metrics and a page of images leave. A suite is a file of
 settings with evaluators only, so that a run takes it with --config. Missing data sets are not downloaded: the message
-names the command that does. `evaluate_watch` follows a run.
+names the command that does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, named
-from clipstream.cli.verbs.evaluate_watch import OWN_FLAGS as WATCH_FLAGS
-from clipstream.cli.verbs.evaluate_watch import follow, has_own_tokenizer
 from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import CommandLine, command_line, entry_point
 from clipstream.config.flags import choice_flag, own_flags
@@ -44,21 +42,17 @@ if TYPE_CHECKING:
 
 ROOT = "CLIPSTREAM_EVALS"
 SUITE, FOLDER, MISSING = "--suite", "--evals-root", "--missing"
-OF_ONE = {
+OWN_FLAGS = {
     "--checkpoint": "run folder (its latest checkpoint), checkpoint folder, or RUN/checkpoints/best (default: the "
     "model of the settings)",
     "--weights": "trained (default) or averaged (train.ema) weights of the checkpoint",
     "--output": "append results to this file: a table (.csv, .md), with data and settings in a .jsonl beside it, "
     f"or one JSON line per evaluation (default: {FIGURES_FILE} and {TABLE_FILE} in the run folder)",
     "--report": "write an HTML page with the results and images to this file",
-}
-OWN_FLAGS = {
-    **OF_ONE,
     SUITE: "file with evaluators, such as configs/evals/robustness.yaml; can be repeated; replaces the evaluators of "
     "the run",
     FOLDER: f"folder or URL of the suites' data sets, such as hf://datasets/clip-benchmark (default: ${ROOT})",
     MISSING: "what to do if data sets are missing: error (default) or skip",
-    **WATCH_FLAGS,
 }
 NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 
@@ -67,12 +61,7 @@ NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 def main(argv: list[str]) -> int:
     tokens = [f"--output{token[5:]}" if token.partition("=")[0] == "--out" else token for token in argv]
     command = command_line("evaluate", tokens, OWN_FLAGS, many=(SUITE,))
-    own, suites = command.own, Suites.of(command.own)
-    if not own.keys() & WATCH_FLAGS.keys():
-        return _evaluate_one(command, suites)
-    if other := own.keys() & OF_ONE.keys():
-        raise SettingsError(f"{min(other)} and --watch are mutually exclusive")
-    return follow(command, lambda config: suites.load([config], command.flags))
+    return _evaluate(command, Suites.of(command.own))
 
 
 def evaluate(
@@ -209,7 +198,7 @@ def _missing(source: SourceSettings) -> str | None:
     return f"{len(lost)} of {len(shards)} shards do not exist: {lost[0]}{more}" if lost else None
 
 
-def _evaluate_one(command: CommandLine, suites: Suites) -> int:
+def _evaluate(command: CommandLine, suites: Suites) -> int:
     """Evaluate a checkpoint or a model on all ranks, and return the exit code."""
     own, flags = command.own, command.flags
     weights = cast(Weights, choice_flag(own, "--weights", get_args(Weights), "trained"))
@@ -274,6 +263,11 @@ def _evaluate_one(command: CommandLine, suites: Suites) -> int:
             raise failures[0].kind(enumerate_words(failure.message for failure in failures))
 
     return run_ranks(settings.run, body)
+
+
+def has_own_tokenizer(settings: Settings, config: str) -> bool:
+    """Whether the tokenizer is that of a run's settings, which fits the run's weights."""
+    return load(["--config", config]).tokenizer == settings.tokenizer
 
 
 def _check_settings(settings: Settings, subject: Subject, trained: Sequence[str], report: Path | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, named
-from clipstream.cli.verbs.evaluate_watch import has_own_tokenizer
+from clipstream.cli.verbs.evaluate import has_own_tokenizer
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag
 from clipstream.config.settings import Settings
