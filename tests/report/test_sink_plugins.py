@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from clipstream import testing
 from clipstream.cli.verbs.train import main
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
@@ -130,16 +129,3 @@ def test_wrong_sinks_are_errors(flag: str, said: str) -> None:
     with pytest.raises(SettingsError, match=r"log\.sinks") as caught:
         load([flag])
     assert said in str(caught.value)
-
-
-def test_the_check_names_what_is_wrong() -> None:
-    settings = SinkSettings(type=f"{__name__}:Recorder")
-    testing.check_sink(Recorder, settings)
-    for sink, said in (
-        (Failing, "`write` raised ConnectionError"),
-        (Unbuildable, "its construction raised RuntimeError"),
-        (Changing, "`write` changed the record"),
-        (NoSink, "it has no method `write`"),
-    ):
-        with pytest.raises(AssertionError, match=said):
-            testing.check_sink(sink, settings)  # type: ignore[arg-type]

@@ -15,11 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).parents[1].parent
 TIMEOUT = 900.0  # s; a busy machine is fifty times slower than an idle one, and only a failure waits this long
@@ -137,19 +134,3 @@ def _command(argv: list[str], env: dict[str, str], cwd: str, outputs: tuple[str,
             runpy.run_path(argv[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
-
-
-def skip_where_autograd_has_threads() -> None:
-    """Skip a test that forks and computes gradients, where an earlier one used fake GPUs: autograd then has threads."""
-    import torch
-
-    one = torch.ones(1, requires_grad=True)
-    one.sum().backward()  # type: ignore[no-untyped-call]  # starts the threads, if there are to be any
-    child = os.fork()
-    if child == 0:
-        with suppress(RuntimeError):
-            one.sum().backward()  # type: ignore[no-untyped-call]
-            os._exit(0)
-        os._exit(1)
-    if os.waitpid(child, 0)[1]:
-        pytest.skip("autograd has threads in this process, after fake GPUs")

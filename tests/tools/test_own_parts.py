@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import re
 import sqlite3
@@ -13,9 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clipstream import testing
 from clipstream.cli.verbs import train
-from tests.support.forks import skip_where_autograd_has_threads
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import ROOT
 
@@ -34,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     section = PAGE.read_text(encoding="utf-8")
     files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", section, re.DOTALL)
-    assert len(files) == 11
+    assert len(files) == 10
     for name, code in files:
         (tmp_path / name).write_text(code)
     for name, _ in files:
@@ -55,19 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         database.executemany("INSERT INTO pairs VALUES (?, ?)", rows)
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     return tmp_path
-
-
-def test_the_pages_test_has_every_check_passes_and_fails_for_a_broken_part(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    skip_where_autograd_has_threads()
-    module = importlib.import_module("test_my_parts")
-    called = re.findall(r"testing\.(check_\w+)", (folder / "test_my_parts.py").read_text())
-    assert {*called} == {name for name in vars(testing) if name.startswith("check_")}
-    module.test_my_parts()
-    monkeypatch.setattr(module, "without_watermarks", lambda sample: 3)
-    with pytest.raises(AssertionError, match="it gave int: return the sample"):
-        module.test_my_parts()
 
 
 def test_a_run_takes_all_of_the_pages_parts_together(folder: Path) -> None:

@@ -16,7 +16,6 @@ from clipstream.data.sources.indexes import count_samples
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.tar import SampleRef, ShardIndex
-from clipstream.testing import check_source
 from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards, picture
 
@@ -70,11 +69,6 @@ class BrokenShard(OpenLetters):
 
 def settings(name: str, **more: Any) -> SourceSettings:
     return SourceSettings.model_validate({"type": f"{__name__}:{name}", "shards": ["a*", "b::c"], **more})
-
-
-def letters(**methods: Any) -> type[Letters]:
-    """The type with other methods."""
-    return type("Changed", (Letters,), methods)
 
 
 def loads(members: Any) -> Any:
@@ -160,22 +154,3 @@ def test_the_run_s_settings_keep_the_type(tmp_path: Path, monkeypatch: pytest.Mo
     run = load([f"--data.sources.train.type={name}", "--data.sources.train.shards=[here, not here]"])
     assert run.data.sources["train"].type == name
     assert f"{tmp_path}/here" in dump(run) and "- not here" in dump(run)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (letters(list_shards=lambda self, spec: ["same"]), "two shards have the same name"),
-        (letters(list_shards=lambda self, spec: spec), r"list_shards\('a\*'\) gave str: return a list"),
-        (letters(num_samples=lambda self, shard: 4), "num_samples gave 4, and it has 3"),
-        (letters(open=loads({"JPG": b""})), r"write the suffix 'JPG' in lower case"),
-        (letters(open=loads({".jpg": b""})), r"write the suffix '\.jpg' .* without a dot before it"),
-        (letters(open=lambda self, shard: None), r"open\('a\*0'\) gave NoneType: derive it from .*OpenShard"),
-        (letters(open=lambda self, shard: NoIndex()), r"open\('a\*0'\)\.index is no ShardIndex"),
-        (OpenLetters, "derive it from"),
-    ],
-)
-def test_the_check_passes_right_types_and_names_what_is_wrong(wrong: Any, message: str) -> None:
-    check_source(Letters, settings("Letters"))
-    with pytest.raises(AssertionError, match=message):
-        check_source(wrong, settings("Letters"))
