@@ -33,6 +33,7 @@ _STRUCTURED = re.compile(r"""\s*(?:array\()?(?:"?\s*[\[{]|\(\s*['"]|b['"])""")
 _STRING = r"""[bu]?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _STRINGS = re.compile(rf"[\[(]\s*{_STRING}(?:(?:\s*,\s*|\s+){_STRING})*\s*,?\s*[\])]", re.DOTALL)
 MAX_LITERAL = 1 << 16  # characters of a text in Python's notation that are looked into
+MAX_BITS = 1 << 13  # of an integer in it: Python prints no larger ones
 
 
 class Each(NamedTuple):
@@ -100,7 +101,8 @@ def _malformed(path: str, at: int, why: str) -> ValueError:
 def structure(text: str) -> list[Any] | dict[Any, Any] | None:
     """The list or object that a text is, in JSON or as Python or NumPy prints it; None for any other text.
 
-    JSON in a JSON string is unwrapped, and bytes as Python prints them are a list of one text.
+    JSON in a JSON string is unwrapped, and bytes as Python prints them are a list of one text. The result holds only
+    what JSON has: tuples and sets become lists, and a text with other values of Python (`[1j]`, `{'a': b'x'}`) is none.
     """
     if not _STRUCTURED.match(text):
         return None
@@ -113,7 +115,7 @@ def structure(text: str) -> list[Any] | dict[Any, Any] | None:
             return structure(value)
         if isinstance(value, bytes):
             return [value.decode(errors="surrogateescape")]
-        return list(value) if isinstance(value, (tuple, set)) else value if isinstance(value, (list, dict)) else None
+        return value if isinstance(value, (list, dict)) else None
     return None
 
 
@@ -128,7 +130,21 @@ def _printed(text: str) -> Any:
         if _STRINGS.fullmatch(text):
             found = [ast.literal_eval(one) for one in re.findall(_STRING, text, re.DOTALL)]
             return [one.decode(errors="surrogateescape") if isinstance(one, bytes) else one for one in found]
-        return ast.literal_eval(text)
+        value = ast.literal_eval(text)
+        return value if isinstance(value, bytes) else _as_json(value)
+
+
+def _as_json(value: Any) -> Any:
+    """A value of Python as JSON has it; a set in the order of its texts. Raises TypeError: JSON has no such value."""
+    if isinstance(value, dict) and not any(isinstance(_as_json(key), (list, dict)) for key in value):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_as_json, value), key=repr)
+    if isinstance(value, (list, tuple)):
+        return [_as_json(inner) for inner in value]
+    if value is None or isinstance(value, (str, float)) or (isinstance(value, int) and value.bit_length() < MAX_BITS):
+        return value
+    raise TypeError(f"{type(value).__name__} is not a type of JSON")
 
 
 def values_at(value: Any, steps: Sequence[str | Each]) -> list[Any]:

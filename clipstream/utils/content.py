@@ -5,6 +5,7 @@ The first 512 bytes enter; the name of a kind (`kind`), or words with what to do
 
 from __future__ import annotations
 
+import ast
 import base64
 import contextlib
 import re
@@ -20,13 +21,14 @@ HEAD = 512  # bytes that are looked at, at most
 IMAGES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF")  # that are decoded
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 IMAGE_NAME = re.compile(rf"(?i)(?:{'|'.join(map(re.escape, SUFFIXES))})\s*$")
-OTHER_NAME = "the file's name is"  # where only the suffix differs
 TEXTS = ("utf16", "sep", "JSON", "shards", "CSV")  # what a table of text may be
 _TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
 _XML = _TEXT + rb"(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*"
 _ZIP = rb"PK\x03\x04.{26}"  # and the name of the first file in it
 _NAME = rb"[\w \"'.#/-]+"  # of a column
 _COCO = rb'"(?:image_id|file_name|sentids|coco_url|contributor|date_captured|licenses|annotations)"\s*:'
+_BYTES = re.compile(r"""b'[^'\\]*(?:\\.[^'\\]*)*'|b"[^"\\]*(?:\\.[^"\\]*)*\"""")
+PRINTED = "the text of bytes, as Python prints them: write Parquet, or files"
 _UNPACK = "unpack it and use what it holds"
 TABLE = "; a table's name ends in .csv, .tsv, .jsonl, .json, .parquet or .arrow: rename it"
 _TO_JPEG = "image, which is not decoded: convert it to JPEG or PNG"
@@ -90,7 +92,8 @@ _KINDS = [
          "the columns filepath and title (docs/data.md has the lines of Python)"),
         ("base64", rb"(?:data:[\w/+.-]*;base64,)?(?:/9j/[\w+/-]{12}|iVBORw0KGgo|R0lGODlh|UklGR[\w+/-]{6}XRUJQ)",
          "an image as base64 text"),
-        ("repr", rb"(?:\{'\w+': )?b['\"](?:\\x|GIF8|RIFF|BM)", "bytes written as text by Python: write Parquet"),
+        ("repr", rb"(?:\{[^{}]{0,300}?)?(?:bytearray\()?b['\"](?:\\x|GIF8|RIFF|BM|II\*|MM\\x00)",
+         PRINTED),
         ("JSON", _TEXT + rb'(?:\[\s*)?\{\s*"', f"JSON{TABLE}"),
         ("shards", rb"\S+\.(?:tar|tgz|tar\.gz)\s*?\n", "a list of shards: name the shards themselves, joined by ::"),
         ("CSV", _TEXT + rb"(?=[^\n]*(?:image|file|path|url|caption|title|text))" + _NAME + rb"(?:[,;\t|]" + _NAME
@@ -168,6 +171,15 @@ def from_base64(text: str) -> bytes:
         return base64.b64decode(text.rpartition(";base64,")[2].replace("-", "+").replace("_", "/"))
     except ValueError as error:
         raise Dropped("undecodable_image", f"base64: {error}") from error
+
+
+def from_repr(text: str) -> bytes | None:
+    """The bytes of an image that Python printed, as `b'...'` or in a dict; None for other texts. Raises Dropped."""
+    if kind(text[:HEAD].encode(errors="replace")) != "repr":
+        return None
+    with contextlib.suppress(ValueError, SyntaxError):
+        return bytes(ast.literal_eval(found[0] if (found := _BYTES.search(text)) else "cut off"))
+    raise Dropped("undecodable_image", f"{PRINTED} ({len(text):,} characters, which are no whole bytes)")
 
 
 def plain(value: object) -> str | None:

@@ -52,7 +52,6 @@ from clipstream.storage.tar import SCATTERED
 from clipstream.text import MESSAGE, counted, listed, percent, printable, shortened
 from clipstream.utils import atomic_write, executors
 from clipstream.utils.console import ResultConsole, result_table
-from clipstream.utils.content import OTHER_NAME
 from clipstream.utils.cores import cores
 from clipstream.utils.logs import loading, on_terminal
 
@@ -535,7 +534,7 @@ def print_checked(source: SourceSettings, command: Sequence[str], samples: int |
         return
     reason, count = view.drops.most_common(1)[0]
     hint = profile.hint(source.image_key, source.caption)
-    if reason == "no_image" and "image-key" not in hint:
+    if reason in ("no_image", MISSING_IMAGE) and "image-key" not in hint:
         hint = ""  # a caption alone does not help
     scattered = next((fault for fault in view.faults.values() if fault.startswith(SCATTERED)), None)
     useful = hint.startswith("use ")
@@ -543,6 +542,6 @@ def print_checked(source: SourceSettings, command: Sequence[str], samples: int |
         hint = scattered or "see the note above"
     elif not useful:
         hint = f"e.g. {view.examples[reason]}" + (f"; {hint}" if hint and reason == "no_caption" else "")
-    if reason == MISSING_IMAGE and OTHER_NAME not in view.examples[reason]:
+    if reason == MISSING_IMAGE and "; " not in view.examples[reason]:  # the example has no advice of its own
         hint += "; if the paths of the images begin in another folder, set --folder"
     raise DataError(f"none of {view.tried:,} samples is usable, {count:,} of them dropped as {reason}: {hint}")

@@ -24,6 +24,7 @@ from clipstream.data.json_path import parse_path, structure, value_at, values_at
 from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import printable
+from clipstream.utils.content import HEAD, PRINTED, kind
 from clipstream.utils.plugins import called, load_function, make_plugin
 
 if TYPE_CHECKING:
@@ -570,6 +571,8 @@ def usable_text(caption: str) -> str:
     caption = caption.strip()
     if not caption:
         raise Dropped("empty_caption", "")
+    if caption.startswith(("b'", 'b"', "{'")) and kind(caption[:HEAD].encode(errors="replace")) == "repr":
+        raise Dropped("no_caption", PRINTED)
     try:
         caption.encode()
     except UnicodeEncodeError as error:

@@ -40,10 +40,13 @@ KEPT = 32  # different texts of a field that are kept
 KEPT_CHARS = 120  # of each
 CAPTION_NAMES = ("caption", "captions", "text", "texts", "description", "title", "alt", "prompt", "cap", "txt")
 # Columns with images beside those that `image_key` names.
-IMAGE_NAMES = ("path", "filename", "img", "img_path", "image_file", "image_filename", "imagepath", "picture", "photo")
+IMAGE_NAMES = (
+    *("path", "filename", "file", "img", "img_path", "image_file", "image_filename", "image_file_name", "imagepath"),
+    *("picture", "photo"),
+)
 NOT_CAPTIONS = (
     *("url", "uri", "key", "id", "uid", "uuid", "status", "error", "error_message", "license", "exif"),
-    *("sha256", "md5", "hash", "filename", "file", "path", "lang", "language", "locale"),
+    *("sha256", "md5", "hash", "filename", "file", "path", "lang", "language", "locale", "split", "sku"),
 )
 # One word that is a code of a language, has digits or signs, or is very long: an id, a hash, a path, a URL.
 _CODE = re.compile(r"(?i:true|false|none|null|nan)|[a-z]{2}(-[A-Za-z]{2,4})?|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}")
@@ -266,7 +269,7 @@ class Profile:
         dotted = {suffix.rpartition(".")[0] for suffix in self._dotted()}
         members, json_fields = self.fields()
         for suffix, member in members.items():
-            if suffix.rpartition(".")[0] in dotted:  # the text of one image of several
+            if suffix.rpartition(".")[0] in dotted or suffix in NOT_CAPTIONS:  # the text of one image of several
                 continue
             if member.language and suffix != "cls" and self.suffixes[suffix] * 2 >= self.samples and _nameable(suffix):
                 name = "caption" if suffix == "txt" or suffix.startswith("caption") else suffix

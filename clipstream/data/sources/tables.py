@@ -24,8 +24,10 @@ from pyarrow import parquet
 
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, usual_columns
+from clipstream.data.json_path import structure
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
+from clipstream.data.sources.csv_rows import MOST_LINES, SEPARATORS, csv_rows
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache, cache_root
@@ -42,10 +44,11 @@ FORM = 4  # of the Arrow files, part of their identity: those of another form ar
 ROWS = 256  # of a record batch: row r is in batch r // ROWS
 FAULT = "__fault__"  # column of a CSV: the fault of a row whose number of fields is not the header's
 RAW = "__json__"  # column of the unparsed rows of JSON
-SEPARATORS = "\t,;|"  # of equally many, the first one: names have commas, and no tabs
-LONGEST_FIELD = 1 << 28  # characters of a CSV's field
-MOST_LINES = 100  # of a CSV's row
 MOST_JSON = 1 << 30  # bytes of a JSON list or object, which is read at once
+LONGEST_PATH = 4096  # characters, of Linux
+ARCHIVE = re.compile(r"(?i)\.(?:zip|7z|rar|tar|tgz|tar\.\w+)(?:\.\d+|\.part\w+)?$")
+VALUE = "; the text of a value, not a path: write the bytes as Parquet, or files and their paths"
+DOWNLOAD = "the images of a table must be files: download them first (img2dataset)"
 URLS = ("url", "urls", "image_url", "img_url", "image_link")  # columns of addresses in place of files
 Row = TypeVar("Row")
 
@@ -119,13 +122,17 @@ class TableSource(SourceType):
         own = os.path.dirname(named or "") if settings.folder is None else settings.folder
         usual = self._usual[url] = usual_columns(names := columns(arrow), settings, partial(_is_image, arrow))
         keys = self._images[url] = (usual["image"],) if "image" in usual else self._keys
+        urls = [name for name in names if name in (URLS if not set(names) & set(keys) else keys)]
+        if _are_addresses(arrow, urls):
+            told = f"the images are addresses (column {urls[0]}): download them with img2dataset"
+            raise DataError(f"{key}.shards: {redact(url)}: {told}")
         if not set(names) & set(keys):
             with open(_local(url, cache), "rb") as file:
                 head = file.read(HEAD)
             what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
             if table_format(url) == "csv" and any(map(IMAGE_NAME.search, names)):
                 what = "the header is missing: insert a line such as filepath,title; "
-            if urls := [name for name in names if name in URLS]:
+            if urls:
                 what = f"the images are addresses (column {urls[0]}): download them with img2dataset; "
             flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
             raise DataError(
@@ -136,6 +143,11 @@ class TableSource(SourceType):
         # Relative paths start from the setting, the table's folder, or the working folder if only it fits.
         folders = [own, ""] if settings.folder is None else []
         self._folders[url] = next((folder for folder in folders if _finds_image(arrow, keys, folder)), own)
+        held = [name for name in keys if name in names]
+        there = any(_is_image(arrow, name) or _finds_image(arrow, (name,), self._folders[url]) for name in held)
+        if other := "" if there else next((one for one in names if one not in keys and _is_image(arrow, one)), ""):
+            told = f"column {held[0]} has no name of an image, but {printable(other)} has: set --image-key to it"
+            logger.warning(f"{redact(url)}: {told}")
         last = (reader := mapped(arrow)).num_record_batches - 1
         return int(last * ROWS + len(reader.get_batch(last)))
 
@@ -146,6 +158,15 @@ def _is_image(arrow: Path, name: str) -> bool:
         with contextlib.suppress(Dropped):
             data = RowShard(arrow, range(1), keys, "").load(SampleRef("0"), (name,)).get(name, b"")
             return kind(data[:HEAD]) in content.IMAGES or bool(IMAGE_NAME.search(data[-HEAD:].decode(errors="replace")))
+    return False
+
+
+def _are_addresses(arrow: Path, names: Sequence[str]) -> bool:
+    """Whether the first row has no image, but the address of one."""
+    try:
+        RowShard(arrow, range(1), names, "").load(SampleRef("0"), names)
+    except Dropped as drop:
+        return drop.detail.endswith(DOWNLOAD)
     return False
 
 
@@ -222,7 +243,7 @@ def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.Record
             separator, start = separator or said[1], file.tell()
             header = file.readline()
         file.seek(start)
-        numbered = _csv_rows(file, separator or max(SEPARATORS, key=header.count), quoting)
+        numbered = csv_rows(file, separator or max(SEPARATORS, key=header.count), quoting)
         names = _names(next(numbered, (0, []))[1])
         schema = pa.schema([*((name, pa.binary()) for name in names), (FAULT, pa.string())])
 
@@ -234,76 +255,6 @@ def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.Record
         for some in _chunks(fields(number, row) for number, row in numbered if row):
             columns = zip(*some, strict=True)
             yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
-
-
-def _csv_rows(file: Iterable[str], separator: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
-    """(number of its last line, fields) of each row.
-
-    A quote that opens a field and is not closed stands for itself in that line alone, if the line or those behind it
-    look like rows: as many fields as the header, and with commas also a path or the like at the same place.
-
-    Raises ValueError: a quote stays open to the end, or over very many lines.
-    """
-    csv.field_size_limit(LONGEST_FIELD)
-    number, width, trusted, told = 0, 0, False, False
-    ahead: list[str] = []  # lines that were read in search of a quote's end
-    rest = iter(file)
-    while line := ahead.pop(0) if ahead else next(rest, ""):
-        number += 1
-        row = plain = _split(line, separator)
-        if quoting and '"' in line:
-            text, used, found = line, 0, _quoted(line, separator)
-            while found is True and used < MOST_LINES - 1:
-                if used == len(ahead) and not (more := next(rest, "")):
-                    break
-                ahead += [more] if used == len(ahead) else []
-                text, used = text + ahead[used], used + 1
-                found = _quoted(text, separator) if '"' in ahead[used - 1] else found
-            are_rows = used > 0 and _are_rows(plain, ahead[:used], separator, width)
-            # A table whose header stands in quotes was written by a program, which closes them.
-            if isinstance(found, list) and (trusted or not are_rows):
-                row, number = found, number + used
-                del ahead[:used]
-            elif used or found is True:
-                if len(plain) != width and not are_rows:
-                    raise ValueError(
-                        f"unclosed quote in line {number}: close it, or set quoting: false for this source"
-                    )
-                if not told:
-                    logger.warning(f"unclosed quotes are literal, first in line {number}")
-                told = True
-            elif separator != "\t":
-                row = next(csv.reader([line], delimiter=separator))
-        if not width:
-            width, trusted = len(row), '"' in line
-        yield number, row
-
-
-def _split(line: str, separator: str) -> list[str]:
-    return line.split(separator) if (line := line.rstrip("\r\n")) else []
-
-
-def _quoted(text: str, separator: str) -> list[str] | bool:
-    """The fields of a row in which quotes, doubled or behind a backslash, are syntax; else whether one is open."""
-    for escape in (None, "\\") if '\\"' in text else (None,):
-        try:
-            form = {"delimiter": separator, "doublequote": not escape, "escapechar": escape, "skipinitialspace": True}
-            return next(csv.reader([text], strict=True, **form))  # type: ignore[arg-type]
-        except csv.Error as error:
-            is_open = "unexpected end" in str(error)
-    return is_open
-
-
-def _are_rows(first: list[str], lines: Sequence[str], separator: str, width: int) -> bool:
-    """Whether lines behind an open quote are rows of their own, as its line, whose fields are `first`."""
-    rows = [_split(line, separator) for line in lines if line.strip()]
-    full = [row for row in rows if len(row) == width]
-    if not full or len(full) * 5 < len(rows) * 4:
-        return False
-    shapes = [
-        {re.sub(r"[\w-]+", "w", row[i].strip('" ')) for row in (first, *full)} for i in range(min(width, len(first)))
-    ]
-    return separator == "\t" or any(len(shape) == 1 and re.search(r"[./]", max(shape)) for shape in shapes)
 
 
 def _json_rows(path: Path) -> Iterator[bytes]:
@@ -512,7 +463,8 @@ class RowShard(OpenShard):
         except Dropped as drop:
             if drop.reason != MISSING_IMAGE:
                 raise
-        return RowShard(self._arrow, range(0), (), "").load(ref)
+        read = {"txt": self._usual["txt"]} if "txt" in self._usual else {}
+        return RowShard(self._arrow, range(0), (), "", read).load(ref)
 
     def place(self, ref: SampleRef, keys: Collection[str]) -> Place | None:
         """See OpenShard; None for an image in the table itself, and for one that is not there."""
@@ -531,22 +483,26 @@ class RowShard(OpenShard):
         """The member with the image, named as its column."""
         for name in self._keys:
             value = values.get(name)
-            if isinstance(value, list):
+            if isinstance(value, bytes) and FAULT in self._names:  # a field of a CSV is text
+                value = os.fsdecode(value)
+            if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+                value = structure(value) or value
+            if isinstance(value, list) and not isinstance(next(iter(value), None), int):
                 value = next(iter(value), None)  # the first of several
             if isinstance(value, dict):  # an image as Hugging Face's datasets store it
                 value = value.get("bytes") or value.get("path")
             if not value:
                 continue
-            if isinstance(value, bytes) and FAULT not in self._names:
+            if isinstance(value, bytes):
                 return {name: value}
-            text = os.fsdecode(value) if isinstance(value, (bytes, str)) else str(value)
+            text = str(value)
             if content.is_base64(text):
                 return {name: content.from_base64(text)}
+            if (printed := content.from_repr(text)) is not None:
+                return {name: printed}
             url = ShardURL(text)
             if url.path is None:
-                raise Dropped(
-                    MISSING_IMAGE, f"{url}: the images of a table must be files: download them first (img2dataset)"
-                )
+                raise Dropped(MISSING_IMAGE, f"{url}: {DOWNLOAD}")
             # A path with the spaces around it in the table, and one of Windows, are tried as they are first.
             for path in dict.fromkeys((url.path, url.path.strip(), url.path.strip().replace("\\", "/"))):
                 where = os.path.join(self._folder, os.path.expanduser(path))
@@ -554,15 +510,32 @@ class RowShard(OpenShard):
                     return {name: read(where)}
                 except (OSError, ValueError) as error:  # ValueError: a null byte in the path
                     fault = getattr(error, "strerror", None) or str(error)
-            shown = where.encode(errors="backslashreplace").decode()  # a name that is no UTF-8
-            others = (
-                IMAGE_NAME.sub("", where) + one for suffix in content.SUFFIXES for one in (suffix, suffix.upper())
-            )
-            there = os.path.basename(next(filter(os.path.isfile, others), ""))
-            raise Dropped(
-                MISSING_IMAGE, f"{shown}: {fault}{f'; {content.OTHER_NAME} {there}: write that' if there else ''}"
-            )
+            way_out = _way_out(text, where)
+            raise Dropped(MISSING_IMAGE, f"{printable(where, 60 if way_out == VALUE else 400)}: {fault}{way_out}")
         return {}
+
+
+def _way_out(text: str, where: str) -> str:
+    """What to do about a cell whose image file is not there: `; ADVICE`, or ''."""
+    if text.lstrip().startswith(("<", "[", "{", "(")) or len(text) > LONGEST_PATH:
+        return VALUE
+    if len(paths := re.findall(IMAGE_NAME.pattern.replace("$", r"(?:[;,|\s]+|$)"), text)) > 1:
+        return f"; {len(paths)} paths in a cell: write a row for each"
+    others = (IMAGE_NAME.sub("", where) + one for suffix in content.SUFFIXES for one in (suffix, suffix.upper()))
+    if there := os.path.basename(next(filter(os.path.isfile, others), "")):
+        return f"; the file's name is {there}: write that"
+    folder = os.path.dirname(where)
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return f"; unpack {archive}, which lies in {folder}, if it has the images" if (archive := _archive(folder)) else ""
+
+
+@lru_cache(maxsize=64)
+def _archive(folder: str) -> str:
+    """The first archive among the files of a folder, '' without one."""
+    with contextlib.suppress(OSError):
+        return min(filter(ARCHIVE.search, os.listdir(folder or ".")), default="")
+    return ""
 
 
 def _object(raw: bytes | None) -> dict[str, object]:

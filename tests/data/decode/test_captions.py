@@ -89,6 +89,12 @@ def test_the_first_present_image_is_taken_whatever_its_case() -> None:
         *(({"txt": text.encode()}, "dropped: no_caption") for text in (
             "[]", "[1, 2]", '{"en": "a cat"}', "{'en': 'a cat'}", '[{"en": "a cat"}]', '"{\\"en\\": \\"a cat\\"}"',
         )),
+        ({"txt": b"{'cat', 'a cat', 'b'}"}, "a cat"),  # a set has no order of its own
+        ({"txt": repr({"path": None, "bytes": b"\xff\xd8\xff"}).encode()}, "dropped: no_caption"),  # of an image
+        # What JSON lacks: Python 3.13's ast.literal_eval reads all of these.
+        *(({"txt": text.encode()}, text) for text in (
+            "{'a': b'x'}", "[...]", "[1j]", "['a', {'b': ...}]", "{(1, 2): 'x'}", "{b'a': 'b'}", f"[0x{'f' * 9000}]",
+        )),
         *(({"txt": text.encode()}, text) for text in ("[a cat]", "[1] a cat", '"a" cat', "{", "(a cat)", "b'a")),
     ],
 )  # fmt: skip
@@ -118,6 +124,9 @@ def test_text_captions(members: dict[str, Any], expected: str) -> None:
         ({"a": '[{"lang": "de", "t": "ein"}, {"lang": "en", "t": "one"}]'}, "a[lang=en].t", "one"),
         (json.dumps(json.dumps({"a": "twice"})).encode(), "a", "twice"),
         (b"{'a': 'of Python'}", "a", "of Python"),
+        (b"{'a': ('of', 'a tuple')}", "a.1", "a tuple"),
+        ({"a": "[{'b': 1j}]"}, "a", "[{'b': 1j}]"),
+        ({"a": "[{'b': 1j}]"}, "a.0.b", "dropped: no_caption"),
         ({"a": '{"b": "c"}'}, "a", "dropped: no_caption"),
         (b"{", "a", "dropped: json_invalid"),
         (b'{"a": "\xff"}', "a", "dropped: json_invalid"),

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from clipstream.config.settings import load
+from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, tables
-from clipstream.errors import DataError
+from clipstream.errors import DataError, Dropped
 from clipstream.storage.shard_url import table_format
 from tests.support import loaders
 from tests.support.loaders import data, evaluation_of
@@ -202,6 +203,35 @@ def test_nested_captions_pictures_inside_and_broken_parquet(tmp_path: Path) -> N
         all_of(source(path))
 
 
+def test_texts_of_python_values_are_read_as_pandas_and_print_write_them(tmp_path: Path) -> None:
+    """`DataFrame.to_csv` of pandas 3.0 writes `str` of each object: of the images of Hugging Face's datasets too."""
+    files = [picture(number) for number in range(5)]
+    (tmp_path / "3.jpg").write_bytes(files[3])
+    images = [
+        repr(files[0]), repr({"bytes": files[1], "path": None}), repr({"path": "a/b.jpg", "bytes": files[2]}),
+        repr({"bytes": None, "path": "3.jpg"}), repr(bytearray(files[4])), repr(["3.jpg", "4.jpg"]),
+        repr(files[0])[:900], "<PIL.JpegImagePlugin.JpegImageFile image mode=RGB size=80x80 at 0x7F>",
+        repr([*files[0]]),
+    ]  # fmt: skip
+    strange = ["{'a': b'x'}", "[...]", "[1j]", "{(1, 2): 'x'}", "{'b', 'a'}", "[nan]", "[" * 300 + "]" * 300, "", "[1]"]
+    made = [{"image": i, "title": f"a dog {n}", "tags": strange[n]} for n, i in enumerate(images)]
+    for name, text in (("a.csv", csv_of(made)), ("a.parquet", parquet_of(made))):
+        path = put(tmp_path / name, text)
+        shard = (held := Source(SourceSettings(shards=str(path)))).open(held.names[0])
+        found, told, profile = [], [], Profile()
+        for opened in (held.open(name) for name in held.names):
+            for ref in opened.index.samples:
+                try:
+                    found.append((members := opened.load(ref))["image"])
+                    profile.add({"__key__": ref.key, **members})
+                except Dropped as drop:
+                    told.append(drop.detail)
+        assert found == [*files[:4], files[4], files[3]]
+        assert profile.summary() and all(len(one) < 300 for one in told)
+        assert [one.partition(";")[2] or one for one in told][1:] == [tables.VALUE[1:]] * 2 and "900 char" in told[0]
+        assert shard.index.samples
+
+
 @pytest.mark.usefixtures("rows")
 def test_categories_and_values_that_python_cannot_hold_do_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "odd.parquet"
@@ -234,6 +264,7 @@ def test_categories_and_values_that_python_cannot_hold_do_no_harm(tmp_path: Path
         ("filepath\ttitle\n{}\tNA\n{}\t\n", "", ["NA"]),  # which open_clip trains on as "nan", both
         ("filepath\tcaption\n{}\ta\n{}\tb\n", "", ["a", "b"]),  # no column title
         ("path,text\n{},a\n{},b\n", "", ["a", "b"]),
+        ("file,sku,text\n{},7,a\n{},7,b\n", "", ["a", "b"]),
         ("filepath\twords\n{}\ta\n{}\tb\n", "", []),
     ],
 )
@@ -299,15 +330,30 @@ def test_relative_paths_begin_at_the_list_or_else_where_one_works(
     [
         (lambda name: f"gone/{name}", r"missing_picture(.|\n)*--data\.sources\.train\.folder"),
         (lambda name: name[:-4] + ".png", r"the file's name is \d+\.jpg: write that"),
+        (lambda name: name[:-4], r"the file's name is \d+\.jpg: write that"),
+        (lambda name: f"{name}; pictures/1.jpg", "2 paths in a cell: write a row for each"),
+        (lambda name: f"gone/{name}", r"unpack all\.tar\.gz, which lies in .*, if it has the images"),
     ],
 )
 def test_images_that_are_elsewhere_are_told(
     tmp_path: Path, rows: Rows, change: Callable[[str], str], told: str
 ) -> None:
     path = put(tmp_path / "pairs.csv", csv_of(with_images(rows, lambda _, path: change(path))))
+    (tmp_path / ("all.tar.gz" if "tar" in told else "all.txt")).touch()
     with pytest.raises(DataError, match=told) as caught, loader(source(path)) as one:
         next(one)
     assert "no sample has" not in str(caught.value)
+
+
+def test_a_column_without_images_beside_one_with_names_of_images(
+    tmp_path: Path, rows: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = [{**row, "FilePath": "train", "filename": row["FilePath"]} for row in rows]  # as Karpathy's splits
+    loader(source(put(tmp_path / "pairs.csv", csv_of(named))))
+    assert "column filepath has no name of an image, but filename has: set --image-key to it" in caplog.text
+    caplog.clear()
+    loader(source(put(tmp_path / "good.csv", csv_of([{**row, "filename": row["FilePath"]} for row in rows]))))
+    assert "--image-key" not in caplog.text
 
 
 def test_a_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> None:
@@ -326,6 +372,7 @@ def test_a_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> None:
     [
         ("a.csv", "url,title\nx,y\n", "no column has images.* among url, title .*--image-key"),
         ("a.jsonl", '{"url": "x"}\n', " among url "),
+        ("a.jsonl", '{"image": ["s3://a/x.jpg"]}\n', r"a\.jsonl: the images are addresses \(column image\): download"),
         ("a.csv", "filepath,FILEPATH\nx,y\n", " among filepath.1, filepath.2 "),
         ("a.csv", "filepath,title\n", "bad_manifest: no rows"),
         ("a.csv", 'filepath,title\na,b\nc,"d,x\n' + "e,f\n" * 500 + 'g,"h"\n', "unclosed quote in line 3"),
