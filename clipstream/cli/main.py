@@ -11,6 +11,7 @@ from contextlib import suppress
 from types import ModuleType
 
 from clipstream import __version__
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, did_you_mean
 from clipstream.utils.logs import loading
 
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
         return SettingsError.exit_code
     codes: list[int] = []
     shown = ("train", "check", "search")
-    if own and verb in shown and not any(word.startswith(("--help", "-h", "--print-config")) for word in rest):
+    asked = any(word.startswith(("--help", "-h", "--print-config")) for word in rest)
+    if own and verb in shown and not asked and World.of_launcher().is_main:
         loading.begin("loading clipstream")
     if own:
         atexit.register(_end_at_once, codes)  # the first one, which runs last

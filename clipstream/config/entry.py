@@ -109,7 +109,7 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names may be unprintable
         sys.stdout.reconfigure(errors="backslashreplace")
-    world = _world()
+    world = World.of_launcher()
     rank = world.rank if world.size > 1 else None
     said, trace, code = None, "", 0
     try:
@@ -162,19 +162,12 @@ def handle_signals(verb: str) -> None:
     global _own_process
     _own_process = True
     if verb == "train":
-        end = EndProcess(Stopped.exit_code, str(Stopped.before_training("{}")) if _world().is_main else "")
+        end = EndProcess(Stopped.exit_code, str(Stopped.before_training("{}")) if World.of_launcher().is_main else "")
         for number in SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, end)
     elif verb in ("bench", "export", "filter", "search") and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _stop)
-
-
-def _world() -> World:
-    """The ranks of the launcher; one rank if its variables are wrong, as settings say later."""
-    with contextlib.suppress(SettingsError):
-        return World.from_env()
-    return World()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -1,22 +1,27 @@
 """The rank of this process, its device, the rendezvous of the ranks, and their collectives.
 
-The variables of torchrun or Slurm enter, which are read nowhere else. A `World` is passed as an argument, so that tests
-can run many ranks in one process. torch is imported only to talk to other ranks: with one rank, every collective is the
-identity and there is no process group.
+The variables of torchrun, MPI or Slurm enter, which are read nowhere else. A `World` is passed as an argument, so that
+tests can run many ranks in one process. torch is imported only to talk to other ranks and to count GPUs: with one rank,
+every collective is the identity and there is no process group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.utils.cores import capabilities
@@ -33,6 +38,17 @@ _NUMBER, _ANSWER, _ARRIVED = "clipstream/number/{}", "clipstream/answer/{}", "cl
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _BF16 = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu
 _PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# The same of Open MPI, MVAPICH, and MPICH's Hydra, which is Intel MPI's, by a name that nothing else sets: what mpirun
+# starts in a Slurm job has SLURM_PROCID as well.
+_OF_MPI = "{0}_COMM_WORLD_RANK {0}_COMM_WORLD_SIZE {0}_COMM_WORLD_LOCAL_RANK {0}_COMM_WORLD_LOCAL_SIZE"
+_MPIRUN = {f"{mpi}_COMM_WORLD_RANK": _OF_MPI.format(mpi).split() for mpi in ("OMPI", "MV2")}
+_MPIRUN["MPI_LOCALRANKID"] = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+# Of HPE's PALS and other servers of PMI, such as srun --mpi=pmi2, which sets Slurm's variables as well.
+_PMI = {"PALS_RANKID": ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"],
+        "PMI_RANK": ["PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"]}  # fmt: skip
+_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_START = "start the ranks with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class World:
 
     @classmethod
     def from_env(cls, device: str = "cpu", env: Mapping[str, str] | None = None) -> World:
-        """The world that the variables of torchrun or srun describe; a single process without them.
+        """The world that the variables of torchrun, mpirun or srun describe; a single process without them.
 
         Args:
             device: 'cpu', 'cuda' (see `gpu`), or 'cuda:N' with one rank.
@@ -61,19 +77,26 @@ class World:
         Raises SettingsError: the variables are incomplete or not numbers.
         """
         env = os.environ if env is None else env
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        given = {name: env[name] for name in names if name in env}
-        if "RANK" not in given and "WORLD_SIZE" not in given:
-            world = slurm_world(env) or cls()
-        else:
+        if given := {name: env[name] for name in _TORCHRUN[:2] if name in env}:
+            advice = "start the run with torchrun, or unset RANK and WORLD_SIZE"
+            for name in set(_TORCHRUN[:2]) - given.keys():
+                index = " to $JOB_COMPLETION_INDEX" if name == "RANK" and "JOB_COMPLETION_INDEX" in env else ""
+                raise SettingsError(f"{next(iter(given))} is set, but {name} is not: set it{index}, {advice}")
             try:
-                rank, size = int(given["RANK"]), int(given["WORLD_SIZE"])
-                world = cls(rank, size, int(given.get("LOCAL_RANK", rank)), int(given.get("LOCAL_WORLD_SIZE", size)))
-            except (KeyError, ValueError) as error:
-                raise SettingsError(
-                    f"invalid {given} in the environment: start the run with torchrun, or unset RANK and WORLD_SIZE"
-                ) from error
+                world = cls(*_numbers(env, _TORCHRUN))
+            except SettingsError as error:
+                raise SettingsError(f"invalid {given} in the environment: {advice} ({error})") from error
+        else:
+            pmi = {} if "SLURM_PROCID" in env else _PMI
+            world = mpi_world(env, _MPIRUN) or slurm_world(env) or mpi_world(env, pmi) or cls()
         return replace(world, device=world.gpu(env) if device == "cuda" else device)
+
+    @classmethod
+    def of_launcher(cls) -> World:
+        """As `from_env`; a single process if the variables are wrong, as settings say later."""
+        with contextlib.suppress(SettingsError):
+            return cls.from_env()
+        return cls()
 
     @classmethod
     def of_group(cls, device: str = "cpu") -> World:
@@ -90,6 +113,10 @@ class World:
     def gpu(self, env: Mapping[str, str]) -> str:
         """torch's name of this rank's GPU: the only one that the process sees, else number `local_rank` of its node."""
         alone = len(env.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1  # as of srun --gpus-per-task 1
+        if not alone and "RANK" in env and "LOCAL_RANK" not in env:  # as in a pod of Kubernetes, with its own GPU
+            import torch
+
+            alone = torch.cuda.device_count() == 1
         return f"cuda:{0 if alone else self.local_rank}"
 
     def start(self, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -109,12 +136,17 @@ class World:
             backend, gpu = "cpu:gloo,cuda:nccl", torch.device(self.device)
             torch.cuda.set_device(self.device)
         if self.size == 1:
+            if "RANK" not in os.environ and os.environ.keys() >= {"MASTER_ADDR", "JOB_COMPLETION_INDEX"}:
+                said = "MASTER_ADDR and JOB_COMPLETION_INDEX are set, but RANK and WORLD_SIZE are not: set them"
+                raise SettingsError(f"{said} for one run of all pods, or RANK=0 and WORLD_SIZE=1 for a run of each")
             return
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
 
         if dist.is_initialized():
             return
+        if "?" in self.rendezvous:
+            raise SettingsError(f"where the {self.size} ranks meet is not known: {_START}")
         if gpu is not None:
             os.environ.setdefault(DUMP, "1")
         where = f"tcp://{self.address}" if self.address else "env://"
@@ -131,7 +163,7 @@ class World:
             if isinstance(error, dist.DistBackendError) and gpu is not None:
                 raise SettingsError(
                     f"NCCL cannot connect {self.device} of rank {self.rank} with the other GPUs: check that each rank "
-                    f"has its own GPU; NCCL_DEBUG=WARN shows details ({str(error).splitlines()[-1]})"
+                    f"has its own GPU (LOCAL_RANK); NCCL_DEBUG=WARN shows details ({str(error).splitlines()[-1]})"
                 ) from error
             raise SettingsError(
                 f"the {self.size} ranks did not connect at {self.rendezvous} (--run.timeout is "
@@ -275,6 +307,53 @@ def resolve_device(wanted: str) -> str:
     return wanted
 
 
+def mpi_world(env: Mapping[str, str], launchers: Mapping[str, Sequence[str]]) -> World | None:
+    """The world that the variables of one of the launchers describe, on the CPU; None if none is set.
+
+    MPI names no address: MASTER_ADDR and MASTER_PORT do. On a single node, the port follows from the job, the working
+    directory and the command line.
+
+    Raises SettingsError: the number of ranks is missing, or a variable is not a number.
+    """
+    row = next((names for mark, names in launchers.items() if mark in env), None)
+    if row is None:
+        return None
+    for name in row[:2]:
+        if name not in env:
+            raise SettingsError(f"{name} is not set in the environment, as by mpirun: {_START}")
+    rank, size, local_rank, local_size = _numbers(env, row)
+    if size == 1:
+        return World()
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if row[3] in env and local_size == size else "")
+    job = crc32(repr([*(env.get(name) for name in _JOBS), os.getcwd(), sys.argv]).encode(errors="replace"))
+    port = env.get("MASTER_PORT") or FIRST_PORT + job % PORTS
+    return World(rank, size, local_rank, local_size, address=f"{host}:{port}" if host else "")
+
+
+def _numbers(env: Mapping[str, str], row: Sequence[str]) -> tuple[int, int, int, int]:
+    """The values of a launcher's four variables, of which the last two may be missing.
+
+    Without them, the ranks of the node of MASTER_ADDR count as the first ones, and another node has one rank.
+
+    Raises SettingsError: one is not a number.
+    """
+    rank, size = (_number(env, name) for name in row[:2])
+    here = row[2] in env or _is_here(env.get("MASTER_ADDR", "127.0.0.1"))
+    local_rank, local_size = (rank, size) if here else (0, 1)
+    return rank, size, _number(env, row[2], default=local_rank), _number(env, row[3], default=local_size)
+
+
+@cache
+def _is_here(host: str) -> bool:
+    """Whether a host is this machine: whether one of its addresses can be bound."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as bound:
+                bound.bind(address)
+                return True
+    return False
+
+
 def slurm_world(env: Mapping[str, str]) -> World | None:
     """The world that Slurm's variables describe, on the CPU; None outside of Slurm and for a step with one task.
 
@@ -285,14 +364,14 @@ def slurm_world(env: Mapping[str, str]) -> World | None:
     """
     if "SLURM_PROCID" not in env:
         return None
-    size = _slurm_number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
+    size = _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
     if size == 1:
         return None
-    rank, local_rank = _slurm_number(env, "SLURM_PROCID"), _slurm_number(env, "SLURM_LOCALID")
+    rank, local_rank = _number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID")
     nodes = next((env[name] for name in _NODES if env.get(name)), "")
     # Tasks of this node, from '2(x3),1': two on each of three nodes, one on the fourth.
-    node = _slurm_number(env, "SLURM_NODEID", default=0)
-    node_count = _slurm_number(env, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", default=1)
+    node = _number(env, "SLURM_NODEID", default=0)
+    node_count = _number(env, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", default=1)
     per_node = next((env[name] for name in _PER_NODE if env.get(name)), "")
     pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node)
     counts = [int(count) for count, times in pairs for _ in range(int(times or 1))]
@@ -301,8 +380,8 @@ def slurm_world(env: Mapping[str, str]) -> World | None:
     host = env.get("MASTER_ADDR") or (first_node(nodes) if local_size < size else "127.0.0.1")
     if not host:
         raise SettingsError("SLURM_JOB_NODELIST is not set: set MASTER_ADDR to the first node")
-    job = _slurm_number(env, "SLURM_JOB_ID", "SLURM_JOBID", default=0)
-    step = _slurm_number(env, "SLURM_STEP_ID", default=0)
+    job = _number(env, "SLURM_JOB_ID", "SLURM_JOBID", default=0)
+    step = _number(env, "SLURM_STEP_ID", default=0)
     # Differs between steps and jobs, which may share a node.
     port = env.get("MASTER_PORT") or FIRST_PORT + (8 * job + step % 8) % PORTS
     return World(rank, size, local_rank, local_size, address=f"{host}:{port}")
@@ -314,7 +393,7 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[([^\]]*)\]", lambda found: re.split("[-,]", found[1])[0], first[0] if first else "")
 
 
-def _slurm_number(env: Mapping[str, str], *names: str, default: int | None = None) -> int:
+def _number(env: Mapping[str, str], *names: str, default: int | None = None) -> int:
     for name in names:
         if env.get(name):
             try:

@@ -65,8 +65,8 @@ class Loading:
         self._ended.set()
 
     def begin(self, text: str) -> None:
-        """Show the line from now on, on rank 0; without effect off a terminal."""
-        if os.environ.get("RANK", "0") == "0" and all(os.isatty(number) for number in (1, 2)):
+        """Show the line from now on; without effect off a terminal."""
+        if all(os.isatty(number) for number in (1, 2)):
             self._ended.clear()
             self.show(text)
             threading.Thread(target=self._redraw, name="loading", daemon=True).start()

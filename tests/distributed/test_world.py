@@ -1,9 +1,10 @@
-"""Rank of a process: from torchrun's variables, Slurm's, or none; and ranks that never meet."""
+"""Rank of a process: from torchrun's variables, MPI's, Slurm's, or none; and ranks that never meet."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -56,6 +57,73 @@ def test_sruns_variables() -> None:
     assert told.address == "10.0.0.1:29500"
 
 
+# What the ranks of a node have from Open MPI 5.0, MVAPICH2 2.3, and MPICH's Hydra 4.2 (Intel MPI 2021).
+MPIRUN = (
+    *(tuple(f"{name}_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+      for name in ("OMPI", "MV2")),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("names", MPIRUN)
+def test_mpiruns_variables(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(*values: int, **more: str) -> World:
+        return World.from_env("cpu", {**dict(zip(names, map(str, values), strict=True)), **more})
+
+    # On one node, all ranks have the same port, and runs of other command lines or jobs have others.
+    world = of(1, 4, 1, 4)
+    _, _, port = world.address.partition(":")
+    assert world == World(1, 4, 1, 4, address=f"127.0.0.1:{port}") and FIRST_PORT <= int(port) < FIRST_PORT + PORTS
+    assert of(3, 4, 3, 4).address == world.address != of(1, 4, 1, 4, PBS_JOBID="7").address
+    monkeypatch.setattr("sys.argv", ["another"])
+    assert of(1, 4, 1, 4).address != world.address
+    assert of(0, 1, 0, 1) == World()
+    # Of several nodes, the user names one; the variables that Slurm has set for a batch script or a daemon of mpirun
+    # are not those of the rank.
+    assert of(2, 4, 0, 2).address == ""
+    assert of(2, 4, 0, 2, MASTER_ADDR="n1", MASTER_PORT="9").address == "n1:9"
+    assert of(2, 4, 0, 2, **STEP, MASTER_ADDR="n1", MASTER_PORT="9") == World(2, 4, 0, 2, address="n1:9")
+
+
+def test_a_server_of_pmi_that_does_not_tell_the_node() -> None:
+    pals = {"PALS_RANKID": "5", "PMI_RANK": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_SIZE": "4"}
+    assert World.from_env("cpu", {**pals, "MASTER_ADDR": "n1", "MASTER_PORT": "9"}) == World(5, 8, 1, 4, address="n1:9")
+    assert World.from_env("cpu", {"PMI_RANK": "1", "PMI_SIZE": "2"}) == World(1, 2, 1, 2)  # nowhere to meet
+    # srun --mpi=pmi2 sets them beside its own, also for a step of one task.
+    assert World.from_env("cpu", {**STEP, "PMI_RANK": "4", "PMI_SIZE": "5"}) == World.from_env("cpu", STEP)
+    assert World.from_env("cpu", {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "PMI_RANK": "0"}) == World()
+
+
+def test_a_rank_without_a_local_rank() -> None:
+    """As in the pods of a PyTorchJob; the ranks of one machine are numbered by hand."""
+    pod = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_PORT": "9"}
+    for address in ("job-master-0.invalid", "192.0.2.1"):
+        assert World.from_env("cpu", {**pod, "MASTER_ADDR": address}) == World(3, 4, 0, 1)
+    for address in ("127.0.0.1", "localhost", "::1"):
+        assert World.from_env("cpu", {**pod, "MASTER_ADDR": address}) == World(3, 4, 3, 4)
+    assert World.from_env("cpu", {"RANK": "3", "WORLD_SIZE": "4"}) == World(3, 4, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("world", "env", "told"),
+    [
+        (World(0, 2), {}, "where the 2 ranks meet is not known: start the ranks with torchrun or srun, or set RANK"),
+        (World(), {"MASTER_ADDR": "n1", "JOB_COMPLETION_INDEX": "1"}, "but RANK and WORLD_SIZE are not"),
+        (World(), {"MASTER_ADDR": "n1"}, ""),
+        (World(), {"MASTER_ADDR": "n1", "JOB_COMPLETION_INDEX": "1", "RANK": "0", "WORLD_SIZE": "1"}, ""),
+    ],
+)
+def test_ranks_that_cannot_meet_are_told(
+    world: World, env: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=told) if told else nullcontext():
+        world.start()
+
+
 def test_the_jobs_variables_stand_in_for_the_steps() -> None:
     job = {
         "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NODELIST": "a,b",
@@ -86,7 +154,17 @@ def test_the_tasks_of_a_node(groups: list[tuple[int, int]], data: st.DataObject)
 @pytest.mark.parametrize(
     ("env", "told"),
     [
-        ({"RANK": "1"}, "start the run with torchrun, or unset RANK and WORLD_SIZE"),
+        ({"RANK": "1"}, "but WORLD_SIZE is not: set it, start the run with torchrun, or unset RANK and WORLD_SIZE"),
+        ({"WORLD_SIZE": "2", "JOB_COMPLETION_INDEX": "1"}, "RANK is not: set it to $JOB_COMPLETION_INDEX"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1"},
+            "OMPI_COMM_WORLD_SIZE is not set in the environment, as by mpirun: start",
+        ),
+        (
+            {"PALS_RANKID": "0"},
+            "PMI_SIZE is not set in the environment, as by mpirun: start",
+        ),
+        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "invalid PMI_RANK 'x': unset it"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "in the environment: start the run with torchrun"),
         ({**STEP, "SLURM_PROCID": "x"}, "invalid SLURM_PROCID 'x': unset it"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_LOCALID is missing: start the run with srun"),
