@@ -66,7 +66,7 @@ class Resumed:
             step = data.steps_for(theirs.epoch * train.epoch_samples)
         if world.is_main:
             name = f"{self.checkpoint} of open_clip: epoch {theirs.epoch}, step {step}"
-            announce(f"resume   {name}; the data start anew")
+            announce(f"resume   {name}; the data and the moments of the optimizer start anew")
         scaler = StepState(scaler=theirs.scaler or {} if train.precision == "fp16" else {})
         samples = data.samples_before(step)
         start = TrainState(step=step, samples=samples, data=DataState(step=step), train_step=scaler)

@@ -213,7 +213,7 @@ def load(
     """
     if checkpoint.is_file():
         assert start is not None, "a run saves what it loaded of open_clip before any rollback"
-        OpenClipCheckpoint.read(checkpoint).load(towers, optimizer)
+        OpenClipCheckpoint.read(checkpoint).load(towers)
         return start
     state = read_meta(checkpoint).train
     try:

@@ -385,7 +385,7 @@ REMARKS = {  # what differs in a flag that is taken, for the table
     "--max-image-pixels": "default 178,956,970; training only",
     "--dataset-resampled": "also without the flag; `--dataset-resampled false` reads each shard once per epoch",
     "--save-frequency": "the newest 3 checkpoints stay (`--checkpoint.keep-last`)",
-    "--resume": "a checkpoint of open_clip (`epoch_N.pt`) is resumed with its optimizer",
+    "--resume": "a checkpoint of open_clip (`epoch_N.pt`) is resumed without the moments of its optimizer",
     "--lr-scheduler": "also linear",
 }
 
