@@ -356,11 +356,6 @@ def _fsspec() -> Any:
     return fsspec
 
 
-def is_object_store(scheme: str) -> bool:
-    """Whether fsspec has a backend of this name: built in (installed or not) or registered."""
-    return scheme in _fsspec().available_protocols() or scheme in _fsspec().registry
-
-
 def filesystem_of(url: ShardURL, otherwise: str) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path in it.
 
@@ -374,8 +369,8 @@ def filesystem_of(url: ShardURL, otherwise: str) -> tuple[Any, str]:
         system, path = _fsspec().core.url_to_fs(url.full)
     except (ImportError, ValueError) as error:
         extra = EXTRAS.get(url.scheme or "file")
-        advice = f"pip install 'clipstream[{extra}]', {otherwise}" if extra else str(error)
-        detail = f"{url}: the backend of {url.scheme or 'file'}:// is not installed: {advice}"
+        advice = f"pip install 'clipstream[{extra}]'" if extra else str(error)
+        detail = f"{url}: the backend of {url.scheme or 'file'}:// is not installed: {advice}, {otherwise}"
         raise ShardError("unknown_scheme", detail) from error
     except Exception as error:  # each backend has its own
         detail = f"cannot reach {url}: {redact(str(error)) or type(error).__name__}"

@@ -1,9 +1,8 @@
 """Chooses the transfer for a URL, checks what arrives, and unpacks it.
 
-Beside local paths, `pipe:`, HTTP and object stores, this covers the schemes that webdataset or the user registers in
-`webdataset.gopen`. A transfer ends early if it cannot become a shard: no tar, too large, or a full disk. gzip and zstd
-are recognized by their first bytes; a compressed file is used completely or not at all, as its checksum covers the
-whole content.
+Local paths, `pipe:`, HTTP and object stores enter. A transfer ends early if it cannot become a shard: no tar, too
+large, or a full disk. gzip and zstd are recognized by their first bytes; a compressed file is used completely or not
+at all, as its checksum covers the whole content.
 
 Of a shell command whose output is a shard (`pipe:`), the exit status decides, and no process outlives the transfer.
 """
@@ -13,12 +12,10 @@ from __future__ import annotations
 import _thread
 import contextlib
 import gzip
-import importlib
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clipstream.errors import ClipstreamError
 from clipstream.storage import download
 from clipstream.storage.download import CHUNK, GIB, FileInfo, Monitor, ShardError, unreadable
 from clipstream.storage.shard_url import ShardURL, redact
@@ -104,7 +100,7 @@ class Fetcher:
             except OSError:
                 return FileInfo()
             return FileInfo(f"{stat.st_mtime_ns}-{stat.st_size}", stat.st_size)
-        if url.host in self._silent or not _is_remote(url.scheme or ""):
+        if url.host in self._silent or url.scheme == "pipe":
             return FileInfo()
         try:
             return download.info(url, self.timeout)
@@ -123,7 +119,6 @@ class Fetcher:
             OSError: the disk is full.
         """
         guard = Guard(monitor, url, part, self.most, tar)
-        scheme = url.scheme or ""
         if url.path is not None:
             try:
                 source = open(url.path, "rb")  # noqa: SIM115
@@ -131,9 +126,9 @@ class Fetcher:
                 raise unreadable(url.path, error) from error
             with source:
                 _save(source, part, guard)
-        elif scheme == "pipe":
+        elif url.scheme == "pipe":
             run_pipe(url.full[len("pipe:") :], part, timeout=self.timeout, monitor=guard)
-        elif _is_remote(scheme):
+        else:
             retries = 0 if url.host in self._silent else self.retries
             try:
                 download.fetch(url, part, guard, timeout=self.timeout, retries=retries, backoff=self.backoff)
@@ -143,8 +138,6 @@ class Fetcher:
                 raise
             self._answered.add(url.host)
             self._silent.discard(url.host)
-        else:
-            _fetch_gopen(url, scheme, part, guard)
         if compression_of(part) is not None:
             unpacked = part.with_suffix(".unpacked.part")
             try:
@@ -195,46 +188,6 @@ def _save(source: Any, part: Path, monitor: Monitor) -> None:
         while data := source.read(CHUNK):
             file.write(data)
             monitor.received(file.tell())
-
-
-def _fetch_gopen(url: ShardURL, scheme: str, part: Path, monitor: Monitor) -> None:
-    """Copy the stream of webdataset's handler for the scheme; a command behind it must exit with status 0.
-
-    There is no time limit here: if a handler hangs, the loader notices that `monitor` is not called.
-
-    Raises ShardError: the scheme has no handler, or it failed.
-    """
-    module = importlib.import_module("webdataset.gopen")  # on use, because it imports torch
-    if scheme not in module.gopen_schemes:
-        hint = "use pipe:COMMAND, or register one in webdataset.gopen.gopen_schemes"
-        raise ShardError("unknown_scheme", f"{url}: no handler for {scheme}://; {hint}")
-    try:
-        stream = module.gopen(url.full, "rb")
-        child = getattr(stream, "proc", None)
-        try:
-            _save(stream, part, monitor)
-        except BaseException:
-            if child is not None:
-                child.kill()
-            with contextlib.suppress(Exception):  # close() reports that the child was killed
-                stream.close()
-            raise
-        stream.close()
-    except (ClipstreamError, ShardError):
-        raise
-    except Exception as error:  # a user's handler may raise anything
-        raise ShardError("unreachable", f"{url}: {type(error).__name__}: {redact(str(error))}") from error
-    if child is not None and child.returncode != 0:
-        raise ShardError("pipe_failed", f"{url}: exit status {child.returncode}")
-
-
-def _is_remote(scheme: str) -> bool:
-    """Whether `download` reads the scheme: HTTP(S), or what fsspec knows, unless the user registered a handler."""
-    module = sys.modules.get("webdataset.gopen")  # if it is not imported, nothing was registered
-    handler = None if module is None else module.gopen_schemes.get(scheme)
-    if handler is not None and getattr(handler, "__module__", "") != "webdataset.gopen":
-        return False
-    return scheme in ("http", "https") or download.is_object_store(scheme)
 
 
 STDERR_SHOWN = 300  # characters of a command's stderr that a message repeats
