@@ -1,4 +1,4 @@
-"""Exact search, FAISS indexes, spherical k-means, and cosines of images with their captions.
+"""Exact search, spherical k-means, and cosines of images with their captions.
 
 Features of a store's part are read as rows of length 1 in order, block by block, without those of dropped samples
 (`StoredRows`): in a part of images a row is a sample, the mean of its views; in a part of texts a row is a caption. Row
@@ -9,14 +9,9 @@ products on the device; a row belongs to the centroid with the largest cosine.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,13 +21,9 @@ import torch.nn.functional as F
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IMAGE, TEXT, decode_rows
 from clipstream.features.store import FeatureStore, Numbers, StoredSource
-from clipstream.utils import atomic_write
 
 BLOCK = 16384  # rows of a block, by default
 TILE = 1 << 22  # scores computed at once
-NO_FAISS = "FAISS is not installed: pip install 'clipstream[faiss]'"
-TRAINED_ON = 100_000  # rows, at most, that a FAISS index is trained on
-PROBED = 16  # one in so many lists of an inverted file is searched, but at least 8 lists
 _LAST = (1 << 32) - 1
 
 
@@ -105,74 +96,6 @@ def _ranks(scores: torch.Tensor, first: int) -> torch.Tensor:
 def _ordered(bits: torch.Tensor) -> torch.Tensor:
     """Bits of float32 as integers of the same order, and the reverse; int64."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@dataclass(frozen=True)
-class FaissIndex:
-    index: Any  # faiss.Index
-    factory: str
-
-    def search(self, queries: torch.Tensor, k: int) -> Found:
-        """The k nearest rows that the index finds, for queries float32 [q, D]; -1 where it finds fewer."""
-        scores, rows = self.index.search(np.ascontiguousarray(queries.numpy()), k)
-        return Found(torch.from_numpy(scores), torch.from_numpy(rows))
-
-
-def default_factory(rows: int) -> str:
-    """`IVFn,Flat` with n = 4 sqrt(rows) lists, of at least 39 rows each, as FAISS recommends; 'Flat' for few rows."""
-    lists = min(int(4 * math.sqrt(rows)), rows // 39)
-    return f"IVF{lists},Flat" if lists > 1 else "Flat"
-
-
-def open_index(rows: Rows, factory: str, path: Path, identity: dict[str, object]) -> FaissIndex:
-    """The index in a file; built and written if it is not there, or if it was built of other features.
-
-    A JSON file beside the index says of what features it was built.
-
-    Args:
-        factory: FAISS's description of the index, such as 'IVF1024,PQ64' or 'HNSW32'; '' for `default_factory`.
-        identity: what the rows are, to be compared with what is written beside the file.
-
-    Raises SettingsError: FAISS is not installed, or cannot build or read such an index, or the file cannot be written.
-    """
-    try:
-        import faiss  # an optional dependency
-    except ImportError as error:
-        raise SettingsError(NO_FAISS) from error
-    factory = factory or default_factory(len(rows))
-    about = {"factory": factory, "rows": len(rows), **identity}
-    beside, draft = path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.tmp")
-    known: object = None
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(beside.read_bytes())
-    try:
-        if path.exists() and known == about:
-            index = faiss.read_index(str(path))
-        else:
-            index = faiss.index_factory(rows.width, factory, faiss.METRIC_INNER_PRODUCT)
-            if not index.is_trained:
-                step = -(-len(rows) // TRAINED_ON)
-                index.train(np.concatenate([block[-first % step :: step].numpy() for first, block in rows.blocks()]))
-            for _, block in rows.blocks():
-                index.add(np.ascontiguousarray(block.numpy()))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            beside.unlink(missing_ok=True)
-            faiss.write_index(index, str(draft))
-            draft.replace(path)
-            atomic_write.replace(beside, json.dumps(about).encode())
-    except (OSError, RuntimeError) as error:
-        draft.unlink(missing_ok=True)
-        raise SettingsError(f"--index faiss:{factory}: {path}: {error}") from error
-    lists = faiss.try_extract_index_ivf(index)
-    if lists is not None:
-        lists.nprobe = min(lists.nlist, max(8, lists.nlist // PROBED))
-    return FaissIndex(index, factory)
-
-
-def recall(found: Found, exact: Found) -> float:
-    """The share of the exact rows that are among those found."""
-    hits = (found.rows[:, :, None] == exact.rows[:, None, :]).any(dim=1)
-    return float(hits.float().mean()) if hits.numel() else 1.0
 
 
 SAMPLED = 65536  # rows among which k-means++ chooses the first centroids; k if there are more clusters
@@ -460,12 +383,6 @@ class StoredRows:
                 starts = np.concatenate([self.firsts[number : number + 1], ends])
                 rows += [row for i in samples for row in range(starts[i], ends[i])]
         return rows
-
-    def identity(self) -> dict[str, object]:
-        """What the rows depend on, in few bytes."""
-        about = {"part": asdict(self.store.manifest.parts[self.part]), "views": self.views}
-        about["sources"] = {name: asdict(source) for name, source in self.store.manifest.sources.items()}
-        return {"features": hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()}
 
 
 class PairScores(NamedTuple):

@@ -26,36 +26,10 @@ from clipstream.utils.table_files import SAMPLE, TableWriter
 
 
 class Column(NamedTuple):
-    """A further column of an exported part: its type in pyarrow, and the values of rows.
-
-    `values` takes the columns of a block of rows (source, shard, key, …), and the number of its first row.
-    """
+    """A further column of an exported part: its type in pyarrow, and the values for the columns of a block of rows."""
 
     type: Any
-    values: Callable[[Mapping[str, list[Any]], int], Any]
-
-
-def positions(store: FeatureStore, part: str) -> dict[str, Column]:
-    """Columns x and y: positions of a part's rows in two dimensions by UMAP (arXiv:1802.03426) on cosines.
-
-    The same features give the same positions. All features are held in memory.
-
-    Raises SettingsError: umap-learn is not installed, or the part has too few rows.
-    """
-    try:
-        import umap
-    except ImportError as error:
-        raise SettingsError("--umap needs umap-learn: pip install 'clipstream[umap]'") from error
-    found = np.concatenate([features for _, _, features in _blocks(StoredRows(store, part), False)])
-    if len(found) < 4:
-        raise SettingsError(f"--umap: part {part} has {len(found)} rows, and UMAP needs at least 4")
-    places = umap.UMAP(n_neighbors=min(15, len(found) - 1), metric="cosine", random_state=0, n_jobs=1, init="random")
-    xy = places.fit_transform(found).astype(np.float32)
-
-    def axis(number: int) -> Column:
-        return Column(pa.float32(), lambda columns, first: xy[first : first + len(columns["key"]), number])
-
-    return {"x": axis(0), "y": axis(1)}
+    values: Callable[[Mapping[str, list[Any]]], Any]
 
 
 def export(
@@ -130,7 +104,6 @@ def _parquet(
     features_type = pa.list_(pa.from_numpy_dtype(kind), rows.width)
     others = [(name, column.type) for name, column in more.items()]
     schema = pa.schema([*_columns(rows, captions).items(), *others, ("features", features_type)])
-    done = 0
     with contextlib.ExitStack() as stack:
         writer: TableWriter | None = None
         before, number = "", 0
@@ -143,8 +116,7 @@ def _parquet(
                 writer, before = stack.enter_context(TableWriter(path, schema)), source
                 yield path
             flat = pa.array(features.astype(kind).reshape(-1))
-            added = {name: column.values(columns, done) for name, column in more.items()}
-            done += len(features)
+            added = {name: column.values(columns) for name, column in more.items()}
             writer.write({**columns, **added, "features": pa.FixedSizeListArray.from_arrays(flat, rows.width)})
 
 

@@ -54,7 +54,7 @@ MODELS = {
     "ViT-L-14": "local-dir:model",
     "large=ViT-L-14,openai": "large=local-dir:model",
 }
-EXTRAS = {"onnx": "onnxruntime", "sentence-transformers": "sentence_transformers", "--umap": "umap"}  # word -> package
+EXTRAS = {"onnx": "onnxruntime", "sentence-transformers": "sentence_transformers"}  # word -> package
 ALIKE = {"--steps": "length", "--epochs": "length", "--train.samples": "length", "--batch-size": "batch"}
 ALIKE |= {"--data.global-batch-size": "batch", "--train.precision": "--precision"}
 

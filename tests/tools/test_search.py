@@ -239,7 +239,6 @@ def test_hard_negatives_are_those_that_training_reads(folder: Path, features: An
         ("neighbours --mine image-text --out a.parquet --query-key k1", "for all samples"),
         ("duplicates --device hpu", "--device hpu: "),
         ("scores --top-fraction 0", "expected a fraction above 0"),
-        ("neighbours --query-key k1 --index faisss", "expected exact, faiss or faiss:FACTORY"),
         ("neighbours --query-key k1 --out s3://a/b.csv", "s3://a/b.csv is a URL"),
         ("nonsense", "at least one query"),
     ],

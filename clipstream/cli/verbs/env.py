@@ -13,7 +13,7 @@ from clipstream.config.entry import entry_point
 from clipstream.distributed.run_record import hardware, versions
 
 EXTRAS = (
-    "simplejpeg", "torchvision", "torchcodec", "pydantic", "pyarrow", "fsspec", "s3fs", "gcsfs", "adlfs", "faiss-cpu",
+    "simplejpeg", "torchvision", "torchcodec", "pydantic", "pyarrow", "fsspec", "s3fs", "gcsfs", "adlfs",
     "nvidia-ml-py", "tensorboard", "wandb", "trackio",
 )  # fmt: skip
 VARIABLES = (

@@ -64,7 +64,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--captions", action="store_true", help="also write the captions")
     add("--images", type=with_home, metavar="DATA", help="also write thumbnails of the images of this data (Parquet)")
-    add("--umap", action="store_true", help="also write positions x and y in two dimensions by UMAP (Parquet)")
     add(
         "--rows",
         type=int,

@@ -28,7 +28,7 @@ from clipstream.cli.verbs.precompute.images import StoredImages
 from clipstream.config.settings import Settings, load
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.evals.settings import sources_of
-from clipstream.features.tables import Column, FeatureStore, export, positions
+from clipstream.features.tables import Column, FeatureStore, export
 from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
@@ -104,20 +104,19 @@ def export_model(options: argparse.Namespace) -> None:
 def export_features(options: argparse.Namespace) -> None:
     """Export the features of a store. Raises ClipstreamError: it cannot be read, or files cannot be written."""
     store, how = FeatureStore(options.store, options.cache), (options.format, options.dtype, options.captions)
-    if options.format != "parquet" and (options.images or options.umap):
-        raise SettingsError("--images and --umap are columns of Parquet files: use --format parquet")
+    if options.format != "parquet" and options.images:
+        raise SettingsError("--images is a column of Parquet files: use --format parquet")
     with contextlib.closing(ShardCache(None)) as cache:
         images = None if options.images is None else partial(_thumbnails, StoredImages(store, options.images, cache))
         for part in options.part or store.manifest.feature_parts:
-            more = positions(store, part) if options.umap else {}
-            more |= {} if images is None else {"image": Column(IMAGE, images)}
+            more = {} if images is None else {"image": Column(IMAGE, images)}
             if options.captions and images is not None and not store.manifest.per_caption(part):
-                more["caption"] = Column(pa.string(), lambda columns, _: [own[0] for own in columns["captions"]])
+                more["caption"] = Column(pa.string(), lambda columns: [own[0] for own in columns["captions"]])
             for path in export(store, part, Path(options.out), *how, file_rows=options.rows, more=more):
                 print(path)
 
 
-def _thumbnails(images: StoredImages, columns: Mapping[str, list[Any]], first: int) -> list[dict[str, Any] | None]:
+def _thumbnails(images: StoredImages, columns: Mapping[str, list[Any]]) -> list[dict[str, Any] | None]:
     """A thumbnail of each row, None where its image cannot be read."""
     rows = zip(columns["source"], columns["shard"], columns["key"], strict=True)
     found = [(small_jpeg(images.read(*row), SIDE)[0], f"{row[1]}/{row[2]}.jpg") for row in rows]

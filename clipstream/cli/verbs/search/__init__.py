@@ -51,18 +51,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     topic = topics.add_parser(
         "neighbours", parents=[common, part], help="the rows nearest to a query",
-        description="Print the rows with the largest cosine to each query. The search is exact unless --index is set.",
+        description="Print the rows with the largest cosine to each query.",
     )  # fmt: skip
     query = topic.add_argument_group("queries (the model in STORE/model encodes images and texts)")
     query.add_argument("--query-image", nargs="+", default=[], type=with_home, metavar="FILE", help="images")
     query.add_argument("--query-text", nargs="+", default=[], metavar="TEXT", help="texts")
     query.add_argument("--query-key", nargs="+", default=[], metavar="KEY", help="stored samples, KEY or SHARD/KEY")
     topic.add_argument("-k", type=_count, default=10, metavar="N", help="number of neighbours per query (default: 10)")
-    topic.add_argument(
-        "--index", default="exact", type=_index, metavar="exact|faiss[:FACTORY]",
-        help="exact, faiss, or a FAISS factory such as faiss:IVF1024,PQ64; the FAISS index is kept in STORE/faiss, "
-            "and its recall is printed (default: exact)",
-    )  # fmt: skip
     topic.add_argument(
         "--mine", choices=("image-text", "text-text", "image-image"),
         help="write the hard negatives of every sample to --out: the others whose texts match its image (or its text) "
@@ -118,12 +113,6 @@ def _add_lists(topics: Any, common: argparse.ArgumentParser, part: argparse.Argu
     limit = topic.add_mutually_exclusive_group()
     limit.add_argument("--min-score", type=_cosine, metavar="COSINE", help="minimum score of samples to keep")
     limit.add_argument("--top-fraction", type=_share, metavar="SHARE", help="fraction of samples to keep, 0 to 1")
-
-
-def _index(text: str) -> str:
-    if text not in ("exact", "faiss") and not text.startswith("faiss:"):
-        raise argparse.ArgumentTypeError(f"expected exact, faiss or faiss:FACTORY, not {text!r}")
-    return text
 
 
 def _number(parse: Callable[[str], float], holds: Callable[[float], bool], wanted: str) -> Callable[[str], float]:

@@ -161,7 +161,7 @@ def mine(options: argparse.Namespace, store: FeatureStore, device: torch.device)
     """Write the hard negatives of every sample with captions. Raises SettingsError: flags do not go together."""
     if not options.out or Path(options.out).suffix not in (".parquet", ".jsonl"):
         raise SettingsError("--mine writes lists of neighbours: set --out FILE.parquet (or .jsonl)")
-    if options.query_image or options.query_text or options.query_key or options.index != "exact":
+    if options.query_image or options.query_text or options.query_key:
         raise SettingsError("--mine searches exactly, for all samples: set neither --query-* nor --index")
     labels: Any = None
     rows = found = 0

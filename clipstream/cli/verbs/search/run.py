@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -60,7 +59,6 @@ BATCH = 64  # images of a forward pass
 PROBES = ("a red bird", "Two dogs' 12 puppies, on grass")
 EXACT = 1e-4  # largest difference of a feature in numpy from torch's
 QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
-RECALL_QUERIES = 100  # of which the recall of an index is measured
 
 
 def search(options: argparse.Namespace) -> None:
@@ -92,24 +90,12 @@ def search(options: argparse.Namespace) -> None:
 def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
     """Print, and write, the rows nearest to each query."""
     titles, queries = _queries(options, rows)
-    if options.index == "exact":
-        found = exact.search(rows, queries, options.k, device=device)
-    else:
-        if "://" in rows.store.shown:
-            raise SettingsError(f"--index: requires a local store, as the index is kept in it: copy {rows.store.shown}")
-        path = Path(rows.store.path) / "faiss" / f"{rows.part}.{re.sub(r'[^A-Za-z0-9,]+', '_', options.index)}.index"
-        index = exact.open_index(rows, options.index.partition(":")[2], path, rows.identity())
-        found = index.search(queries, min(options.k, len(rows)))
-        reference = exact.search(rows, queries[:RECALL_QUERIES], options.k, device=device)
-        share = exact.recall(exact.Found(*(of[:RECALL_QUERIES] for of in found)), reference)
-        print(f"index {path} ({index.factory}): recall@{options.k} {share:.4f} of {len(reference.rows)} queries")
+    found = exact.search(rows, queries, options.k, device=device)
     names = names_of(rows, found.rows.flatten().tolist())
     table = result_table("Neighbours", ("query", "rank", "score", "sample", "caption"), NUMBERS)
     written: list[dict[str, Any]] = []
     for title, of_query, numbers in zip(titles, found.scores.tolist(), found.rows.tolist(), strict=True):
         for rank, (score, row) in enumerate(zip(of_query, numbers, strict=True), start=1):
-            if row < 0:
-                continue  # the index found fewer
             name = names[row]
             caption = name.captions[0] if name.captions else ""
             about = {"source": name.source, "shard": name.shard, "key": name.key, "caption": caption}
