@@ -152,7 +152,7 @@ OF_OTHERS = {
     "--local-loss", "--gather-with-grad", "--lock-image-freeze-bn-stats",  # open_clip's
     "--dereference", "--hard-dereference",  # tar
     "--alpha_ckd_loss", "--alpha_fd_loss",  # CLIP-KD
-    "--x", "--y", "--text", "--image",  # Embedding Atlas
+    "--vector", "--text", "--image",  # Embedding Atlas
     "--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal",
     "--requeue", "--open-mode", "--wait", "--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend",
     "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id", "--shutdown-timeout", "--signals-to-handle",

@@ -31,7 +31,6 @@ VERBS = {
     "export": "write a model for transformers, ONNX, …, or precomputed features as Parquet or NumPy",
     "compare": "compare runs in one HTML file",
     "env": "print versions and hardware, for a bug report",
-    "completion": "print a shell completion script",
 }
 
 

@@ -59,7 +59,7 @@ TRAIN_FLAGS = {
     "--csv": "write the table to this file",
     "--yaml": "write the suggested settings to this file, for --config",
 }
-OWN_FLAGS = {**INPUT_FLAGS, **TRAIN_FLAGS}  # of both, for completion
+OWN_FLAGS = {**INPUT_FLAGS, **TRAIN_FLAGS}
 USUAL_RATES = (500.0, 1000.0, 2000.0, 4000.0)
 GENERATED = "toy:train"  # source of the batches of `bench train` where no shards are given
 
