@@ -25,7 +25,7 @@ from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Sec
 
 Share = Annotated[float, Field(ge=0, le=1)]
 CSV_CAPTION = "title;txt"  # columns of a CSV with the caption: open_clip's default, or that of other tables
-IMAGE_KEY = "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;image;filepath;image_path;file_name"
+IMAGE_KEY = "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;heic;heif;jxl;jp2;j2k;ppm;pgm;image;filepath;image_path;file_name"
 SPLIT_FILE = "val_split.txt"  # of a run's folder: the samples that data.val_split holds out
 AUTO = "auto"  # the type of a source follows from the names of its shards
 MAX_AUTO_WORKERS = 16  # of a rank

@@ -18,8 +18,9 @@ from clipstream.errors import Dropped
 UTF8 = "utf-8-sig"  # a byte order mark is left out
 SHORTEST_IMAGE = 100  # characters of an image in base64
 HEAD = 512  # bytes that are looked at, at most
-IMAGES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF")  # that are decoded
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+IMAGES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF", "HEIC", "JXL", "JPEG2000", "PPM")  # that are decoded
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl",
+            ".jp2", ".j2k", ".ppm", ".pgm")  # fmt: skip
 IMAGE_NAME = re.compile(rf"(?i)(?:{'|'.join(map(re.escape, SUFFIXES))})\s*$")
 TEXTS = ("utf16", "sep", "JSON", "shards", "CSV")  # what a table of text may be
 _TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
@@ -31,7 +32,8 @@ _BYTES = re.compile(r"""b'[^'\\]*(?:\\.[^'\\]*)*'|b"[^"\\]*(?:\\.[^"\\]*)*\"""")
 PRINTED = "the text of bytes, as Python prints them: write Parquet, or files"
 _UNPACK = "unpack it and use what it holds"
 TABLE = "; a table's name ends in .csv, .tsv, .jsonl, .json, .parquet or .arrow: rename it"
-_TO_JPEG = "image, which is not decoded: convert it to JPEG or PNG"
+_TO_PNG = "which is not decoded: convert it to PNG"
+_EXTRA = "image: install clipstream[{}] to decode it, or convert it to JPEG or PNG"
 
 # Kind, pattern at the start of the file, what it is and what to do. The first that matches counts.
 _KINDS = [
@@ -44,10 +46,14 @@ _KINDS = [
         ("TIFF", rb"II[*+]\0|MM\0[*+]", "a TIFF image"),
         ("BMP", rb"BM.{4}\0{4}", "a BMP image"),
         ("AVIF", rb".{4}ftypavi[fs]", "an AVIF image"),
-        ("HEIC", rb".{4}ftyp(?:hei|hev|mif1|msf1)", f"a HEIC {_TO_JPEG}"),
-        ("JXL", rb"\xff\x0a|\0\0\0\x0cJXL ", f"a JPEG XL {_TO_JPEG}"),
-        ("JPEG2000", rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51", f"a JPEG 2000 {_TO_JPEG}"),
-        ("PSD", rb"8BPS", f"a Photoshop {_TO_JPEG}"),
+        ("HEIC", rb".{4}ftyp(?:hei|hev|mif1|msf1)", f"a HEIC {_EXTRA.format('heif')}"),
+        ("JXL", rb"\xff\x0a|\0\0\0\x0cJXL ", f"a JPEG XL {_EXTRA.format('jxl')}"),
+        ("JPEG2000", rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51", "a JPEG 2000 image"),
+        ("PPM", rb"P[1-6]\s+(?:#[^\n]*\s+)*\d+\s+\d+\s", "a PPM image"),
+        ("PSD", rb"8BPS", f"a Photoshop image, {_TO_PNG}"),
+        ("DICOM", rb".{128}DICM", f"a DICOM file (medical), {_TO_PNG}, in the window of gray values that you need"),
+        ("NIfTI", rb"\x5c\x01\0\0.{340}(?:n\+1|ni1)\0|\0\0\x01\x5c.{340}(?:n\+1|ni1)\0",
+         "a NIfTI volume (medical): write the slices that you need as PNG"),
         ("video", rb".{4}ftyp|\x1aE\xdf\xa3|RIFF.{4}AVI ", "a video"),
         ("tar", rb".{257}ustar", "a tar archive"),
         ("lfs", _TEXT + rb"version https://(?:git-lfs|hawser)",
@@ -73,7 +79,7 @@ _KINDS = [
         ("rar", rb"Rar!\x1a\x07", f"a RAR archive: {_UNPACK}"),
         ("Parquet", rb"PAR[1E]", f"a Parquet table{TABLE}"),
         ("Arrow", rb"ARROW1|FEA1|\xff{4}..\0\0[\x08-\x20]\0\0\0", f"an Arrow table{TABLE}"),
-        ("npy", rb"\x93NUMPY", "a NumPy array (.npy)"),
+        ("npy", rb"\x93NUMPY", f"a NumPy array (.npy), {_TO_PNG}"),
         ("HDF5", rb"\x89HDF\r\n\x1a\n", "an HDF5 file: convert it to tars, or to files and a table with their paths"),
         ("SQLite", rb"SQLite format 3\0", "an SQLite database: export the table as CSV"),
         ("LMDB", rb".{16}\xde\xc0\xef\xbe", "an LMDB database: convert it to tars"),

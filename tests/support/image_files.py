@@ -35,3 +35,62 @@ def bomb(width: int, height: int) -> bytes:
     header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
     return b"\x89PNG\r\n\x1a\n" + chunk + b"\0\0\0\0IDAT5\xaf\x06\x1e"
+
+
+def tiff(
+    values: np.ndarray[Any, Any],
+    order: str = "<",
+    photometric: int = 2,
+    extra: int | None = None,
+    apart: bool = False,
+    packed: bool = False,
+) -> bytes:
+    """A TIFF of one strip, or of one for each band, of the values [height, width, bands] (TIFF 6.0).
+
+    Args:
+        order: of bytes, < or >.
+        extra: value of ExtraSamples for each band beyond those of `photometric`; None leaves the tag out.
+        packed: whether strips are compressed by zlib.
+    """
+    height, width, bands = values.shape
+    parts = [values[..., band] for band in range(bands)] if apart else [values]
+    strips = [part.astype(values.dtype.newbyteorder(order)).tobytes() for part in parts]
+    strips = [zlib.compress(strip) if packed else strip for strip in strips]
+    kind = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
+    tags: dict[int, tuple[str, list[int]]] = {
+        256: ("H", [width]), 257: ("H", [height]), 258: ("H", [8 * values.itemsize] * bands),
+        259: ("H", [8 if packed else 1]), 262: ("H", [photometric]), 273: ("I", [0] * len(strips)),
+        277: ("H", [bands]), 278: ("H", [height]), 279: ("I", [len(strip) for strip in strips]),
+        284: ("H", [1 + apart]), 339: ("H", [kind] * bands),
+    }  # fmt: skip
+    if extra is not None:
+        tags[338] = ("H", [extra] * (bands - (3 if photometric == 2 else 1)))
+    start = 8 + 2 + 12 * len(tags) + 4
+    sizes = {tag: struct.calcsize(form) * len(found) for tag, (form, found) in tags.items()}
+    at = start + sum(size for size in sizes.values() if size > 4)
+    for number, strip in enumerate(strips):
+        tags[273][1][number] = at
+        at += len(strip)
+    entries, rest = b"", b""
+    for tag, (form, found) in sorted(tags.items()):
+        data = struct.pack(f"{order}{len(found)}{form}", *found)
+        entries += struct.pack(f"{order}HHI", tag, 3 if form == "H" else 4, len(found))
+        entries += data.ljust(4, b"\0") if len(data) <= 4 else struct.pack(f"{order}I", start + len(rest))
+        rest += data if len(data) > 4 else b""
+    head = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}HI", 42, 8)
+    return b"".join([head, struct.pack(f"{order}H", len(tags)), entries, bytes(4), rest, *strips])
+
+
+def png(values: np.ndarray[Any, Any], bits: int, clear: bytes = b"") -> bytes:
+    """A PNG of grey or RGB values [height, width, 1 or 3], with the chunk tRNS `clear`."""
+    height, width, channels = values.shape
+    rows = []
+    for row in values:
+        digits = np.unpackbits(row.astype(">u2").reshape(-1, 1).view(np.uint8), axis=1)[:, 16 - bits :]
+        rows.append(np.packbits(digits).tobytes())
+    header = struct.pack(">IIBBBBB", width, height, bits, 0 if channels == 1 else 2, 0, 0, 0)
+    body = zlib.compress(b"".join(b"\0" + row for row in rows))
+    chunks = ((b"IHDR", header), *([(b"tRNS", clear)] if clear else []), (b"IDAT", body), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )

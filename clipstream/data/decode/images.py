@@ -11,40 +11,33 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import zlib
+from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image
 
 from clipstream.data.batch import ImageSpec
+from clipstream.data.decode.image_files import FORMATS, check_size, jpeg_header
+from clipstream.data.decode.image_files import opened as opened
 from clipstream.data.image_settings import MAX_PIXELS, ImageTransformSettings, rgb
 from clipstream.errors import Dropped
-from clipstream.utils.content import describe
 from clipstream.utils.plugins import called, make_plugin
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
 
 
-# Not all formats of Pillow: its EPS reader, for example, starts a program. An MPO is opened as a JPEG.
-PLUGINS = {"JPEG": "Jpeg", "PNG": "Png", "WEBP": "WebP", "GIF": "Gif", "BMP": "Bmp", "TIFF": "Tiff"}
-PLUGINS |= {"AVIF": "Avif"} if find_spec("PIL._avif") else {}
-FORMATS = tuple(PLUGINS)
 MAX_ASPECT = 20  # long side of a training image, relative to the short one
-Image.preinit()  # once, before the workers are forked
-for _name in PLUGINS.values():
-    import_module(f"PIL.{_name}ImagePlugin")
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Colour = tuple[int, int, int]
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 _WITH_ALPHA = frozenset(("RGBA", "LA", "PA", "RGBa", "La"))
-_DEEP = re.compile("'(?:RGBA?|LA);16[BLN]'")  # in Pillow's description of a file's pixels: colours of 16 bits
+_DEEP = re.compile("'(?:RGB[AX]?|LA);16[BLN]'")  # in Pillow's description of a file's pixels: colours of 16 bits
 _TURNS = {  # EXIF 2.32, table 6: tag Orientation -> operation that makes the image upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -164,55 +157,6 @@ class EvalTransform:
         return written(_centre(image, self.spec.size, fill), out)
 
 
-def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image with its header read and nothing decoded. Raises Dropped."""
-    try:
-        image: Image.Image = Image.open(io.BytesIO(_without_text(data)), formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        raise Dropped("image_too_large", str(error)) from error
-    except UnidentifiedImageError as error:
-        what = describe(data) or f"not an image: {len(data)} bytes that begin with {bytes(data[:8])!r}"
-        raise Dropped("undecodable_image", what) from error
-    except Exception as error:  # Pillow's readers raise nearly anything on broken files
-        raise Dropped("undecodable_image", repr(error)) from error
-    check_size(image.size, max_pixels)
-    return image
-
-
-def _without_text(data: bytes) -> bytes:
-    """A PNG without its texts, and without a colour profile that is larger than Pillow takes; other files as they are.
-
-    Source: PNG specification, chunk layout (length, type, data, CRC-32).
-    """
-    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return data
-    kept, at = [data[:8]], 8
-    while at + 8 <= len(data):
-        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
-        kind = data[at + 4 : at + 8]
-        if kind not in (b"tEXt", b"zTXt", b"iTXt") and not (kind == b"iCCP" and _is_large(data[at + 8 : end - 4])):
-            kept.append(data[at:end])
-        at = end
-    return data if sum(map(len, kept)) == len(data) else b"".join([*kept, data[at:]])
-
-
-def _is_large(profile: bytes) -> bool:
-    """Whether the content of an iCCP chunk (name, method, zlib data) unpacks to more than Pillow's limit."""
-    unpacked = zlib.decompressobj()
-    with contextlib.suppress(zlib.error):  # damaged: for Pillow to tell
-        unpacked.decompress(profile.partition(b"\0")[2][1:], PngImagePlugin.MAX_TEXT_CHUNK)
-    return bool(unpacked.unconsumed_tail)
-
-
-def check_size(size: tuple[int, int], max_pixels: int = MAX_PIXELS) -> None:
-    """Refuse images of more than `max_pixels`, or without any. Raises Dropped."""
-    width, height = size
-    if width * height > max_pixels:
-        raise Dropped("image_too_large", f"{width} x {height} pixels, more than {max_pixels:,}")
-    if width * height == 0:
-        raise Dropped("undecodable_image", f"{width} x {height} pixels")
-
-
 def check_shape(size: tuple[int, int]) -> None:
     """Refuse images that are too long and thin for a training crop (`MAX_ASPECT`). Raises Dropped."""
     if max(size) > MAX_ASPECT * min(size):
@@ -221,7 +165,9 @@ def check_shape(size: tuple[int, int]) -> None:
 
 def orientation_of(image: Image.Image) -> int:
     """The EXIF orientation, 1 to 8; 1 if there is none that can be read."""
-    if "exif" not in image.info or image.format == "TIFF":  # Pillow turns TIFFs itself
+    # Pillow turns TIFFs itself, libjxl what is not the JPEG that a file was made of (ISO 18181-2: not by EXIF).
+    upright = image.format == "TIFF" or (image.format == "JXL" and not getattr(image, "jpeg", False))
+    if "exif" not in image.info or upright:
         return 1  # nearly all images of shards: nothing is parsed
     try:
         found = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -240,8 +186,15 @@ def loaded(image: Image.Image) -> Image.Image:
     tiles, file = getattr(image, "tile", []), getattr(image, "fp", None)  # gone once it is decoded
     try:
         image.load()
-        if tiles and _DEEP.search(str(tiles[0])) and isinstance(file, io.BytesIO):
-            _scale_colours(image, file.getvalue())
+        if tiles and isinstance(file, io.BytesIO):
+            if _DEEP.search(str(tiles[0])):
+                _scale_colours(image, file.getvalue())
+            if image.format == "TIFF" and image.mode == "RGBA":
+                _check_alpha(image)
+            if image.format == "JPEG2000" and image.mode in ("RGB", "RGBA"):
+                _check_depth(image, file.getvalue())
+    except Dropped:
+        raise
     except Exception as error:  # as in `opened`
         raise Dropped("undecodable_image", repr(error)) from error
     return image
@@ -257,7 +210,7 @@ def decoded(data: bytes, background: Colour, upright: bool, max_pixels: int = MA
 def opaque(image: Image.Image, background: Colour) -> Image.Image:
     """The image without transparency and with 8 bits per channel; unchanged if it is so already."""
     if _is_wide(image):
-        return Image.fromarray(_narrowed(np.asarray(image)))
+        image = _narrow(image)
     if image.mode not in _WITH_ALPHA and "transparency" not in image.info:
         return image
     if image.mode != "RGBA":
@@ -267,14 +220,46 @@ def opaque(image: Image.Image, background: Colour) -> Image.Image:
     return ground
 
 
+def _narrow(image: Image.Image) -> Image.Image:
+    """An image of wide values with 8 bits: in mode L, or LA where one value is transparent."""
+    values, clear = np.asarray(image), image.info.get("transparency")
+    if not isinstance(clear, int) or (seen := values != clear).all():
+        return Image.fromarray(_narrowed(values))
+    narrow = _narrowed(np.where(seen, values, values[seen].min(initial=clear)))
+    return Image.fromarray(np.dstack([narrow, seen * np.uint8(255)]))
+
+
+def _check_alpha(image: Image.Image) -> None:
+    """Make a TIFF opaque whose fourth band is not said to be alpha, and refuse one whose alpha looks like another band.
+
+    Pillow takes a band without the tag ExtraSamples as alpha. Raises Dropped.
+    """
+    if 338 not in image.tag_v2:  # type: ignore[attr-defined]
+        image.putalpha(255)
+    low, high = image.getchannel("A").getextrema()
+    if 0 < int(low) < int(high) < 255:  # type: ignore[arg-type]
+        detail = "a TIFF image whose alpha is nowhere 0 or 255, as of near infrared: save the three bands of RGB as PNG"
+        raise Dropped("undecodable_image", detail)
+
+
+def _check_depth(image: Image.Image, data: bytes) -> None:
+    """Refuse a JPEG 2000 of more than 8 bits whose values are so low that Pillow, which keeps the upper 8, loses them.
+
+    Source: ISO 15444-1, A.5.1: the marker segment SIZ. Raises Dropped.
+    """
+    bits = data[data.index(b"\xff\x4f\xff\x51") + 42] % 128 + 1
+    if bits > 8 and max(int(high) for _, high in image.getextrema()[:3]) < 64:  # type: ignore[misc]
+        raise Dropped("undecodable_image", f"a JPEG 2000 image of {bits} bits with low values: save it as PNG")
+
+
 def _is_wide(image: Image.Image) -> bool:
     return image.mode in ("I", "F") or image.mode.startswith("I;16")
 
 
 def _scale_colours(image: Image.Image, data: bytes) -> None:
     """Scale decoded 16-bit colours, and their transparency, by their range, as greys are."""
-    upper = np.asarray(image)
-    if min(int(upper[..., :3].max()), int(upper[..., 3:].max(initial=255))) >= 64:
+    upper, clear = np.asarray(image), image.info.pop("transparency", None)
+    if clear is None and min(int(upper[..., :3].max()), int(upper[..., 3:].max(initial=255))) >= 64:
         return  # all 16 bits are used
     lower = Image.open(io.BytesIO(data), formats=FORMATS)
     for number, tile in enumerate(lower.tile):  # with the bytes swapped, Pillow keeps the lower 8; of grey, all bytes
@@ -282,8 +267,11 @@ def _scale_colours(image: Image.Image, data: bytes) -> None:
         mode = "RGBA" if (grey := mode.startswith("LA")) else mode[:-1] + ("L" if mode[-1] == "B" else "B")
         lower.tile[number] = tile._replace(args=(mode, *rest) if rest else mode)
     values = upper.astype(np.uint16) << 8 | np.asarray(lower)[..., [1, 1, 1, 3] if grey else slice(None)]
-    parts = [_narrowed(part) for part in (values[..., :3], values[..., 3:]) if part.size]
+    seen = np.ones(values.shape[:2], bool) if clear is None else (values != np.array(clear)).any(axis=2)
+    parts = [_narrowed(part * seen[..., None]) for part in (values[..., :3], values[..., 3:]) if part.size]
     image.paste(Image.fromarray(np.concatenate(parts, axis=2)))
+    if not seen.all():  # of the 16 bits, where Pillow compares the lower 8 of one with the upper of the other
+        image.putalpha(Image.fromarray(seen * np.uint8(255)))
 
 
 def _narrowed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -390,6 +378,8 @@ def eight_bits(image: Image.Image, background: str | None) -> Image.Image:
     `background` is the colour under transparent pixels; None keeps the transparency. Raises Dropped.
     """
     image = loaded(image)
+    if _is_wide(image):
+        image = _narrow(image)
     clear = image.mode in _WITH_ALPHA or "transparency" in image.info
     if not clear or background is not None:
         image = opaque(image, rgb(background or "white"))
@@ -397,14 +387,17 @@ def eight_bits(image: Image.Image, background: str | None) -> Image.Image:
     return image if image.mode in ("RGBA", "LA") else converted(image, "RGBA")
 
 
-try:
-    from torchcodec.decoders import decode_webp
-except (ImportError, OSError, RuntimeError):  # not installed, too old, or built for another torch
-    decode_webp = None
+@cache
+def webp_decoder() -> Any:
+    """torchcodec's decoder of WebP; None if it is not installed, too old, or built for another torch."""
+    try:
+        return import_module("torchcodec.decoders").decode_webp
+    except (ImportError, OSError, RuntimeError, AttributeError):
+        return None
+
 
 FACTORS = (8, 4, 2)  # scales at which libjpeg-turbo decodes fast
 _SPACES = frozenset(("YCbCr", "Gray", "RGB"))  # CMYK and YCCK are left to Pillow
-_EXIF = b"Exif\0\0"
 
 
 class Header(NamedTuple):
@@ -423,22 +416,24 @@ def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Hea
     Raises Dropped: `undecodable_image` or `image_too_large`.
     """
     jpeg = None  # size of a JPEG that simplejpeg decodes
-    if data[:2] == b"\xff\xd8":
+    found = jpeg_header(data) if data[:2] == b"\xff\xd8" else None
+    if found is not None and found.is_plain:  # of others libjpeg-turbo has ended the process
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(data)
             jpeg = (width, height) if space in _SPACES else None
         except ValueError:
             pass  # Pillow tells what is wrong
-    if jpeg is not None and not (upright and _has_exif(data)):
+    if jpeg is not None and not (upright and found is not None and found.exif):
         check_size(jpeg, max_pixels)
         return Header("jpeg", jpeg, 1, True)
     image = opened(data, max_pixels)
     orientation = orientation_of(image) if upright else 1
     if jpeg is not None:
         return Header("jpeg", jpeg, orientation, True)
-    still = image.format == "WEBP" and not getattr(image, "is_animated", False)
-    kind = "webp" if still and decode_webp is not None else "other"
-    return Header(kind, image.size, orientation, image.format in ("JPEG", "MPO"), image)
+    # torchcodec (0.16, 0.17) turns images by EXIF itself, also where the stored pixels are asked for.
+    still = image.format == "WEBP" and not getattr(image, "is_animated", False) and "exif" not in image.info
+    kind = "webp" if still and webp_decoder() is not None else "other"
+    return Header(kind, image.size, orientation, found is not None and found.scales, image)
 
 
 def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixels:
@@ -478,7 +473,7 @@ def _pixels(data: bytes, header: Header, factor: int, space: str) -> Pixels | No
             pixels: Pixels = simplejpeg.decode_jpeg(data, space, fastupsample=True, **least)
             return pixels
         if header.kind == "webp":
-            pixels = decode_webp(data, mode="UNCHANGED").permute(1, 2, 0).numpy()
+            pixels = webp_decoder()(data, mode="UNCHANGED").permute(1, 2, 0).numpy()
             return pixels
     return None
 
@@ -489,15 +484,3 @@ def _by_pillow(data: bytes, header: Header, factor: int, background: Colour) -> 
     if factor > 1:
         image.draft(image.mode, (max(1, header.size[0] // factor), max(1, header.size[1] // factor)))
     return opaque(loaded(image), background)
-
-
-def _has_exif(data: bytes) -> bool:
-    """Whether a JPEG has an EXIF segment before its pixels; searching all of a large file would cost 5% of decoding."""
-    at = 2
-    while (marker := data[at : at + 2]) != b"\xff\xda":  # start of the pixels
-        if marker[:1] != b"\xff" or len(marker) < 2:
-            return _EXIF in data  # not a valid sequence of segments
-        if marker == b"\xff\xe1" and data[at + 4 : at + 10] == _EXIF:
-            return True
-        at += 1 if marker == b"\xff\xff" else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return False

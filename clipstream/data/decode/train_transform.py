@@ -28,6 +28,7 @@ from clipstream.data.decode.images import (
     opened,
     read_header,
     turned,
+    webp_decoder,
     written,
 )
 from clipstream.data.image_settings import MAX_PIXELS, AugmentSettings, rgb
@@ -93,6 +94,7 @@ class TrainTransform:
         self.background, self.upright = rgb(background), upright
         self.jitter = ColourJitter(augment)
         self._make = self._exact if decoder == "exact" else self._fast
+        webp_decoder()  # imported before the workers are forked
         self.lost: tuple[float, float] | None = None
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:

@@ -26,7 +26,8 @@ from clipstream.utils.content import HEAD, IMAGE_NAME, kind
 LONGEST = 90  # bytes of a key
 OTHER = "other."  # before the suffix of a member that training would take for the image or the caption
 LABEL = "cls"
-SUFFIXES = {"JPEG": "jpg", "PNG": "png", "GIF": "gif", "WebP": "webp", "TIFF": "tif", "BMP": "bmp", "AVIF": "avif"}
+SUFFIXES = {"JPEG": "jpg", "PNG": "png", "GIF": "gif", "WebP": "webp", "TIFF": "tif", "BMP": "bmp", "AVIF": "avif",
+            "HEIC": "heic", "JXL": "jxl", "JPEG2000": "jp2", "PPM": "ppm"}  # fmt: skip
 _IMAGES = frozenset(IMAGE_KEY.split(";"))
 _ODD = re.compile(r"[^\w/-]+")
 

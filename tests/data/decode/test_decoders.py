@@ -185,7 +185,7 @@ def test_a_crop_is_made_of_twice_the_pixels_that_it_shows(monkeypatch: pytest.Mo
 
 def test_webp_by_torchcodec_is_pillows() -> None:
     pytest.importorskip("torchcodec")
-    if images.decode_webp is None:
+    if images.webp_decoder() is None:
         pytest.skip("torchcodec does not fit this torch")
     rgb = photograph(200, 150, 0)
     clear = rgb.convert("RGBA")
