@@ -2,15 +2,14 @@
 
 A flag with the name of a flag of open_clip's trainer has the same meaning. What several flags mean together
 (`--batch-size` and `--accum-freq`) is in `translate`. The flags are those of open_clip_train 3.3.0 and of open_clip's
-main branch of June 2026; for those that have no work here, or no equivalent, `notice` and `refusal` give a line.
-`python -m clipstream.open_clip.flags` prints the page that lists the fate of each flag.
+main branch of June 2026; for those without effect here, or without an equivalent, `notice` and `refusal` give a line.
 """
 
 from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -309,95 +308,23 @@ ALIASES = (
            switch=True),
 )  # fmt: skip
 BY_FLAG = {alias.flag: alias for alias in ALIASES}
-
-
-# Of open_clip's main branch, 4.2.0.dev0, commit 89fb801 of 27 June 2026 (open_clip_train/params.py), in its order.
-_MAIN = """
-train-data train-data-upsampling-factors val-data train-num-samples val-num-samples dataset-type audio-ext
-pretrained-audio audio-fill audio-trunc audio-fusion audio-int16-normalize audio-zeroshot-dataset
-audio-zeroshot-split audio-zeroshot-audio-key audio-zeroshot-target-key audio-zeroshot-class-key
-audio-zeroshot-template audio-zeroshot-workers audio-zeroshot-multiprocessing-context audio-multiprocessing-context
-dataset-resampled csv-separator csv-img-key csv-caption-key image-key max-image-pixels text-key json-text-key
-json-text-key-probs imagenet-val imagenet-v2 cache-dir logs log-local name workers batch-size epochs epochs-cooldown
-lr beta1 beta2 eps wd momentum warmup opt opt-kwargs opt-fallback-list text-layer-decay image-layer-decay
-audio-layer-decay wd-exclude text-pooler-own-group use-bn-sync skip-scheduler lr-scheduler lr-cooldown-end
-lr-cooldown-power save-frequency save-most-recent zeroshot-frequency val-frequency val-retrieval-chunk-size
-val-retrieval-precision resume precision model pretrained pretrained-image lock-image lock-image-unlocked-groups
-lock-image-freeze-bn-stats image-mean image-std image-interpolation image-resize-mode aug-cfg grad-checkpointing
-local-loss gather-with-grad force-context-length force-image-size force-quick-gelu force-patch-dropout
-force-custom-text torchcompile torchcompile-strategy torchcompile-backend torchcompile-mode accum-freq device
-dist-url dist-backend report-to wandb-notes wandb-project-name debug copy-codebase ddp-static-graph fsdp
-fsdp-no-reshard-after-forward fsdp-offload-cpu fsdp-checkpoint no-set-device-rank seed grad-clip-norm lock-text
-lock-text-unlocked-layers lock-text-freeze-layer-norm log-every-n-steps log-metric-every-n-steps
-train-loss-ema-samples coca-caption-loss-weight coca-contrastive-loss-weight remote-sync remote-sync-frequency
-remote-sync-protocol delete-previous-checkpoint distill-model distill-pretrained use-bnb-linear siglip
-loss-dist-impl use-naflex force-naflex-vision naflex-num-train-image-tokens naflex-patch-sizes
-naflex-patch-size-probs naflex-seq-lens naflex-seq-len-probs naflex-max-tokens-per-batch naflex-max-text-tokens
-naflex-batch-divisor naflex-loss-scale length-bucketing bucket-pool bucket-chunk bucket-prefetch-pools
-naflex-pad-multiple text-pad-multiple
-"""
-MAIN = tuple(f"--{name}" for name in _MAIN.split())
-RELEASED = ("--horovod", "--torchscript", "--trace")  # of 3.3.0, and no longer in main
-
-NOTICES = {  # no work here: the effect is always there, is chosen without a flag, or concerns open_clip's own means
-    "--local-loss": "the loss is exact on any number of ranks, from local logits",
-    "--gather-with-grad --loss-dist-impl": "the loss is exact on any number of ranks",
-    "--ddp-static-graph": "DDP does not use it",
-    "--use-bn-sync": "batch norm statistics are computed over all ranks",
-    "--lock-image-freeze-bn-stats": "batch statistics of a locked tower are not updated",
-    "--lock-text-freeze-layer-norm": "layer norms of a locked tower are locked",
-    "--save-most-recent": "checkpoints/latest names the newest checkpoint; --checkpoint.keep-last sets how many are "
-    "kept",
-    "--val-retrieval-*": "retrieval scores are exact, in float32, in tiles of bounded memory",
-    "--val-num-samples": "an evaluation counts its samples; --evals.val.max-samples limits them",
-    "--dist-*": "ranks use the address of torchrun or srun, with nccl on GPUs and gloo on CPUs",
-    "--no-set-device-rank": "a rank uses the GPU of its local rank, or the only visible one",
-    "--fsdp-checkpoint": "checkpoints are not sharded, resume on any number of ranks, and are written in the "
-    "background",
-    "--copy-codebase": "metrics.jsonl has the command line and the git commit of each start",
-    "--remote-sync-frequency": "files are copied after each checkpoint (--save-frequency, --checkpoint.every)",
-    "--remote-sync-protocol": "--remote-sync is a URL with its protocol",
-    "--length-bucketing --bucket-*": "the texts of a batch run in buckets by length (--model.text-buckets); the "
-    "order of samples stays random",
-    "--text-pad-multiple": "lengths of text buckets are multiples of 8 (--model.text-buckets)",
-}
-REFUSED = {  # the reason, and what to do
-    "--*audio*": "audio is not supported: train audio models with open_clip_train",
-    "--coca-*": "CoCa's caption loss is not supported: train CoCa with open_clip_train",
-    "--use-naflex --force-naflex-vision --naflex-*": "NaFlex is not supported: use a model of one image "
-    "size (--force-image-size), and --force-patch-dropout to save time",
-    "--use-bnb-linear": "bitsandbytes layers are not supported: use --precision bf16 and --grad-checkpointing to save "
-    "memory",
-    "--fsdp-offload-cpu": "CPU offload is not supported: use more ranks, --grad-checkpointing or a smaller "
-    "--train.micro-batch-size",
-    "--horovod": "Horovod is not supported: start the ranks with torchrun or srun",
-    "--torchscript --trace": "TorchScript is not supported: compile the model with --torchcompile",
-}
-REMARKS = {  # what differs in a flag that is taken, for the table
-    "--dataset-type": "`webdataset-audio` and `synthetic-audio` are refused",
-    "--precision": "`amp` is bfloat16 where the device supports it, else float16 with a scaler; `bf16` and `fp16` keep "
-    "float32 weights under autocast; `pure_fp16` is refused",
-    "--aug-cfg": "timm's augmentation is refused",
-    "--report-to": "wandb and trackio may be used together",
-    "--wd-exclude": "position embeddings have weight decay, as in 3.3.0; `open_clip-main` selects main's rule",
-    "--force-image-size": "two different numbers are refused",
-    "--logs": "`none` is refused",
-    "--max-image-pixels": "default 178,956,970; training only",
-    "--dataset-resampled": "also without the flag; `--dataset-resampled false` reads each shard once per epoch",
-    "--save-frequency": "the newest 3 checkpoints stay (`--checkpoint.keep-last`)",
-    "--resume": "a checkpoint of open_clip (`epoch_N.pt`) is resumed without the moments of its optimizer",
-    "--lr-scheduler": "also linear",
-}
-
-
-def _told(table: Mapping[str, str], flag: str) -> str | None:
-    return next((text for patterns, text in table.items() if any(fnmatchcase(flag, p) for p in patterns.split())), None)
+PAGE = "docs/from-open_clip.md"
+# Flags of open_clip_train that are accepted without effect, and those that are refused.
+UNNEEDED = (
+    "--local-loss", "--gather-with-grad", "--loss-dist-impl", "--ddp-static-graph", "--use-bn-sync",
+    "--lock-image-freeze-bn-stats", "--lock-text-freeze-layer-norm", "--save-most-recent", "--val-retrieval-*",
+    "--val-num-samples", "--dist-*", "--no-set-device-rank", "--fsdp-checkpoint", "--copy-codebase",
+    "--remote-sync-frequency", "--remote-sync-protocol", "--length-bucketing", "--bucket-*", "--text-pad-multiple",
+)  # fmt: skip
+UNSUPPORTED = (
+    "--*audio*", "--coca-*", "--*naflex*", "--use-bnb-linear", "--fsdp-offload-cpu", "--horovod", "--torchscript",
+    "--trace",
+)  # fmt: skip
 
 
 def notice(flag: str) -> str | None:
-    """Why the flag has no work here, or None where it is not one of these."""
-    told = _told(NOTICES, flag)
-    return None if told is None else f"not needed: {told}"
+    """The line about a flag that has no effect here; None for other flags."""
+    return f"not needed: see {PAGE}" if any(fnmatchcase(flag, pattern) for pattern in UNNEEDED) else None
 
 
 def value_notice(flag: str, text: str) -> str | None:
@@ -408,48 +335,6 @@ def value_notice(flag: str, text: str) -> str | None:
 
 
 def refusal(flag: str) -> str | None:
-    """Why the flag is not accepted and what to do, or None where it is not one of open_clip's."""
-    return _told(REFUSED, flag)
-
-
-def fate(flag: str) -> tuple[str, str] | None:
-    """What becomes of a flag, 'taken', 'notice' or 'refused', and the setting, the notice or the reason; else None."""
-    if (alias := BY_FLAG.get(flag)) is not None:
-        keys = ", ".join(f"`{key}`" for key in alias.keys)
-        remark = f"; {REMARKS[flag]}" if flag in REMARKS else ""
-        return ("taken", f"{keys}: {alias.meaning}{remark}")
-    if (text := notice(flag)) is not None:
-        return "notice", text
-    return None if (text := refusal(flag)) is None else ("refused", text)
-
-
-_SECTIONS = {  # kind -> the title of its table, and of its second column
-    "taken": ("Taken with their meaning", "setting"),
-    "notice": ("Not needed, with a notice", "why"),
-    "refused": ("Refused", "why, and what to use"),
-}
-
-
-def table() -> str:
-    """The page that lists all flags with their fate, in Markdown."""
-    rows: dict[str, dict[str, list[str]]] = {kind: {} for kind in _SECTIONS}
-    for flag in (*MAIN, *RELEASED):
-        if (found := fate(flag)) is not None:
-            kind, text = found
-            rows[kind].setdefault(text.removeprefix("not needed: "), []).append(f"`{flag}`")
-    page = f"""\
-# Flags of open_clip_train
-
-<!-- Made by `python -m clipstream.open_clip.flags`; a test compares it. -->
-
-The {len(MAIN)} flags of open_clip's main branch (4.2.0.dev0, commit 89fb801), and {len(RELEASED)} of release 3.3.0.
-[Coming from open_clip_train](from-open_clip.md) shows how to move a job.
-"""
-    for kind, (title, column) in _SECTIONS.items():
-        page += f"\n## {title}: {sum(map(len, rows[kind].values()))}\n\n| flag | {column} |\n|---|---|\n"
-        page += "".join(f"| {', '.join(flags)} | {text} |\n" for text, flags in rows[kind].items())
-    return page
-
-
-if __name__ == "__main__":
-    print(table(), end="")
+    """The error about a flag of open_clip's that is not supported; None for other flags."""
+    known = any(fnmatchcase(flag, pattern) for pattern in UNSUPPORTED)
+    return f"not supported: see {PAGE}" if known else None
