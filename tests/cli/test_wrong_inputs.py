@@ -153,7 +153,7 @@ TABLE: list[tuple[str | list[str], str]] = [
     (["--force-image-size", "64", "32"], "images are square"),
     ("--precision=pure_fp16", "use fp16"),
     ("--logs=None", "a run needs a folder"),
-    (["--naflex-patch-sizes", "16", "32", "--audio-ext", "flac"], "--audio-ext: not supported: see docs/from-open_clip.md"),
+    (["--naflex-patch-sizes", "16", "32", "--audio-ext", "flac"], "--audio-ext: not supported: see docs/from-open_"),
 ]
 
 
