@@ -22,6 +22,19 @@ def flat_lengths(lengths: Any) -> tuple[int, ...]:
     return tuple(chain(*lengths)) if lengths and isinstance(lengths[0], tuple) else tuple(lengths)
 
 
+def hash_rows(ids: torch.Tensor) -> torch.Tensor:
+    """int64 [n], equal for equal rows of token ids [n, T].
+
+    The ids times fixed random odd factors, summed modulo 2^64. Of 2^16 rows, two different ones collide with a
+    probability near 2^-32.
+    """
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (ids.shape[1],), generator=draw) * 2 + 1
+    return (ids.long() * factors.to(ids.device, non_blocking=True)).sum(dim=1)
+
+
 @dataclass(frozen=True)
 class Batch:
     """One rank's part of a global batch, n samples in lane order.

@@ -85,19 +85,71 @@ def stand(queries: torch.Tensor, answers: torch.Tensor, own: torch.Tensor) -> tu
     return ahead, level
 
 
+class EqualCaptions(NamedTuple):
+    """The m captions of this rank, and the M of all ranks, by their texts."""
+
+    of: torch.Tensor  # int64 [M], the text of each caption, in rank order
+    first: torch.Tensor  # int64 [m], the place of the first caption with the same text among the M
+    own: torch.Tensor  # int64 [m], `of` of this rank's
+    copies: torch.Tensor  # int64 [m], number of captions with the text; 0 for one that its image has twice
+
+    @classmethod
+    def find(cls, texts: torch.Tensor, owners: torch.Tensor, world: World) -> EqualCaptions | None:
+        """Compare captions; None if no two images have the same. Collective.
+
+        Args:
+            texts: int64 [m], equal for equal captions.
+            owners: int64 [m], the image of each caption, of this rank.
+        """
+        distinct, of = torch.unique(world.gather_rows(texts), return_inverse=True)
+        start = sum(world.gather_objects(len(texts))[: world.rank])
+        own = of[start : start + len(texts)]
+        pairs, pair = torch.unique(owners * len(distinct) + own, return_inverse=True)
+        if sum(world.gather_objects(len(pairs))) == len(distinct):
+            return None
+        once = _first(pair, len(pairs))[pair] == torch.arange(len(pair), device=pair.device)
+        return cls(of, _first(of, len(distinct))[own], own, of.bincount()[own] * once)
+
+    def limits(self, scores: torch.Tensor, world: World) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best score of an image with the text of each caption, float64 [m], and the number of such images.
+
+        Args:
+            scores: float64 [m], of each caption with its image.
+        """
+        scores = world.gather_rows(torch.where(scores.isnan(), -torch.inf, scores))
+        once = world.gather_rows((self.copies > 0).long())
+        best = torch.full_like(scores, -torch.inf).scatter_reduce(0, self.of, scores, "amax")
+        right = torch.zeros_like(self.of).index_add_(0, self.of, ((scores - best[self.of]).abs() <= TIE) * once)
+        return best[self.own], right[self.own]
+
+
+def _first(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """The first place of each of the numbers below `count`, int64 [count]."""
+    places = torch.arange(len(numbers), device=numbers.device)
+    return places.new_full((count,), len(numbers)).scatter_reduce(0, numbers, places, "amin")
+
+
 def place_pairs(
-    images: torch.Tensor, texts: torch.Tensor, owners: torch.Tensor, world: World, *, rows: int = ROWS
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    owners: torch.Tensor,
+    world: World,
+    *,
+    rows: int = ROWS,
+    equal: EqualCaptions | None = None,
 ) -> tuple[Ranks, Ranks]:
     """Ranks of images' captions among all captions, and of captions' images among all images, of all ranks.
 
-    Of an image, its best caption counts. Each score is computed once for both directions: captions stay on their rank,
-    and tiles of all ranks' images are gathered one after the other. Collective.
+    Of an image, its best caption counts, and of a caption that several images have, its best image. Each score is
+    computed once for both directions: captions stay on their rank, and tiles of all ranks' images are gathered one
+    after the other. Collective.
 
     Args:
         images: [n, D], L2-normalised, of this rank; n may differ between ranks.
         texts: [m, D], L2-normalised, of this rank's images.
         owners: int64 [m], the row of `images` for each caption; each image has a caption.
         rows: captions per tile.
+        equal: the captions that several images have, whose features are equal.
 
     Returns:
         (of this rank's images, of its captions).
@@ -108,7 +160,9 @@ def place_pairs(
     )
     best = own.new_full((len(images),), -torch.inf).scatter_reduce(0, owners, own, "amax")
     right = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    right.index_add_(0, owners, ((own - best[owners]).abs() <= TIE).long())
+    level = (own - best[owners]).abs() <= TIE
+    right.index_add_(0, owners, level.long() if equal is None else level * equal.copies)
+    own, images_right = (own, None) if equal is None else equal.limits(own, world)
     of_texts = torch.zeros((2, len(texts)), dtype=torch.int64, device=texts.device)
     of_images = torch.zeros((2, len(images)), dtype=torch.int64, device=images.device)
     counts = world.gather_objects(len(images))
@@ -123,7 +177,8 @@ def place_pairs(
             Tile(texts[part], block).count(own[part], limits, of_texts[:, part], of_block)
         before = sum(held[: world.rank])
         of_images[:, some] = world.all_reduce_sum(of_block)[:, before : before + held[world.rank]]
-    return Ranks(of_images[0], of_images[1], right), Ranks(of_texts[0], of_texts[1], of_texts[1].clamp(max=1))
+    images_right = of_texts[1].clamp(max=1) if images_right is None else images_right
+    return Ranks(of_images[0], of_images[1], right), Ranks(of_texts[0], of_texts[1], images_right)
 
 
 def products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from clipstream.data.batch import Batch
+from clipstream.data.batch import Batch, hash_rows
 from clipstream.data.decode.labels import compare_groups
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
@@ -264,11 +264,7 @@ def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss
 
 
 def _labels(batch: Batch, by: str) -> torch.Tensor:
-    """int64 [n], equal for duplicates.
-
-    For captions, a hash: the ids times fixed random odd factors, summed modulo 2^64. In a batch of 2^16 captions, two
-    different ones collide with a probability near 2^-32.
-    """
+    """int64 [n], equal for duplicates."""
     if by == "pictures":
         if batch.pictures is None:
             raise SettingsError("loss.duplicates_by: pictures requires batches with image checksums; use captions")
@@ -276,9 +272,7 @@ def _labels(batch: Batch, by: str) -> torch.Tensor:
     if by == "groups":
         assert batch.groups is not None, "see __call__"
         return batch.groups
-    draw = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (batch.ids.shape[1],), generator=draw) * 2 + 1
-    return (batch.ids.long() * factors.to(batch.ids.device, non_blocking=True)).sum(dim=1)
+    return hash_rows(batch.ids)
 
 
 def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> None:

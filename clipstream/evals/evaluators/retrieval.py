@@ -1,8 +1,9 @@
 """Image-text retrieval: R@1, R@5, R@10 and median rank in both directions over all images and captions of a source.
 
-An image may have any number of captions; one of them among the first k is a hit, as in CLIP_benchmark. Equal captions
-of different images are different answers. Samples with the same image file are one image with the captions of all, but
-for data sets in CLIP_benchmark's layout, which it evaluates as they are. For ties and memory see `evals.metrics`.
+An image may have any number of captions; one of them among the first k is a hit, as in CLIP_benchmark. Samples with the
+same image file are one image with the captions of all, and a caption (the same token ids) that several images have is
+right for all of them, but for data sets in CLIP_benchmark's layout, which it evaluates as they are. For ties and memory
+see `evals.metrics`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Iterator
 
 import torch
 
+from clipstream.data.batch import hash_rows
 from clipstream.data.decode.labels import NO_CAPTION, CaptionsEncoder, CaptionsField
 from clipstream.data.sources.tars import RETRIEVAL, of_source
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import Kept, Matches, Wording, show_retrieval
-from clipstream.evals.metrics import Ranks, place_pairs
+from clipstream.evals.metrics import EqualCaptions, Ranks, place_pairs
 from clipstream.evals.settings import RetrievalSettings, source_of
 from clipstream.utils.logs import logger
 
@@ -26,7 +28,7 @@ MOST_CAPTIONS = 64  # of an image
 
 class Retrieval:
     """Yields image_to_text_R@k and text_to_image_R@k for k = 1, 5, 10, image_to_text_median_rank and
-    text_to_image_median_rank (from 1), n (images), captions and chance_R@1 (1/n, for both directions).
+    text_to_image_median_rank (from 1), n (images), captions and chance_R@1 (both directions; 1/n if captions differ).
 
     Raises SettingsError: no data are set, or a data set in CLIP_benchmark's layout is missing.
     """
@@ -37,14 +39,14 @@ class Retrieval:
         benchmark = of_source(self.source.shards, self.source.type)
         own = benchmark is not None and not settings.captions and benchmark.kind == RETRIEVAL
         self.all, self.groups = settings.captions == "all" or own, benchmark is None
-        self.told = False  # whether the user knows that images are shared
+        self.told = False  # whether the user knows that images or captions are shared
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate. Collective. Raises DataError: no usable pair, or an image with too many captions."""
         settings, length = self.settings, context.tokenizer.context_length
         target = CaptionsField(self.source.caption) if self.all else None
         encoder = CaptionsEncoder(context.tokenizer, MOST_CAPTIONS) if self.all else None
-        images, texts, counts, ids, checksums = [], [], [], [], []
+        images, texts, counts, ids, hashes, checksums = [], [], [], [], [], []
         kept, matches, wording = Kept(context), Matches(context, settings.prompts), Wording(context)
         for batch in context.batches(
             self.source, settings.batch_size, target=target, tokenizer=encoder, max_samples=settings.max_samples
@@ -56,6 +58,7 @@ class Retrieval:
             images.append(context.encode_image(batch.images))
             texts += [context.encode_text(some) for some in torch.split(captions[there], settings.batch_size)]
             counts.append(there.sum(dim=1))
+            hashes.append(hash_rows(captions[there]))
             kept.add(batch)
             words = batch.captions or [""] * len(batch)
             matches.add(images[-1], batch, lambda i, of=batch.ids, words=words: context.shown(words[i], of[i][:length]))  # type: ignore[misc]
@@ -67,51 +70,66 @@ class Retrieval:
         of_each = torch.cat([none, *counts]).to(device)
         owners = torch.arange(len(of_each), device=device).repeat_interleave(of_each)
         tokens = torch.cat([torch.zeros((0, length), dtype=torch.int32), *ids]).to(device)
+        same, equal, said = torch.cat([none, *hashes]).to(device), None, []
         if self.groups:
             files = context.world.gather_rows(torch.cat([none, *checksums]).to(device))
             count = len(torch.unique(files))
             if count < len(files):
-                own, pairs, owners, tokens = share_images(pairs, owners, tokens, files, context.world)
+                own, here, owners = share_images(owners, len(pairs[0]), files, context.world)
+                pairs = [pairs[0][own], context.world.gather_rows(pairs[1])[here]]
+                same = context.world.gather_rows(same)[here]
+                tokens = context.world.gather_rows(tokens)[here] if context.examples_wanted else tokens
                 kept.only(own)
-                if context.world.is_main and context.AT_MOST is None and not self.told:
-                    self.told = True
-                    logger.info(
-                        f"evaluation {context.name!r}: {len(files):,} samples have {count:,} different images: "
-                        "samples with the same image count as one image with several captions"
-                    )
+                said.append(
+                    f"{len(files):,} samples have {count:,} different images: "
+                    "samples with the same image count as one image with several captions"
+                )
+            if (equal := EqualCaptions.find(same, owners, context.world)) is not None:
+                pairs[1] = context.world.gather_rows(pairs[1])[equal.first]  # of copies they differ by rounding
+                times = equal.of.bincount()
+                said.append(
+                    f"{len(equal.of):,} captions have {len(times):,} different texts, one of them "
+                    f"{int(times.max()):,} times: a text counts as right for each image that has it"
+                )
+            for text in said if context.world.is_main and context.AT_MOST is None and not self.told else ():
+                logger.info(f"evaluation {context.name!r}: {text}")
+                self.told = True
         if context.examples_wanted:
             show_retrieval(context, kept, pairs, owners, tokens, wording)
             matches.show()
-        yield from recalls(pairs[0], pairs[1], context.world, owners=owners)
+        yield from recalls(pairs[0], pairs[1], context.world, owners=owners, equal=equal)
 
 
 def share_images(
-    pairs: list[torch.Tensor], owners: torch.Tensor, ids: torch.Tensor, files: torch.Tensor, world: World
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """(own, pairs, owners, ids) with each image once, on the rank of its first sample, and its captions there too.
-
-    `own`, bool [n], tells which images stay. Every rank holds all captions' features for a moment. Collective.
+    owners: torch.Tensor, count: int, files: torch.Tensor, world: World
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Leave each image once, on the rank of its first sample, with its captions. Collective.
 
     Args:
-        pairs: images [n, D] and texts [m, D] of this rank.
         owners: int64 [m], the image of each caption.
-        ids: int [m, T] of the captions, or [0, T].
+        count: images of this rank, n.
         files: int64 [N], checksums of the image files of all ranks' images, in rank order.
+
+    Returns:
+        (bool [n], which images stay; bool [M], which of all ranks' captions are theirs; the new `owners` of these).
     """
-    images, texts = pairs
-    start = sum(world.gather_objects(len(images))[: world.rank])
+    start = sum(world.gather_objects(count)[: world.rank])
     distinct, same = torch.unique(files, return_inverse=True)
     samples = torch.arange(len(files)).to(same)
     first = torch.full_like(distinct, len(files)).scatter_reduce(0, same, samples, "amin")[same]  # with its image
-    own = (first == samples)[start : start + len(images)]
+    own = (first == samples)[start : start + count]
     of_texts = world.gather_rows(first[start + owners]) - start
-    here = (of_texts >= 0) & (of_texts < len(images))
-    ids = ids[here] if len(ids := world.gather_rows(ids)) else ids
-    return own, [images[own], world.gather_rows(texts)[here]], (own.cumsum(0) - 1)[of_texts[here]], ids
+    here = (of_texts >= 0) & (of_texts < count)
+    return own, here, (own.cumsum(0) - 1)[of_texts[here]]
 
 
 def recalls(
-    images: torch.Tensor, texts: torch.Tensor, world: World, *, owners: torch.Tensor | None = None
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    world: World,
+    *,
+    owners: torch.Tensor | None = None,
+    equal: EqualCaptions | None = None,
 ) -> Iterator[tuple[str, float]]:
     """Yields (name, value) as `Retrieval`, over all ranks' images and captions. Collective.
 
@@ -119,11 +137,12 @@ def recalls(
         images: [n, D], L2-normalised, of this rank.
         texts: [m, D], L2-normalised, of this rank.
         owners: int64 [m], the row of `images` for each caption; by default caption i belongs to image i.
+        equal: the captions that several images have, whose features are equal.
     """
     if owners is None:
         owners = torch.arange(len(texts), device=texts.device)
     n, captions = (sum(world.gather_objects(len(rows))) for rows in (images, texts))
-    of_images, of_texts = place_pairs(images, texts, owners, world)
+    of_images, of_texts = place_pairs(images, texts, owners, world, equal=equal)
     ways = (("image_to_text", of_images, n, captions), ("text_to_image", of_texts, captions, n))
     for way, places, queries, _ in ways:
         found = world.all_reduce_sum(torch.stack([places.hits(k).sum() for k in KS]))
@@ -133,7 +152,8 @@ def recalls(
         yield f"{way}_median_rank", median(places, answers, world)
     yield "n", n
     yield "captions", captions
-    yield "chance_R@1", 1 / n
+    right = captions if equal is None else int(world.all_reduce_sum(equal.copies.sum()))  # of all pairs
+    yield "chance_R@1", right / (n * captions)
 
 
 def median(places: Ranks, answers: int, world: World) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from open_clip_train.train import get_clip_metrics
+from PIL import Image
 
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import CUT
@@ -19,7 +22,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals import metrics
 from clipstream.evals.evaluators.retrieval import Retrieval, recalls
-from clipstream.evals.metrics import TIE, Ranks, place_pairs
+from clipstream.evals.metrics import TIE, EqualCaptions, Ranks, place_pairs
 from clipstream.evals.settings import RetrievalSettings
 from tests.support.evaluating import context_of, tiny_towers
 from tests.support.pictures import ByteTokenizer, make_shards, picture
@@ -107,6 +110,60 @@ def test_near_scores_are_told_apart_in_float64(noise: float, dense: bool, monkey
     assert expected[0].level.max() > 1 and (images @ texts.T).min() > 0.9999
 
 
+def metrics_of_equal(
+    images: torch.Tensor, texts: torch.Tensor, owners: list[int], words: list[int]
+) -> dict[str, float]:
+    """By the whole matrix: a caption is right for each image that has one with the same words."""
+    has = [{words[t] for t in range(len(words)) if owners[t] == i} for i in range(len(images))]
+    right = np.array([[words[t] in has[i] for i in range(len(images))] for t in range(len(words))])
+    scores = (texts.double() @ images.double().T).numpy()
+    found = {"chance_R@1": right.mean()}
+    for way, of, good in (("text_to_image", scores, right), ("image_to_text", scores.T, right.T)):
+        best = np.where(good, of, -9).max(axis=1, keepdims=True)
+        ahead, level = (of - best > TIE).sum(axis=1).tolist(), np.abs(of - best) <= TIE
+        counts = list(zip(ahead, level.sum(axis=1).tolist(), (level & good).sum(axis=1).tolist(), strict=True))
+        for k in (1, 5, 10):
+            slots = [min(max(k - a, 0), n) for a, n, _ in counts]
+            misses = [math.comb(n - r, s) / math.comb(n, s) for s, (_, n, r) in zip(slots, counts, strict=True)]
+            found[f"{way}_R@{k}"] = 1 - np.mean(misses)
+        found[f"{way}_median_rank"] = np.median([a + (n + 1) / (r + 1) for a, n, r in counts])
+    return found
+
+
+def recalls_of_equal(
+    world: World, images: torch.Tensor, texts: torch.Tensor, owners: torch.Tensor, words: torch.Tensor
+) -> tuple[dict[str, float], int]:
+    mine = part(world, images)
+    start = sum(world.gather_objects(len(mine))[: world.rank])
+    own = (owners >= start) & (owners < start + len(mine))
+    equal = EqualCaptions.find(words[own], owners[own] - start, world)
+    assert equal is not None and torch.equal(world.gather_rows(texts[own])[equal.first], texts[own])
+    return dict(recalls(mine, texts[own], world, owners=owners[own] - start, equal=equal)), int(own.sum())
+
+
+@pytest.mark.parametrize(("size", "several"), [(1, False), (2, True), (3, True)])
+def test_a_caption_of_several_images_is_right_for_each(size: int, several: bool) -> None:
+    """Also if an image has other captions, or the same one twice, and if two texts have the same features."""
+    draw = torch.Generator().manual_seed(size)
+    n, kinds = 47, 9
+    images = torch.nn.functional.normalize(torch.randn(n, 6, generator=draw), dim=1)
+    images[5] = images[4]
+    owners = torch.arange(n).repeat_interleave(torch.randint(1, 4, (n,), generator=draw) if several else 1)
+    words = torch.randint(0, kinds, (len(owners),), generator=draw)
+    words[: kinds // 2] = torch.arange(kinds // 2) + kinds  # which no other has
+    rows = torch.nn.functional.normalize(torch.randn(2 * kinds, 6, generator=draw), dim=1)
+    rows[1] = rows[0]
+    expected = metrics_of_equal(images, rows[words], owners.tolist(), words.tolist())
+    parts = run_ranks(size, recalls_of_equal, images, rows[words], owners, words)
+    assert sum(count for _, count in parts) == len(owners)
+    for found, _ in parts:
+        assert found["captions"] == len(owners) and found["n"] == n
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, abs=1e-12), name
+    assert EqualCaptions.find(torch.arange(n), torch.arange(n), World()) is None
+    assert EqualCaptions.find(torch.tensor([3, 3, 4]), torch.tensor([0, 0, 1]), World()) is None  # twice for one image
+
+
 def test_a_collapsed_model_scores_chance_and_one_of_no_numbers_nothing() -> None:
     same, nan = torch.nn.functional.normalize(torch.ones(40, 8), dim=1), torch.full((40, 8), torch.nan)
     result, none = dict(recalls(same, same, World())), dict(recalls(nan, nan, World()))
@@ -150,6 +207,38 @@ def evaluate_rows(world: World, shards: str, captions: Literal["all"] | None) ->
     assert shown or not world.is_main or shards.endswith(".csv"), "the table is one shard, of another rank"
     assert all(" of 40" in e.note for e in context.examples)
     return found
+
+
+def png(image: Image.Image) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def evaluate_equal(world: World, shards: str) -> dict[str, float]:
+    """With towers that know the caption of each image: by the letter of a text, and the grey of an image."""
+    settings = RetrievalSettings(data=SourceSettings(shards=shards, caption=CAPTION), batch_size=7)
+    context = context_of(world)
+    place = torch.eye(5)
+    context.encode_image = lambda images: place[(images.double().mean(dim=(1, 2, 3)) / 255 * 4).round().long()]  # type: ignore[method-assign]
+    context.encode_text = lambda ids: place[ids[:, 0].long() - ord("a")]  # type: ignore[method-assign]
+    return dict(Retrieval(settings)(context))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_captions_that_repeat_are_told_and_count(tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    """40 images with 5 captions: the own image alone would be 12.5% for towers that tell captions apart."""
+    grey = [Image.new("RGB", (32 + n, 32), (255 * (n % 5) // 4,) * 3) for n in range(40)]
+    rows = [{"__key__": f"{n:02d}", "jpg": png(image), "txt": "abcde"[n % 5]} for n, image in enumerate(grey)]
+    for shard in range(4):
+        write_tar(tmp_path / f"{shard}.tar", rows[10 * shard : 10 * shard + 10])
+    with caplog.at_level("INFO"):
+        results = run_ranks(size, evaluate_equal, f"{tmp_path}/{{0..3}}.tar")
+    for found in results:
+        assert found["n"] == found["captions"] == 40 and found["chance_R@1"] == 0.2
+        assert found["image_to_text_R@1"] == found["text_to_image_R@1"] == 1.0
+        assert found["image_to_text_median_rank"] == found["text_to_image_median_rank"] == 1.0
+    assert size > 1 or "40 captions have 5 different texts, one of them 8 times: a text counts as right" in caplog.text
 
 
 @pytest.mark.parametrize("size", [1, 3])
