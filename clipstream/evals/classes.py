@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
+from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.class_names import OF_OPEN_CLIP, class_names, unreadable_names
 from clipstream.data.settings import SourceSettings
+from clipstream.data.sources.folders import check_folders, class_folders
 from clipstream.data.sources.tars import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError
-from clipstream.evals.settings import LabelledSettings, ZeroShotSettings
+from clipstream.evals.settings import LabelledSettings, ZeroShotSettings, sources_of
 from clipstream.text import listed, printable
 from clipstream.utils.logs import logger
 
@@ -106,7 +109,17 @@ class Labelling:
         labels: Labels | None = getattr(settings, "labels", None)
         if labels is None:
             labels = "multi_hot" if benchmark is not None and benchmark.kind == MULTILABEL else "one"
-        return cls(settings.label, labels, None if spec is None else class_names(spec))
+        names, label = None if spec is None else class_names(spec), settings.label
+        sources = sources_of(settings).values() if "cls" in split_keys(label) else ()
+        if folders := [found for one in sources if (found := class_folders(one)) is not None]:
+            every = sorted({*chain(*folders)})
+            named = not all(map(str.isdecimal, every))  # the names of the folders are the labels
+            if names is not None:
+                check_folders(every, names)
+            elif named and len(folders) == len(sources):
+                names = every
+            label = f"class;{label}" if named and names is not None else label
+        return cls(label, labels, names)
 
     @property
     def named(self) -> list[str]:

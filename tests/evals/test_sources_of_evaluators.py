@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources import Source
 from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
+from clipstream.evals.evaluators.frozen_features import Neighbours
 from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.evaluators.zero_shot import ZeroShot
-from clipstream.evals.settings import RetrievalSettings, ZeroShotSettings
+from clipstream.evals.settings import NeighboursSettings, RetrievalSettings, ZeroShotSettings
 from tests.support.evaluating import context_of
 from tests.support.pictures import make_shards, picture
 
@@ -60,6 +64,54 @@ def test_labels_in_every_form(place: Path) -> None:
         (f"{place}/rows.jsonl", "number"),
     ):
         assert zero_shot(shards, label=label) == pytest.approx(expected, abs=1e-9), (shards, label)
+
+
+def linked(place: Path, *names: str) -> str:
+    """The class folders under other names, in the order of CLASSES."""
+    folder = place / "-".join(names).replace(" ", "_")
+    folder.mkdir()
+    for name, of in zip(names, CLASSES, strict=True):
+        (folder / name).symlink_to(place / "folder" / of)
+    return f"folder:{folder}"
+
+
+def test_a_class_folder_has_the_class_of_its_name_or_of_its_number(place: Path, tmp_path: Path) -> None:
+    """torchvision 0.25's ImageFolder numbers folders in the order of names, where 10 comes before 2."""
+    expected = zero_shot(f"{place}/tars/*.tar")
+    many = [*CLASSES[:2], *(f"class {number}" for number in range(2, 10)), CLASSES[2]]
+    padded = zero_shot(linked(place, "00", "01", "10"), classes=many)
+    assert (
+        zero_shot(linked(place, "0", "1", "10"), classes=many)
+        == padded
+        != zero_shot(linked(place, "0", "1", "2"), classes=many)
+    )
+    assert zero_shot(linked(place, "000", "001", "002")) == pytest.approx(expected, abs=1e-9)
+    shuffled = [CLASSES[1], "a_Bird seen", CLASSES[0], CLASSES[2]]
+    assert zero_shot(f"folder:{place}/folder", classes=shuffled)["top1"] == pytest.approx(
+        zero_shot(f"{place}/rows.csv", label="kind", classes=shuffled)["top1"]
+    )
+    for names, classes, said in (
+        (("1", "2", "3"), CLASSES, r"1 of the folders are none of the 3 classes: '3'\. .* from 0: rename"),
+        (("x", "y", CLASSES[0]), CLASSES, "2 of the folders are none of the 3 classes: 'x', 'y'"),
+        (("1", "01", "2"), CLASSES, "two folders have one number"),
+    ):
+        shards = linked(place, *names)
+        with pytest.raises(SettingsError, match=said):
+            zero_shot(shards, classes=classes)
+    label = {"type": "label", "classes": CLASSES}
+    with pytest.raises(SettingsError, match="'3'"):
+        Source(SourceSettings.model_validate({"shards": f"folder:{place}/1-2-3", "caption": label}))
+
+
+def test_class_folders_of_two_sets_have_the_classes_of_their_names(place: Path) -> None:
+    part = linked(place, "b", "c", "d").removeprefix("folder:")
+    (Path(part) / "b").unlink()
+    told = {"data": {"shards": part}, "train_shards": f"{place}/b-c-d-all", "k": 1}
+    (place / "b-c-d-all").mkdir()
+    for name, of in zip("bcd", CLASSES, strict=True):
+        (place / "b-c-d-all" / name).symlink_to(place / "folder" / of)
+    found = dict(Neighbours(NeighboursSettings.model_validate(told))(context_of(World())))
+    assert found["top1"] == 1  # numbers in the order of names would be 0 and 1, of b and c
 
 
 def test_several_labels_in_every_form(place: Path) -> None:

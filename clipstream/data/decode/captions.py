@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 from pydantic_core import from_json
 
-from clipstream.data.decode.class_names import class_names, number_of, prompt_templates
+from clipstream.data.decode.class_names import class_names, folded, number_of, prompt_templates
 from clipstream.data.json_path import ABSENT as ABSENT
 from clipstream.data.json_path import parse_path, structure, value_at, values_at
 from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
@@ -411,7 +411,7 @@ class LabelText(_Field):
         self.members = self._label.members
         self._templates = prompt_templates(settings.templates)
         self._names = None if settings.classes is None else class_names(settings.classes)
-        self._folded = {name.strip().casefold(): name for name in self._names or ()}
+        self._folded = {folded(name): name for name in self._names or ()}
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
         name = self._name(self._label(sample, None))
@@ -429,9 +429,8 @@ class LabelText(_Field):
             if number is not None:
                 raise Dropped("no_label", f"{label} is a number: set the names of the classes with caption.classes")
             return label.replace("_", " ")
-        for written in (label, label.replace("_", " ")):
-            if (name := self._folded.get(written.casefold())) is not None:
-                return name
+        if (name := self._folded.get(folded(label))) is not None:
+            return name
         if number is None or not 0 <= number < len(self._names):
             raise Dropped("no_label", f"{label!r} is none of the {len(self._names):,} classes of caption.classes")
         return self._names[number]

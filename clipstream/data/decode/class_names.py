@@ -153,6 +153,11 @@ def _in_order(keys: Sequence[str], texts: Sequence[Any]) -> list[Any]:
     return [by_number[number] for number in range(len(texts))]
 
 
+def folded(name: str) -> str:
+    """A class name for comparisons, which ignore case and take _ as a space."""
+    return name.strip().casefold().replace("_", " ")
+
+
 def number_of(label: str) -> int | None:
     """The whole number that a label is: of 3, 03, 3.0 and 3e0 it is 3, of true 1, of false 0; None if it is none."""
     label = label.strip().casefold()

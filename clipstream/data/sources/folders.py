@@ -4,9 +4,9 @@ Tars and tables in a folder are shards of their own types. Image files with text
 samples of image and text, in blocks as those of a table. Other images stand in one folder per class, as in
 torchvision's ImageFolder; a class is a shard.
 
-`folder:PATH` numbers the classes in the order of their names. `imagenet:PATH` takes folders named by ImageNet's synsets
-(n01440764 …), or by numbers as in ImageNet-V2, and labels each with its number in ImageNet, also if only some of the
-classes are there.
+`folder:PATH` gives classes the numbers that are their names, or else numbers in the order of names. `imagenet:PATH`
+takes folders named by ImageNet's synsets (n01440764 …), or by numbers as in ImageNet-V2, and labels each with its
+number in ImageNet, also if only some of the classes are there.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ import yaml
 from braceexpand import braceexpand
 
 from clipstream.data.decode.captions import json_object, split_keys
+from clipstream.data.decode.class_names import class_names, folded
 from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
 from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
-from clipstream.data.sources import OpenShard, SourceContext, SourceType
+from clipstream.data.sources import OpenShard, SourceContext, SourceType, entries
+from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.shard_url import ShardURL, table_format, with_variables
 from clipstream.storage.tar import Place, SampleRef, ShardIndex
-from clipstream.text import counted
+from clipstream.text import counted, listed, printable
 from clipstream.utils.content import open_text
 from clipstream.utils.logs import logger
 from clipstream.utils.section import with_home
@@ -288,6 +290,33 @@ def _energon_splits(folder: str) -> dict[str, str]:
     return {}
 
 
+def class_folders(settings: SourceSettings) -> set[str] | None:
+    """Names of the folders of a source; None where the source is more than folders of classes.
+
+    Raises SettingsError: as `entries` and `FolderSource.list_shards`.
+    """
+    found: set[str] = set()
+    for name, entry in entries(settings.shards, settings.type, evaluates=True, image_key=settings.image_key):
+        path = entry.partition(":")[2]
+        if name != "folder" or contents(path, settings.image_key, True).kind != "classes":
+            return None
+        found |= {*_numbers("folder", Path(path), split_keys(settings.image_key))}
+    return found
+
+
+def check_folders(folders: Iterable[str], classes: Sequence[str]) -> None:
+    """Raises SettingsError: a folder has neither the name nor the number of a class."""
+    names, wrong = {*map(folded, classes)}, []
+    for one in sorted(folders):
+        if int(one) >= len(classes) if one.isdecimal() else folded(one) not in names:
+            wrong.append(repr(printable(one, 60)))
+    if wrong:
+        raise SettingsError(
+            f"classes: {len(wrong)} of the folders are none of the {len(classes)} classes: {listed(wrong, 3)}. A "
+            "folder is the class of its name, or of its number, from 0: rename the folders or the classes"
+        )
+
+
 class FolderSource(SourceType):
     """The shards of `folder:PATH` or `imagenet:PATH`: `SCHEME:PATH/CLASS`, or blocks `folder:PATH#FIRST-LAST` of images
     with texts beside them.
@@ -296,6 +325,7 @@ class FolderSource(SourceType):
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
         self._image_key, self._image_keys = settings.image_key, split_keys(settings.image_key)
         self._blocks: dict[str, tuple[str, range, Contents]] = {}
+        self._caption = settings.caption
 
     def list_shards(self, spec: str) -> Sequence[str]:
         """The classes in the order of their names, or blocks of images in the order of their paths.
@@ -318,7 +348,10 @@ class FolderSource(SourceType):
             return list(named)
         if not root.is_dir():
             raise SettingsError(f"{spec}: the folder {root} does not exist")
-        return [f"{scheme}:{root / name}" for name in _numbers(scheme, root, self._image_keys)]
+        numbers = _numbers(scheme, root, self._image_keys)
+        if scheme == "folder" and isinstance(self._caption, LabelCaption) and self._caption.classes is not None:
+            check_folders({name for name in numbers if name.isdecimal()}, class_names(self._caption.classes))
+        return [f"{scheme}:{root / name}" for name in numbers]
 
     def open(self, shard: str) -> OpenShard:
         if shard not in self._blocks:
@@ -438,7 +471,13 @@ def _numbers(scheme: str, root: Path, image_keys: tuple[str, ...]) -> dict[str, 
             )
         logger.warning(said)
     if scheme == "folder":
-        return {name: number for number, name in enumerate(folders)}
+        if not all(map(str.isdecimal, folders)):
+            return {name: number for number, name in enumerate(folders)}
+        if len({*map(int, folders)}) < len(folders):
+            raise SettingsError(
+                f"folder:{root}: two folders have one number, as 1 and 01: each is the class of its number"
+            )
+        return {name: int(name) for name in folders}
     known = {str(n): n for n in range(IMAGENET_CLASSES)}
     # Read without importing timm, which imports torch.
     spec = importlib.util.find_spec("timm")
