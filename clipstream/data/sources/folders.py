@@ -147,6 +147,7 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
                 break
         kind = _kind(folder, files, image_keys)
         if kind == "classes":
+            _tell_unused(folder, (file for file in files if _suffix(file) not in image_keys))
             return Contents(kind, what="images in one folder per class")
         if len(files) >= LOOKED:
             files = list(chain.from_iterable(levels(folder, seen)))
@@ -154,6 +155,8 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
         raise SettingsError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
     if kind == "pairs":
         pairs = _pairs(files, image_keys)
+        read = {f"{stem}.{end}" for stem, ends in pairs.items() for end in ends}
+        _tell_unused(folder, (file for file in files if file not in read))
         chosen, split = _of_split(path, pairs, kind, evaluates)
         suffixes = [pairs[key] for key in chosen]
         found = Contents(kind, chosen, suffixes, split, f"{counted(len(chosen), 'image', ',')} with texts beside them")
@@ -165,6 +168,14 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
         paths = [os.path.join(folder, file) for file in chosen]
         found = Contents(kind, paths, split=split, what=counted(len(chosen), kind.removesuffix("s"), ","))
     return found._replace(what=f"{found.what} (split {split})") if split else found
+
+
+def _tell_unused(folder: str, files: Iterable[str]) -> None:
+    """Warn of files that are neither images nor texts of images; tables and tars are told of elsewhere."""
+    left = Counter(f".{_suffix(file)}" for file in files if not table_format(file) and not _TAR.fullmatch(file))
+    if left:
+        ends = ", ".join(f"{count:,} {suffix}" for suffix, count in left.most_common(5))
+        _warn_once(f"{folder}: {counted(left.total(), 'file', ',')} not used: {ends}{', …' if len(left) > 5 else ''}")
 
 
 def levels(root: str, seen: dict[str, int]) -> Iterator[list[str]]:

@@ -95,6 +95,21 @@ def test_a_folder_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path, name
         Source(SourceSettings(shards=write(tmp_path, *names)))
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("a.jpg", "a.txt", "b.JPG", "b.txt", "a.MOV", "b.mov", "c.txt"), "3 files not used: 2 .mov, 1 .txt"),
+        (("cat/1.jpg", "cat/1.aae", "dog/2.jpg", "dog/3.cr2"), "2 files not used: 1 .aae, 1 .cr2"),
+        (("a.HEIC", "a.txt", "b.jpg", "b.txt"), ""),
+    ],
+)
+def test_files_that_nothing_uses_are_counted_by_suffix(
+    tmp_path: Path, names: tuple[str, ...], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    contents(folder := write(tmp_path / "held", *names))
+    assert [one.getMessage() for one in caplog.records] == ([f"{folder}: {said}"] if said else [])
+
+
 @pytest.mark.parametrize("stray", ["labels.csv", "config.json", "all.tar"])
 def test_a_file_beside_many_pairs_is_left_out(tmp_path: Path, stray: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = write(tmp_path / "held", stray, *MANY)
