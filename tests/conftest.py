@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from clipstream.distributed.signals import SIGNALS
 from clipstream.utils.logs import on_terminal
 from tests.support.environment import hide
 
 HOME = hide()  # before a test module imports torch or the Hub's client
-HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+HANDLERS = {number: signal.getsignal(number) for number in SIGNALS}
 
 with suppress(ImportError):  # tests/gpu runs without
     from hypothesis import settings

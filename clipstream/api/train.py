@@ -50,7 +50,7 @@ def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -
         SettingsError: the settings are wrong; the message has a line for each mistake.
         DataError: the data have no usable sample, fail too often or stall.
         DivergedError: the loss is not finite.
-        Stopped: SIGTERM or SIGUSR1 stopped the run, which is saved.
+        Stopped: SIGTERM, SIGUSR1 or SIGHUP stopped the run, which is saved.
         KeyboardInterrupt: Ctrl-C stopped the run, which is saved if a step was completed.
 
     Examples:

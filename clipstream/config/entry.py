@@ -155,7 +155,8 @@ def entry_point(body: Callable[[list[str]], int]) -> Callable[..., int]:
 def handle_signals(verb: str) -> None:
     """Handle the signals of this process from its start until the verb handles them; called by the process's `main`.
 
-    Training ends with one line and exit code 75. SIGTERM raises SystemExit in verbs that write files by themselves.
+    Training ends with one line and exit code 75. SIGTERM and SIGHUP raise SystemExit in verbs that write files by
+    themselves.
     Ctrl-C raises KeyboardInterrupt in all verbs but training. A signal that the parent process ignores stays ignored,
     as Ctrl-C in a shell's background jobs.
     """
@@ -166,12 +167,15 @@ def handle_signals(verb: str) -> None:
         for number in SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, end)
-    elif verb in ("bench", "export", "filter", "search") and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _stop)
+    elif verb in ("bench", "export", "filter", "search"):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    print("stopped by SIGTERM", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     raise SystemExit(128 + number)
 
 

@@ -1,7 +1,7 @@
 """Signals that ask a run to stop: recorded at once on every rank, acted on between two steps.
 
-SIGTERM, SIGINT and SIGUSR1 of this process, and those of other ranks, enter; `StopSignals.received` leaves, which the
-training loop and waits for data and evaluations check. A thread hears the signals (`listening`), so that they are
+SIGTERM, SIGINT, SIGUSR1 and SIGHUP of this process, and those of other ranks, enter; `StopSignals.received` leaves,
+which the training loop and waits for data and evaluations check. A thread hears the signals (`listening`): they are
 acknowledged and passed on while the main thread is inside a collective. Before there is anything to save, `EndProcess`
 ends the process.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from clipstream.errors import INTERRUPTED, Interrupted, Stopped
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SETUP_GRACE = 5.0  # s that the main thread has to end before training, where it may be inside a call that waits
 _listening = False
 # A forked child must not report its signals to the parent's thread.
@@ -93,7 +93,8 @@ def ending_on_signals() -> Iterator[None]:
 
 
 class StopSignals:
-    """Context manager: records SIGTERM, SIGINT and SIGUSR1 instead of ending the process.
+    """Context manager: records SIGTERM, SIGINT, SIGUSR1 and SIGHUP instead of ending the process. An ignored SIGHUP, as
+    under nohup, stays ignored.
 
     In another thread than the main one it records nothing, as Python hands signals to the main thread.
 
@@ -134,7 +135,8 @@ class StopSignals:
             return self
         self._listening = listening(self._hear)
         self._listening.__enter__()
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        some = SIGNALS[:-1] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else SIGNALS
+        self._before = {number: signal.signal(number, self._handle) for number in some}
         return self
 
     def __exit__(

@@ -44,7 +44,7 @@ def listen() -> None:
         signal.alarm(_LAST_SECONDS)  # kills the process if the clean-up hangs
         raise Ended
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(END, end_child)
 

@@ -21,6 +21,7 @@ from clipstream.checkpoint.store import best_of
 from clipstream.data.decode.captions import RawSample
 from clipstream.data.loader.stage_timing import SLOWEST, Stopwatch
 from clipstream.data.settings import DataSettings
+from clipstream.distributed.signals import StopSignals
 from clipstream.errors import DataError
 from clipstream.utils import plugins
 from tests.support.clocks import START, Clock
@@ -108,9 +109,11 @@ def check_saved(place: Path, name: str, output: str) -> None:
 CHANGES = ("--data.sources.train.transform", "own_parts:change")
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 1), (2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "workers", "number"), [(1, 0, signal.SIGHUP), (1, 1, signal.SIGTERM), (2, 1, signal.SIGHUP)]
+)
 def test_a_signal_while_data_are_waited_for_saves_and_ends_all_ranks(
-    place: Path, tmp_path: Path, ranks: int, workers: int
+    place: Path, tmp_path: Path, ranks: int, workers: int, number: signal.Signals
 ) -> None:
     hang, name = tmp_path / "hang", f"signal-{ranks}-{workers}"
     with running(place, name, ranks, *CHANGES, "--workers", str(workers), HANG=str(hang)) as processes:
@@ -118,11 +121,26 @@ def test_a_signal_while_data_are_waited_for_saves_and_ends_all_ranks(
         hang.touch()  # of the last rank; the other one waits for it in a collective
         wait_until(Path(f"{hang}-on").exists, processes[0])
         time.sleep(0.5)  # the run uses up the batches that it has
-        processes[0].send_signal(signal.SIGTERM)
+        processes[0].send_signal(number)
         codes, output = end(processes)
     assert codes == [75] * ranks, output
-    assert output.count("SIGTERM: saving the last completed step") == 1
+    assert output.count(f"{number.name}: saving the last completed step") == 1
     check_saved(place, name, output)
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_hangup_that_was_ignored_stays_ignored(ignored: bool) -> None:
+    """As nohup leaves it to the command that it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            if not ignored:
+                assert signals.name() == "SIGHUP"
+        assert (signals.received is None) == ignored
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.default_int_handler)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_failure_of_the_data_saves_the_last_step(place: Path, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Lock the folder that a verb writes shards to, and handle SIGTERM like SIGINT.
+    """Lock the folder that a verb writes shards to, and handle SIGTERM, and SIGHUP unless it is ignored, like SIGINT.
 
     Raises:
         SettingsError: another process writes to it.
@@ -157,7 +157,9 @@ def working_in(folder: Path) -> Iterator[None]:
     """
     advice = "wait for it, or use another folder"
     with held(folder, "the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as under nohup
+        numbers = (signal.SIGTERM,) if kept else (signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
         try:
             yield
         except BrokenPipeError:  # the reader of our output has ended
@@ -165,7 +167,8 @@ def working_in(folder: Path) -> Iterator[None]:
         except OSError as error:
             raise DataError(f"cannot write to {folder}: {error.strerror or error}") from error
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def arguments(argv: Sequence[str]) -> Asked:
