@@ -42,7 +42,7 @@ from clipstream.data.order.lanes import DataState
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.models.towers import Towers
-from clipstream.training.optim import groups_to_json
+from clipstream.training.optimizer_state import groups_to_json
 from clipstream.training.parallel import full_tensor, reshard
 from clipstream.training.precision import RandomState, random_state
 from clipstream.training.settings import CheckpointSettings, EvalRecord

@@ -30,7 +30,7 @@ from clipstream.errors import SettingsError, errors_as
 from clipstream.models.model_config import ADAPTER
 from clipstream.models.towers import Towers
 from clipstream.models.weights import finite, read_object
-from clipstream.training.optim import CONSTRUCTED, groups_from_json
+from clipstream.training.optimizer_state import groups_from_json
 from clipstream.training.parallel import shard_like
 from clipstream.training.precision import RandomState, set_random_state
 from clipstream.training.state import TrainState
@@ -202,8 +202,8 @@ def load(
 ) -> TrainState:
     """Load weights, optimizer and random states, on every rank; return the position of the run.
 
-    The optimizer's hyperparameters (betas, weight decay, …) stay those of the present settings. Random states are set
-    on ranks that the saving run had. No random numbers may be drawn between this and the first step.
+    The optimizer's hyperparameters (betas, weight decay, …) stay those of the present settings, but for those that its
+    steps changed. Random states are set on ranks that the saving run had. No random numbers may be drawn between this and the first step.
 
     Args:
         start: the position to return for a checkpoint of open_clip, a file without one.
@@ -250,12 +250,12 @@ def set_random_state_of(path: Path, world: World) -> None:
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, torch.Tensor | float]]) -> None:
-    """Undo the cast of single numbers to the dtype of their parameter, as of NAdam's product of momenta to bfloat16."""
+    """Undo torch's cast to the dtype of the parameter, as of NAdam's product of momenta to bfloat16."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in state.items():
         loaded = optimizer.state[parameters[index]]
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and not value.ndim:
+            if isinstance(value, torch.Tensor) and (not value.ndim or loaded[name].dtype != value.dtype):
                 loaded[name] = value.to(loaded[name].device)
 
 
@@ -277,8 +277,4 @@ def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[s
         part = shard_like(value, like)
         # A tensor that is read maps its file, whose disk space would stay in use until the run ends.
         state.setdefault(index, {})[name] = part.clone() if part is value else part
-    groups, own = groups_from_json(metadata(checkpoint / OPTIMIZER)[GROUPS]), getattr(optimizer, CONSTRUCTED, None)
-    for saved, group in zip(groups, optimizer.param_groups, strict=False):  # load_state_dict refuses another number
-        # What the optimizer's steps added to a group is state.
-        saved |= {key: value for key, value in group.items() if key != "params" and (own is None or key in own)}
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups_from_json(metadata(checkpoint / OPTIMIZER)[GROUPS], optimizer)}

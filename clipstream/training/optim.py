@@ -12,7 +12,6 @@ and constant equal open_clip's; const-cooldown equals it for every `min_lr`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -22,15 +21,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from pydantic import Field, field_validator
 
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
+from clipstream.training.optimizer_state import check_each_step, remember_construction, try_step
 from clipstream.utils.plugins import make_plugin, raised
-from clipstream.utils.section import GIVEN, SET, Conflict, Is, PluginSection, checked
+from clipstream.utils.section import GIVEN, SET, Conflict, Is, PluginSection
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-CONSTRUCTED = "constructed_keys"  # attribute of an optimizer: keys of its groups that its construction set
-TENSOR = "__tensor__"  # key of a tensor of one number in a checkpoint's parameter groups
 UNDECAYED = ("bn", "ln", "bias", "logit_scale")  # parts of names, from open_clip_train.main of release 3.3.0
 MAIN_RULE = "open_clip-main"  # in wd_exclude: the rule of open_clip's main branch
 # What main's HFTextEncoder declares; release 3.3.0 does not.
@@ -73,11 +71,10 @@ class OptimSettings(PluginSection):
             raise SettingsError(f"optim.type: {self.type} gave {type(optimizer).__name__}, not a torch.optim.Optimizer")
         if self.type not in ("adamw", "nadamw"):
             _check_parameters(towers, optimizer, self.type)
-            _check_state(optimizer, f"timm's {self.name}" if isinstance(self, Timm.Settings) else self.type)
+            check_each_step(optimizer, self.type)
         if self.l2_start:
             _pull_to_start(optimizer, self.l2_start)
-        # What its steps add to the groups, such as a counter, is state; the rest comes from the process's settings.
-        setattr(optimizer, CONSTRUCTED, {key for group in optimizer.param_groups for key in group})
+        remember_construction(optimizer)
         return optimizer
 
 
@@ -116,7 +113,8 @@ class Optimizer(Protocol):
         """A torch optimizer over all trainable parameters of the towers, each exactly once.
 
         Training sets `lr` of every parameter group before each step. The optimizer's state must consist of tensors
-        and numbers, which checkpoints store by parameter.
+        and numbers by parameter, and of values of the parameter groups that its steps change or add: checkpoints store
+        both. It must call the constructor of torch.optim.Optimizer.
 
         Args:
             towers: on their device and in their final dtype; parameters may be sharded (DTensor).
@@ -390,8 +388,9 @@ class Timm(_Builtin):
         own = self.settings
         groups = parameter_groups(towers, own.wd, own, own.fallback)
         options = {key: value for key in ("betas", "eps", "momentum") if (value := getattr(own, key)) is not None}
-        options |= own.kwargs
-        made: torch.optim.Optimizer = create_optimizer_v2(groups, own.name, lr=own.lr, weight_decay=own.wd, **options)
+        options |= {"lr": own.lr, "weight_decay": own.wd, **own.kwargs}
+        try_step(lambda groups: create_optimizer_v2(groups, own.name, **options), groups, f"timm's {own.name}")
+        made: torch.optim.Optimizer = create_optimizer_v2(groups, own.name, **options)
         return made
 
 
@@ -477,33 +476,6 @@ def _check_parameters(towers: nn.Module, optimizer: torch.optim.Optimizer, type:
         )
 
 
-def _check_state(optimizer: torch.optim.Optimizer, type: str) -> None:
-    """Raise at the step that makes a state which no checkpoint can store, not at the first save."""
-    import torch
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter, name, value in ((p, *item) for p, state in optimizer.state.items() for item in state.items()):
-            is_moment = isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point()
-            if is_moment and value.dtype != parameter.dtype:  # torch casts it when a checkpoint is loaded
-                raise SettingsError(
-                    f"optim.type: the state {name!r} of {type} is {value.dtype} beside weights of {parameter.dtype}, "
-                    "and could not be resumed: take another optimizer"
-                )
-            if not isinstance(value, (torch.Tensor, int, float)):
-                raise SettingsError(
-                    f"optim.type: the state {name!r} of {type} is {value.__class__.__name__}, and checkpoints store "
-                    "tensors and numbers only: do without it, or make it a tensor"
-                )
-        try:
-            groups_to_json(optimizer)
-        except (TypeError, ValueError) as error:
-            raise SettingsError(
-                f"optim.type: the parameter groups of {type} cannot be stored in a checkpoint, as JSON: {error}"
-            ) from error
-
-    optimizer.register_step_post_hook(check)
-
-
 def _pull_to_start(optimizer: torch.optim.Optimizer, strength: float) -> None:
     """After each update, move the parameters towards their present values, unless the step is skipped."""
     import torch
@@ -524,47 +496,6 @@ def _pull_to_start(optimizer: torch.optim.Optimizer, strength: float) -> None:
                 weight.lerp_(start, share if found_inf is None else (share * (1 - found_inf)).to(weight.dtype))
 
     optimizer.register_step_post_hook(pull)
-
-
-def groups_to_json(optimizer: torch.optim.Optimizer) -> str:
-    """The parameter groups for a checkpoint, as JSON.
-
-    Values from the construction that are not JSON are left out: they come from the settings of the resuming process.
-
-    Raises TypeError, ValueError: a value that the steps added is neither JSON nor a tensor of one number.
-    """
-    import torch
-
-    constructed = getattr(optimizer, CONSTRUCTED, ())
-
-    def content(key: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and key not in constructed:
-            return {TENSOR: value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            if key in constructed:
-                return None
-            raise
-        return value
-
-    groups = optimizer.state_dict()["param_groups"]
-    return json.dumps([{key: content(key, value) for key, value in group.items()} for group in groups])
-
-
-def groups_from_json(text: str) -> list[dict[str, Any]]:
-    """The parameter groups that `groups_to_json` wrote. Raises ValueError: they are none, or damaged."""
-    import torch
-
-    def content(value: Any) -> Any:
-        if isinstance(value, dict) and TENSOR in value:
-            dtype = getattr(torch, str(value.get("dtype")), None)
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"a tensor of the optimizer has the type {value.get('dtype')}")
-            return torch.tensor(value[TENSOR], dtype=dtype)
-        return value
-
-    return [{key: content(value) for key, value in group.items()} for group in checked(list[dict[str, Any]], text)]
 
 
 def _build(

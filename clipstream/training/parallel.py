@@ -233,9 +233,7 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
     """A whole tensor that every rank holds, sharded like `like`."""
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
-    sharded = distribute_tensor(
-        tensor.to(like.device, like.dtype), like.device_mesh, like.placements, src_data_rank=None
-    )
+    sharded = distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return sharded.clone()  # a view would keep the memory of the whole tensor
 
 
