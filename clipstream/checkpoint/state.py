@@ -203,7 +203,8 @@ def load(
     """Load weights, optimizer and random states, on every rank; return the position of the run.
 
     The optimizer's hyperparameters (betas, weight decay, …) stay those of the present settings, but for those that its
-    steps changed. Random states are set on ranks that the saving run had. No random numbers may be drawn between this and the first step.
+    steps changed. Random states are set on ranks that the saving run had. No random numbers may be drawn between this
+    and the first step.
 
     Args:
         start: the position to return for a checkpoint of open_clip, a file without one.

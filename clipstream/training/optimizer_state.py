@@ -48,10 +48,10 @@ def _encoded_groups(
     for number, group in enumerate(groups):
         for key in group.keys() - {"params", "lr"}:
             value = group[key]
-            if isinstance(value, list | dict) or hasattr(value, "numel"):
-                if (earlier := first.setdefault((key, id(value)), number)) != number:
-                    found[number][key] = {SAME: earlier}
-                    continue
+            mutable = isinstance(value, list | dict) or hasattr(value, "numel")
+            if mutable and (earlier := first.setdefault((key, id(value)), number)) != number:
+                found[number][key] = {SAME: earlier}
+                continue
             try:
                 found[number][key] = _encoded(value, read)
             except TypeError as error:
@@ -118,7 +118,7 @@ def groups_from_json(text: str, optimizer: torch.optim.Optimizer) -> list[dict[s
     found = checked(list[dict[str, Any]], text)
     # load_state_dict refuses another number of groups
     for number, (saved, group, then) in enumerate(zip(found, groups, before, strict=False)):
-        changed = saved.get(CHANGED, saved.keys() - then.keys() - {"params", "lr"})  # earlier versions stored all values
+        changed = saved.get(CHANGED, saved.keys() - then.keys() - {"params", "lr"})
         own = {"params": saved["params"], "lr": group["lr"]}
         for key, value in {**then, **{key: saved[key] for key in changed}}.items():
             if isinstance(value, dict) and SAME in value:
@@ -196,8 +196,9 @@ def _check(optimizer: torch.optim.Optimizer, type: str) -> None:
             if not isinstance(value, torch.Tensor | int | float):
                 what = f"{value.__class__.__name__}, and checkpoints store tensors and numbers only"
                 raise SettingsError(f"optim.type: the state {name!r} of {type} is {what}: take another optimizer")
-            is_alike = not isinstance(value, torch.Tensor) or value.shape == parameter.shape
-            if sharding and not (is_alike and getattr(value, "placements", sharding) == sharding) and value.ndim:
+            if not (sharding and isinstance(value, torch.Tensor) and value.ndim):
+                continue
+            if value.shape != parameter.shape or getattr(value, "placements", None) != sharding:
                 raise SettingsError(text.format(repr(name), "not sharded as its parameter", "use --train.parallel ddp"))
     with errors_as(SettingsError, f"optim.type: the parameter groups of {type} cannot be stored", TypeError):
         _encoded_groups(optimizer.param_groups, _constructed(optimizer), read=False)

@@ -215,7 +215,7 @@ def test_what_no_checkpoint_can_store_is_told_at_the_first_step(
 def test_state_of_no_parameter_is_told_at_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = own(monkeypatch, lambda towers: Kept(parameter_groups(towers, 0.1), 1))
     optimizer.state["k"] = 3  # type: ignore[index]
-    with pytest.raises(SettingsError, match="the state 'k' of .*:Own is of no parameter, and could not be resumed"):
+    with pytest.raises(SettingsError, match=r"the state 'k' of .*:Own is of no parameter, and could not be resumed"):
         optimizer.step()
 
 
@@ -394,7 +394,9 @@ class Grouped(torch.optim.Optimizer):
             group["seen"].append(slope)
             group["more"] = {"last": torch.tensor(slope, dtype=torch.float64), **group["more"]}
             assert isinstance(group["pair"], tuple) and group["more"]["last"].dtype == torch.float64
-            moved = group["d"] + float(group["momentum"].sum()) + group["best"] + sum(group["pair"]) + sum(group["seen"])
+            moved = (
+                group["d"] + float(group["momentum"].sum()) + group["best"] + sum(group["pair"]) + sum(group["seen"])
+            )
             for p in parameters:
                 p.mul_(1 - group["wd"] * group["lr"]).add_(p.grad, alpha=-1e-3 * (moved + float(group["more"]["last"])))
 
