@@ -108,6 +108,7 @@ def groups_to_json(optimizer: torch.optim.Optimizer) -> str:
     return json.dumps(found)
 
 
+@errors_as(ValueError, "damaged parameter groups", LookupError, TypeError, RuntimeError)
 def groups_from_json(text: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The parameter groups that `groups_to_json` wrote, with the present hyperparameters.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.model_config import ModelConfig, check_config
-from clipstream.training.optim import groups_from_json
+from clipstream.training.optimizer_state import groups_from_json
 from clipstream.training.state import TrainState
 from tests.support.model_files import TEXT, VIT
 
@@ -28,7 +29,7 @@ FILES: dict[str, Any] = {
     "state": json.loads(json.dumps(STATE_JSON.to_json())),
     "marker": {"serial": 1, "step": 2, "files": {"a/b": 3}, "checksums": {"a/b": "x"}},
     "best": {"metric": "val/loss", "value": 1.5, "serial": 2},
-    "groups": [{"lr": 0.1, "params": [0, 1], "t": {"tensor": [1.0], "dtype": "float32"}}],
+    "groups": [{"params": [0, 1], "t": {"__tensor__": [1.0], "dtype": "float32"}, "__changed__": ["t"]}],
     "model": {
         "model_cfg": {"embed_dim": 24, "vision_cfg": VIT, "text_cfg": {**TEXT, "hf_tokenizer_name": "a"}},
         "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "size": [32, 32], "interpolation": "bicubic"},
@@ -52,7 +53,7 @@ def read(kind: str, text: str, folder: Path) -> None:
     elif kind == "best":
         Best.from_text(f"step_1\n{text}")
     elif kind == "groups":
-        groups_from_json(text)
+        groups_from_json(text, torch.optim.SGD([torch.zeros(2, requires_grad=True)]))
     else:
         (path := folder / "model.json").write_text(text)
         config = ModelConfig.read(path)
