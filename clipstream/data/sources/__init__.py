@@ -81,6 +81,11 @@ class SourceContext:
     cache: str | None = None  # folder for files kept between runs; None for the default one
     key: str = "data.sources"  # dotted key of the source in the settings, for messages
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the data are those of an evaluation."""
+        return self.key.startswith("evals.") and not self.key.endswith(".train")
+
 
 class SourceType(Protocol):
     """The shards of one type."""
@@ -260,8 +265,7 @@ class Source:
     def __init__(self, settings: SourceSettings, context: SourceContext | None = None) -> None:
         self.settings, self.context = settings, context or SourceContext()
         self._is_plugin = ":" in settings.type
-        factors, key = settings.upsampling_factors, self.context.key
-        evaluates = key.startswith("evals.") and not key.endswith(".train")
+        factors, evaluates = settings.upsampling_factors, self.context.evaluates
         parts = [settings.shards] if factors is None else settings.parts
         listed = [
             (*found, factor)

@@ -31,6 +31,7 @@ from clipstream.data.decode.class_names import class_names, folded
 from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
 from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType, entries
+from clipstream.data.sources.splits import SPLIT, SPLITS, TEST, TRAIN, preferred, split_in
 from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.shard_url import ShardURL, table_format, with_variables
@@ -48,15 +49,10 @@ TEXTS = ("txt", "json")  # suffixes of the text beside an image
 STRAY = 0.1  # tars and tables per image with a text beside it, up to which these are left out
 LOOKED = 20_000  # files by which a folder's layout is decided
 BLOCK, BLOCKS = 1000, 192  # most samples of a block, and fewest blocks of as many samples, as of tables
-TRAIN, VALIDATION, TEST = "train", "validation", "test"
-_SPLITS = "", TRAIN, VALIDATION, TEST  # by the group of _SPLIT that matches
 _TAR = re.compile(r"(?i)(.+)\.(?:tar|tgz|tar\.gz|tar\.zst)")
 # What tools write beside tables and tars: Hugging Face datasets, wids, img2dataset, open_clip.
 _ABOUT = re.compile(r"dataset_(?:infos?|dict)\.json|state\.json|(?:shardindex|sizes|.*_stats)\.json|cache-.*\.arrow")
-_SPLIT = re.compile(
-    r"(?i)(?:^|[/._ -])(?:(train(?:ing)?)|(val(?:id(?:ation)?)?|dev)|(test(?:ing)?|eval(?:uation)?))(?=[/._ \d-]|$)"
-)
-_FOLDER = re.compile(rf"{_SPLIT.pattern}\d*/")  # of the images of a split
+_FOLDER = re.compile(rf"{SPLIT.pattern}\d*/")  # of the images of a split
 _ADVICE = (
     "name tars or a table of image paths and captions, put a text of the same name beside each image (cat.jpg, "
     "cat.txt), or sort the images into one folder per class"
@@ -266,20 +262,19 @@ def _of_split(path: str, names: Iterable[str], kind: str, evaluates: bool) -> tu
         path: PATH or PATH#SPLIT.
     """
     folder, asked = divided(path)
-    find = _FOLDER.match if kind == "pairs" else _SPLIT.search
+    find = _FOLDER.match if kind == "pairs" else SPLIT.search
     by: dict[str, list[str]] = {}
     known = _energon_splits(folder) if kind == "tars" else {}
     for name in names:
         found = find(f"/{known.get(name, '')}" if known else name)
-        by.setdefault(_SPLITS[(found.lastindex or 0) if found else 0], []).append(name)
+        by.setdefault(SPLITS[(found.lastindex or 0) if found else 0], []).append(name)
     if known:  # tars that are in no split are excluded
         by.pop("", None)
     if not asked and (len(by) < 2 or by.keys() == {"", TRAIN} or (kind == "pairs" and TRAIN not in by)):
         return sorted(chain(*by.values())), ""
     by[TRAIN] = sorted(by.get(TRAIN, []) + by.pop("", []))
-    named = _SPLIT.search(asked)
-    wanted = [VALIDATION, TEST, TRAIN] if evaluates else [TRAIN]
-    wanted = [_SPLITS[named.lastindex or 0] if named else asked] if asked else wanted
+    named = split_in(asked)
+    wanted = [named or asked] if asked else preferred(evaluates)
     if split := next((split for split in wanted if by.get(split)), ""):
         return sorted(by[split]), split
     there = ", ".join(sorted(split for split in by if by[split])) or "none"

@@ -19,6 +19,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
@@ -27,7 +28,8 @@ from clipstream.data.decode.sample_profile import SHORT_FLAGS, usual_columns
 from clipstream.data.json_path import structure
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
-from clipstream.data.sources.csv_rows import MOST_LINES, SEPARATORS, csv_rows
+from clipstream.data.sources.splits import COLUMNS, SPLITS, TRAIN, preferred, split_of_cell
+from clipstream.data.sources.text_rows import SEPARATORS, csv_rows, json_rows
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache, cache_root
@@ -35,16 +37,16 @@ from clipstream.storage.shard_url import ShardURL, redact, table_format
 from clipstream.storage.tar import Place, SampleRef, ShardIndex
 from clipstream.text import counted, listed, printable
 from clipstream.utils import content
-from clipstream.utils.content import HEAD, IMAGE_NAME, TEXTS, describe, kind, open_text, rows_of
+from clipstream.utils.content import HEAD, IMAGE_NAME, TEXTS, describe, kind, open_text
 from clipstream.utils.logs import logger
 
 BLOCK = 1000  # most rows of a shard
 BLOCKS = 192  # fewest shards of a source with at least as many rows
 FORM = 4  # of the Arrow files, part of their identity: those of another form are written anew
 ROWS = 256  # of a record batch: row r is in batch r // ROWS
+LOOKED = 16  # record batches by which it is decided whether rows are of several splits
 FAULT = "__fault__"  # column of a CSV: the fault of a row whose number of fields is not the header's
 RAW = "__json__"  # column of the unparsed rows of JSON
-MOST_JSON = 1 << 30  # bytes of a JSON list or object, which is read at once
 LONGEST_PATH = 4096  # characters, of Linux
 ARCHIVE = re.compile(r"(?i)\.(?:zip|7z|rar|tar|tgz|tar\.\w+)(?:\.\d+|\.part\w+)?$")
 VALUE = "; the text of a value, not a path: write the bytes as Parquet, or files and their paths"
@@ -63,16 +65,17 @@ class TableSource(SourceType):
         self._keys = split_keys(settings.image_key)
         self._arrows: dict[str, Path] = {}
         self._folders: dict[str, str] = {}  # table -> what its relative paths start from
-        self._blocks: dict[str, tuple[str, range]] = {}
+        self._blocks: dict[str, tuple[str, Sequence[int]]] = {}
         self._usual: dict[str, dict[str, str]] = {}  # table -> its columns of usual names, see `usual_columns`
         self._images: dict[str, Collection[str]] = {}  # table -> columns that may have the image
+        self._splits: list[str] = []  # in words, of the tables of which only the rows of a split are read
         shards = settings.shards
         self._rows = {url: self._read(url) for url in dict.fromkeys([shards] if isinstance(shards, str) else shards)}
-        self._block = max(1, min(BLOCK, -(-sum(self._rows.values()) // BLOCKS)))
+        self._block = max(1, min(BLOCK, -(-sum(map(len, self._rows.values())) // BLOCKS)))
 
     def list_shards(self, spec: str) -> Sequence[str]:
-        rows = range(self._rows[spec])
-        blocks = [rows[first : first + self._block] for first in rows[:: self._block]]
+        rows = self._rows[spec]
+        blocks = [rows[first : first + self._block] for first in range(0, len(rows), self._block)]
         named = {f"{spec}#{block[0]}-{block[-1]}": (spec, block) for block in blocks}
         self._blocks |= named
         return list(named)
@@ -83,7 +86,8 @@ class TableSource(SourceType):
 
     def describe(self, shards: Sequence[str]) -> str:
         usual = {f"{member} from column {name}": 0 for one in self._usual.values() for member, name in one.items()}
-        return counted(len(self._rows), "manifest", ",") + (f" ({', '.join(usual)})" if usual else "")
+        told = ", ".join([*usual, *self._splits])
+        return counted(len(self._rows), "manifest", ",") + (f" ({told})" if told else "")
 
     def num_samples(self, shard: str) -> int:
         return len(self._blocks[shard][1])
@@ -91,8 +95,8 @@ class TableSource(SourceType):
     def title(self, shard: str) -> str:
         return redact(self._blocks[shard][0])
 
-    def _read(self, url: str) -> int:
-        """Write the table's Arrow file if there is none; the number of rows.
+    def _read(self, url: str) -> Sequence[int]:
+        """Write the table's Arrow file if there is none; the numbers of the rows to read.
 
         Raises DataError: the table cannot be read, or no column holds images.
         """
@@ -148,8 +152,22 @@ class TableSource(SourceType):
         if other := "" if there else next((one for one in names if one not in keys and _is_image(arrow, one)), ""):
             told = f"column {held[0]} has no name of an image, but {printable(other)} has: set --image-key to it"
             logger.warning(f"{redact(url)}: {told}")
+        return self._of_split(arrow, names, held)
+
+    def _of_split(self, arrow: Path, names: Sequence[str], images: Sequence[str]) -> Sequence[int]:
+        """The rows of a table that are read: all, or where a column tells of splits, those of one, as of folders."""
         last = (reader := mapped(arrow)).num_record_batches - 1
-        return int(last * ROWS + len(reader.get_batch(last)))
+        spread = sorted({last * part // LOOKED for part in range(LOOKED + 1)})
+        for name in [one for one in (*COLUMNS, *images[:1]) if one in names]:
+            find = split_of_cell(list(cells(arrow, name, spread)), name in images)
+            if find is None:
+                continue
+            found = np.array([SPLITS.index(find(cell) or TRAIN) for cell in cells(arrow, name, range(last + 1))])
+            split = next(one for one in preferred(self._context.evaluates) if SPLITS.index(one) in found)
+            rows: Sequence[int] = np.flatnonzero(found == SPLITS.index(split))  # type: ignore[assignment]
+            self._splits.append(f"split {split}, {len(rows):,} of {len(found):,} rows, by column {name}")
+            return rows
+        return range(int(last * ROWS + len(reader.get_batch(last))))
 
 
 def _is_image(arrow: Path, name: str) -> bool:
@@ -220,7 +238,7 @@ def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = Non
                 yield from _csv(table, separator, quoting)
             elif form == "json":
                 schema = pa.schema([(RAW, pa.large_binary())])
-                for rows in _chunks(_json_rows(table)):
+                for rows in _chunks(json_rows(table)):
                     yield pa.record_batch([pa.array(rows, pa.large_binary())], schema=schema)
             else:
                 yield from _parquet(table) if form == "parquet" else _arrow(table)
@@ -255,52 +273,6 @@ def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.Record
         for some in _chunks(fields(number, row) for number, row in numbered if row):
             columns = zip(*some, strict=True)
             yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
-
-
-def _json_rows(path: Path) -> Iterator[bytes]:
-    """The objects of a JSON list or of one object that is a table; else the lines that are not blank."""
-    large = path.stat().st_size > MOST_JSON
-    too_large = f"a JSON list must not exceed {MOST_JSON >> 30} GiB: write one object per line"
-    with open_text(path) as text:
-        if text.read(HEAD).lstrip().startswith("["):
-            if large:
-                raise ValueError(too_large)
-            text.seek(0)
-            yield from _elements(text.read())
-            return
-        text.seek(0)
-        lines = [line for line in itertools.islice(text, MOST_LINES) if line.strip()]
-    first, second = (line.lstrip() for line in [*lines, "", ""][:2])
-    whole = first.startswith("{") and not second.startswith("{")
-    if whole and large:
-        raise ValueError(too_large)
-    if whole:
-        start = "".join(lines)[:HEAD].encode(errors="replace")
-        named, found = kind(start) in ("COCO", "wids"), None
-        with contextlib.suppress(ValueError), open_text(path) as text:
-            found = json.load(text)
-        if isinstance(found, dict) and not named and (rows := rows_of(found)) is not None:
-            yield from (json.dumps(row).encode() for row in rows)
-            return
-        with contextlib.suppress(ValueError):
-            second = "" if json.loads(first) else second
-        if second:
-            several = "expected one object per line, or a list of objects, not one object over several lines"
-            raise ValueError(describe(start) if named else several)
-    with open_text(path) as text:
-        yield from (row.encode("utf-8", "surrogateescape") for line in text if (row := line.strip()))
-
-
-def _elements(text: str) -> Iterator[bytes]:
-    """The texts of the objects in a JSON list, as they are written."""
-    decoder, skip = json.JSONDecoder(), re.compile(r"[\s,]*")
-    at = text.index("[") + 1
-    while not text.startswith("]", at := skip.match(text, at).end()):  # type: ignore[union-attr]
-        if text[at : at + 1] not in ("{", ""):
-            raise ValueError(f"expected a list of objects, not {text[at : at + 20]!r}")
-        end = decoder.raw_decode(text, at)[1]
-        yield text[at:end].encode("utf-8", "surrogateescape")
-        at = end
 
 
 def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
@@ -382,10 +354,29 @@ def columns(arrow: Path) -> list[str]:
     return list(seen)
 
 
-class _Refs(Sequence[SampleRef]):
-    """References to a range of rows, made on access; the key of a row is its number in the table."""
+def cells(arrow: Path, name: str, batches: Iterable[int]) -> Iterator[str]:
+    """The texts in a column, of these record batches; '' for other values."""
+    for batch in map(mapped(arrow).get_batch, batches):
+        if batch.schema.names == [RAW]:
+            values: list[object] = []
+            for raw in batch.column(0).to_pylist():
+                with contextlib.suppress(Dropped):
+                    values.append(_object(raw).get(name))
+                    continue
+                values.append(None)
+        else:
+            column = batch.column(name)
+            is_text = FAULT in batch.schema.names or str(column.type) in ("string", "large_string", "string_view")
+            values = column.cast(pa.binary()).to_pylist() if is_text else [None] * len(column)
+        for value in values:
+            text = value.decode(errors="replace") if isinstance(value, bytes) else value
+            yield text if isinstance(text, str) else ""
 
-    def __init__(self, rows: range) -> None:
+
+class _Refs(Sequence[SampleRef]):
+    """References to rows, made on access; the key of a row is its number in the table."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
         self._rows = rows
 
     def __len__(self) -> int:
@@ -413,7 +404,12 @@ class RowShard(OpenShard):
     """
 
     def __init__(
-        self, arrow: Path, rows: range, keys: Collection[str], folder: str, usual: Mapping[str, str] | None = None
+        self,
+        arrow: Path,
+        rows: Sequence[int],
+        keys: Collection[str],
+        folder: str,
+        usual: Mapping[str, str] | None = None,
     ) -> None:
         self._arrow, self._keys, self._folder, self._usual = arrow, keys, folder, usual or {}
         self._reader = mapped(arrow)

@@ -49,6 +49,13 @@ def samples(shards: str, key: str = "data.sources.train", **more: Any) -> dict[s
     return found
 
 
+def rows_of(shards: str, key: str, **more: Any) -> list[tuple[str, str]]:
+    """(key, caption) of all rows in the order of the shards."""
+    source = Source(SourceSettings.model_validate({"shards": shards, **more}), SourceContext(key=key))
+    opened = (source.open(name) for name in source.names)
+    return [(ref.key, shard.load(ref)["txt"].decode()) for shard in opened for ref in shard.index.samples]
+
+
 MANY = *(f"{number}.txt" for number in range(10)), *(f"{number}.jpg" for number in range(10))
 PAIRS = ("a/cat.jpg", "a/cat.txt", "a/b/dog.v1.PNG", "a/b/dog.v1.json", "eel.jpg", "eel.ogg", "old.txt")
 
@@ -157,8 +164,61 @@ def test_splits_are_known_by_their_names(tmp_path: Path) -> None:
     folder = write(tmp_path / "pairs", "train2017/a.jpg", "train2017/a.txt", "val2017/b.jpg", "val2017/b.txt")
     assert [*samples(folder)] == [*samples(f"folder:{folder}#train")] == ["pairs/train2017/a"]
     assert [*samples(folder, "evals.val.data")] == [*samples(f"{folder}#val")] == ["pairs/val2017/b"]
+    for name, where in (("spark", "split={}/part-0.tar"), ("sets", "{}set/a.tar"), ("images", "{}_images/0.tar")):
+        for split, tar in (("train", "train-0.tar"), ("test", "test/0.tar")):
+            (tmp_path / name / where.format(split)).parent.mkdir(parents=True)
+            (tmp_path / name / where.format(split)).symlink_to(tmp_path / "tars" / tar)
+        assert expand(f"{tmp_path}/{name}") == [f"{tmp_path}/{name}/{where.format('train')}"]
     folder = write(tmp_path / "kinds", "test/a.jpg", "test/a.txt", "toy/b.jpg", "toy/b.txt")  # of which none is a split
     assert len(samples(folder)) == 2
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("column", "of_train", "of_test"),
+    [
+        ("file_name", "train/", "test/"),  # metadata of Hugging Face's imagefolder, above its splits
+        ("file_name", "{}/images/train2017/a/", "{}/images/val2017/a/"),
+        ("file_name", "split=train/", "split=dev/"),
+        ("split", "train", "test"),  # Karpathy's
+        ("partition", "Training", "valid"),
+    ],
+)
+def test_rows_of_a_split(tmp_path: Path, form: str, column: str, of_train: str, of_test: str) -> None:
+    rows = []
+    for number in range(700):
+        split = (of_test if number % 7 == 3 else of_train).format(tmp_path)
+        path = f"{split if column == 'file_name' else ''}{number % 9}.jpg"
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(b"jpg")
+        rows.append({"file_name": path, "txt": f"{number}"} | ({} if column == "file_name" else {column: split}))
+    file = tmp_path / f"metadata.{form}"
+    if form == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), file)
+    elif form == "csv":
+        file.write_text("".join(",".join(map(str, row)) + "\n" for row in [rows[0], *(row.values() for row in rows)]))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = {"image_key": "file_name", "caption": {"type": "text"}}
+    numbers = [str(number) for number in range(700)]
+    for shards in (str(file), f"folder:{tmp_path}"):
+        source = Source(SourceSettings.model_validate({"shards": shards, **more}))
+        assert source.samples == 600 and f"split train, 600 of 700 rows, by column {column}" in source.summary()
+    for key, expected in (("data.sources.train", {0, 1, 2, 4, 5, 6}), ("evals.val.data", {3})):
+        found = rows_of(str(file), key, **more)
+        assert found == [(number, number) for number in numbers if int(number) % 7 in expected]
+
+
+def test_rows_that_tell_of_no_split_are_all_read(tmp_path: Path) -> None:
+    """`train` and `bus` may be classes; a column may hold the split of all rows."""
+    for name, folders, split in (
+        ("a", ("train", "bus"), "train"),
+        ("b", ("train", "train"), "val"),
+        ("c", ("", ""), ""),
+    ):
+        lines = [f"{folders[number % 2]}/{number}.jpg,t,{split}\n" for number in range(9)]
+        (tmp_path / f"{name}.csv").write_text("file_name,txt,split\n" + "".join(lines))
+        assert Source(SourceSettings(shards=f"{tmp_path}/{name}.csv")).samples == 9
 
 
 def test_layouts_of_hugging_faces_datasets(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from clipstream.config.settings import load
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import Source, tables
+from clipstream.data.sources import Source, tables, text_rows
 from clipstream.errors import DataError, Dropped
 from clipstream.storage.shard_url import table_format
 from tests.support import loaders
@@ -403,10 +403,10 @@ def test_a_wrong_caption_column_names_the_right_one(tmp_path: Path, rows: Rows) 
 
 def test_a_json_list_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text('[{"a": "\\ud83d"},\n{"b": {"c": [1]}} ]')
-    assert list(tables._json_rows(tmp_path / "a.json")) == [b'{"a": "\\ud83d"}', b'{"b": {"c": [1]}}']
-    monkeypatch.setattr(tables, "MOST_JSON", 10)
+    assert list(text_rows.json_rows(tmp_path / "a.json")) == [b'{"a": "\\ud83d"}', b'{"b": {"c": [1]}}']
+    monkeypatch.setattr(text_rows, "MOST_JSON", 10)
     with pytest.raises(ValueError, match="write one object per line"):
-        list(tables._json_rows(tmp_path / "a.json"))
+        list(text_rows.json_rows(tmp_path / "a.json"))
 
 
 @given(st.lists(st.tuples(st.text(), st.text()), min_size=1), st.sampled_from(",\t;|"))

@@ -1,19 +1,25 @@
-"""The rows of a CSV whose quotes may be wrong.
+"""The rows of tables of text: a CSV, whose quotes may be wrong, and JSON.
 
-Lines of text enter; the fields of each row, with the number of its last line, leave.
+Lines or a file enter; fields of rows with the number of the last line, or the texts of JSON objects, leave.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
+from clipstream.utils.content import HEAD, describe, kind, open_text, rows_of
 from clipstream.utils.logs import logger
 
 SEPARATORS = "\t,;|"  # of equally many, the first one: names have commas, and no tabs
 LONGEST_FIELD = 1 << 28  # characters of a field
 MOST_LINES = 100  # of a row
+MOST_JSON = 1 << 30  # bytes of a JSON list or object, which is read at once
 
 
 def csv_rows(file: Iterable[str], separator: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
@@ -84,3 +90,49 @@ def _are_rows(first: list[str], lines: Sequence[str], separator: str, width: int
         {re.sub(r"[\w-]+", "w", row[i].strip('" ')) for row in (first, *full)} for i in range(min(width, len(first)))
     ]
     return separator == "\t" or any(len(shape) == 1 and re.search(r"[./]", max(shape)) for shape in shapes)
+
+
+def json_rows(path: Path) -> Iterator[bytes]:
+    """The objects of a JSON list or of one object that is a table; else the lines that are not blank."""
+    large = path.stat().st_size > MOST_JSON
+    too_large = f"a JSON list must not exceed {MOST_JSON >> 30} GiB: write one object per line"
+    with open_text(path) as text:
+        if text.read(HEAD).lstrip().startswith("["):
+            if large:
+                raise ValueError(too_large)
+            text.seek(0)
+            yield from _elements(text.read())
+            return
+        text.seek(0)
+        lines = [line for line in itertools.islice(text, MOST_LINES) if line.strip()]
+    first, second = (line.lstrip() for line in [*lines, "", ""][:2])
+    whole = first.startswith("{") and not second.startswith("{")
+    if whole and large:
+        raise ValueError(too_large)
+    if whole:
+        start = "".join(lines)[:HEAD].encode(errors="replace")
+        named, found = kind(start) in ("COCO", "wids"), None
+        with contextlib.suppress(ValueError), open_text(path) as text:
+            found = json.load(text)
+        if isinstance(found, dict) and not named and (rows := rows_of(found)) is not None:
+            yield from (json.dumps(row).encode() for row in rows)
+            return
+        with contextlib.suppress(ValueError):
+            second = "" if json.loads(first) else second
+        if second:
+            several = "expected one object per line, or a list of objects, not one object over several lines"
+            raise ValueError(describe(start) if named else several)
+    with open_text(path) as text:
+        yield from (row.encode("utf-8", "surrogateescape") for line in text if (row := line.strip()))
+
+
+def _elements(text: str) -> Iterator[bytes]:
+    """The texts of the objects in a JSON list, as they are written."""
+    decoder, skip = json.JSONDecoder(), re.compile(r"[\s,]*")
+    at = text.index("[") + 1
+    while not text.startswith("]", at := skip.match(text, at).end()):  # type: ignore[union-attr]
+        if text[at : at + 1] not in ("{", ""):
+            raise ValueError(f"expected a list of objects, not {text[at : at + 20]!r}")
+        end = decoder.raw_decode(text, at)[1]
+        yield text[at:end].encode("utf-8", "surrogateescape")
+        at = end
