@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import re
 import sys
@@ -40,6 +41,9 @@ BEHIND_ALL = "\0.end"  # the name of a fault behind all members: its key is that
 MAX_EXTRA = 1 << 20  # bytes of a PAX or long-name header; a larger one is damage
 TOGETHER = 1 << 13  # a sample of at most so many bytes is read at once, a larger one member by member
 LINK = 1 << 63  # in place of the size of a link whose data are not in the tar; its offset is that of the header
+# A sparse member, as which bsdtar writes every file with holes, has the offset of its first header, and LINK plus the
+# bytes from there to its end.
+MOST_SPARSE = 1 << 30  # bytes of a sparse member with its holes
 SCATTERED = "scattered_sample"
 UNPACKING = "mkdir out && tar -xf SHARD.tar -C out && "  # commands for users, of GNU tar
 PACKING = r"tar -cf NEW.tar --sort=name --transform='s,^\./,,' -C out ."
@@ -56,10 +60,9 @@ class Fault(NamedTuple):
     """The fault of a shard.
 
     Reasons: `truncated_header`, `truncated_member`, `missing_end` (no end-of-archive blocks), `bad_checksum`,
-    `bad_header` (an unreadable size or PAX record), `unsupported_member` (sparse files), `not_a_tar`, `empty` (no
-    samples), `duplicate_member` (samples with the same member twice, left out), `scattered_sample` (a key occurs again
-    behind other keys with other members, read as another sample), `trailing_archive` (a second archive behind the end
-    of the first, not read).
+    `bad_header` (an unreadable size or PAX record), `not_a_tar`, `empty` (no samples), `duplicate_member` (samples with
+    the same member twice, left out), `scattered_sample` (a key occurs again behind other keys with other members, read
+    as another sample), `trailing_archive` (a second archive behind the end of the first, not read).
     """
 
     reason: str
@@ -177,6 +180,7 @@ def _members(fd: int, links: bool = True) -> Iterator[tuple[str, int, int]]:
     spans: dict[str, tuple[int, int]] | None = None  # of all regular files by name, from the first hard link on
     pax: dict[bytes, bytes] = {}
     shared_pax: dict[bytes, bytes] = {}
+    first: int | None = None  # position of the first header of a member that has several
     held, begin, headers = b"", 0, 0  # bytes of the file, their offset, and the number of headers so far
     while True:
         header = held[position - begin : position - begin + BLOCK]
@@ -197,10 +201,12 @@ def _members(fd: int, links: bool = True) -> Iterator[tuple[str, int, int]]:
                 raise _truncated(name, position, length)
             if name[-1:] != "/":
                 yield name, start, size
+            first = None
             continue
-        name = ""
+        name, sparse = "", kind in b"S"
         if kind in b"0\0007123456S":
             name = long_name or _name(header)
+        start = _behind_map(fd, header, start) if sparse else start
         if pax or shared_pax:
             fields = shared_pax | pax if kind not in b"xgX" else {}
             name = _text(fields[b"path"]) if b"path" in fields and name else name
@@ -209,14 +215,17 @@ def _members(fd: int, links: bool = True) -> Iterator[tuple[str, int, int]]:
                     raise _Broken("bad_header", f"the header at byte {position:,} has no readable size")
                 size = int(fields[b"size"])
             long_link = _text(fields[b"linkpath"]) if b"linkpath" in fields else long_link
-            if any(field.startswith(b"GNU.sparse") for field in fields):
-                raise _Broken("unsupported_member", f"{name} is a sparse file; write the shard without them", name)
+            sparse = sparse or any(field.startswith(b"GNU.sparse") for field in fields)
+            name = _text(fields[b"GNU.sparse.name"]) if b"GNU.sparse.name" in fields else name
         # Links, devices and directories have no data, whatever their size field holds.
         data = 0 if kind in b"123456" else size
         end = start + (data + BLOCK - 1) // BLOCK * BLOCK
         if end > length:
             raise _truncated(name, end, length)
-        if kind in b"0\0007":
+        if sparse:
+            begins = position if first is None else first
+            yield name, begins, LINK + end - begins
+        elif kind in b"0\0007":
             if not name.endswith("/"):
                 yield name, start, size
         elif kind in b"12":
@@ -229,24 +238,36 @@ def _members(fd: int, links: bool = True) -> Iterator[tuple[str, int, int]]:
                     found = spans[own] = earlier if earlier[0] < position else found
                 yield name, *found
         elif kind in b"LKxgX":
-            if size > MAX_EXTRA:
-                raise _Broken("bad_header", f"the extended header at byte {position:,} claims {size:,} bytes")
-            extra = os.pread(fd, size, start)
+            extra, position = _extra(fd, start, size), end
+            first = start - BLOCK if first is None else first
             if kind in b"L":
                 long_name = _text(extra)
             elif kind in b"K":
                 long_link = _text(extra)
             elif kind in b"g":
-                shared_pax |= _pax(extra, position)
+                shared_pax |= _pax(extra, start - BLOCK)
             else:
-                pax = _pax(extra, position)
-            position = end
+                pax = _pax(extra, start - BLOCK)
             continue
-        elif kind in b"S":
-            raise _Broken("unsupported_member", f"{name} is a sparse file; write the shard without them", name)
-        long_name, long_link, pax = None, None, {}
+        long_name, long_link, pax, first = None, None, {}, None
         position = end
     _check_end(fd, position)
+
+
+def _extra(fd: int, start: int, size: int) -> bytes:
+    """The content of an extended header."""
+    if size > MAX_EXTRA:
+        raise _Broken("bad_header", f"the extended header at byte {start - BLOCK:,} claims {size:,} bytes")
+    return os.pread(fd, size, start)
+
+
+def _behind_map(fd: int, header: bytes, start: int) -> int:
+    """Where the data of a sparse member in old GNU's form begin, behind a header with as many more as its map takes."""
+    more = header[482]
+    while more:
+        block, start = os.pread(fd, BLOCK, start), start + BLOCK
+        more = block[504] if len(block) == BLOCK else 0
+    return start
 
 
 def _check_end(fd: int, position: int) -> None:
@@ -378,7 +399,7 @@ class Shard:
         return {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
 
     def look(self, ref: SampleRef) -> dict[str, bytes]:
-        return self.load(ref, [suffix for suffix, (_, size) in ref.members.items() if size < LINK])
+        return self.load(ref, [suffix for suffix, (_, size) in ref.members.items() if size != LINK])
 
     def place(self, ref: SampleRef, keys: Collection[str]) -> Place | None:
         """Where the member of the first of `keys` that a sample has is; None without one, and for links."""
@@ -392,7 +413,9 @@ class Shard:
             self._fd = -1
 
     def _read(self, key: str, offset: int, size: int) -> bytes:
-        if size >= LINK:
+        if size > LINK:
+            return self._read_sparse(key, self._read(key, offset, size - LINK))
+        if size == LINK:
             header = os.pread(self._fd, BLOCK, offset)
             detail = f"{self.path}: {key}: {_name(header)} is a {{}} link to {_text(header[157:257])}, {{}}"
             if header[156] == ord("2"):
@@ -410,6 +433,17 @@ class Shard:
         if len(data) < size:
             raise Dropped("unreadable_member", f"{self.path}: {key}: the file became shorter since it was opened")
         return data
+
+    def _read_sparse(self, key: str, data: bytes) -> bytes:
+        """The bytes of a sparse member with its holes, of its headers and data in the tar."""
+        try:
+            with tarfile.open(fileobj=io.BytesIO(data + 2 * ZERO), mode="r:") as tar:
+                member = tar.next()
+                if member is not None and member.size <= MOST_SPARSE and (file := tar.extractfile(member)):
+                    return file.read()
+        except (tarfile.TarError, ValueError, LookupError, OSError):
+            pass
+        raise Dropped("unreadable_member", f"{self.path}: {key}: a damaged sparse file: pack it by GNU tar, without -S")
 
 
 def header(name: str, size: int) -> bytes:

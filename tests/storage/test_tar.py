@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import random
 import re
 import subprocess
@@ -15,6 +17,7 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clipstream.data.decode.reencode import Recipe, rewrite
 from clipstream.data.sources import indexes
 from clipstream.errors import Dropped
 from clipstream.storage.tar import SampleRef, SampleTable, Shard, ShardIndex, scan
@@ -159,6 +162,53 @@ def test_hard_links_are_read_and_others_named(tmp_path: Path, format: int) -> No
         assert list(shard.look(refs[key])) == list(refs[key].members.keys() - {suffix})
     indexes.write(tmp_path / "x.index", shard.index, indexes.identity_of(path))
     assert indexes.read(tmp_path / "x.index")[1] == shard.index
+
+
+SPARSE = [("gnu", ""), ("pax", "0.0"), ("pax", "0.1"), ("pax", "1.0")]
+
+
+@pytest.mark.parametrize(("format", "version"), SPARSE)
+def test_sparse_members_are_read_with_their_holes(tmp_path: Path, format: str, version: str) -> None:
+    """bsdtar (libarchive 3) writes files with holes in this way without being asked, GNU tar 1.34 with --sparse."""
+    holes = b"".join(
+        bytes([n]) * 700 + bytes((1 << 16) - 700) for n in range(1, 40)
+    )  # more pieces than a header has room for
+    files = {"a.jpg": b"plain", "a.txt": b"A", "b.jpg": holes, "b.txt": b"B", f"{LONG}c.jpg": bytes(1 << 18) + b"end",
+             f"{LONG}c.txt": bytes(1 << 18), "d.jpg": holes[:5000], "d.txt": b"D"}  # fmt: skip
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        with open(tmp_path / name, "wb") as file:
+            for start in range(0, len(data), 4096):
+                file.seek(start)
+                file.write(part if any(part := data[start : start + 4096]) else b"")
+            file.truncate(len(data))
+    os.link(tmp_path / "b.jpg", tmp_path / "e.jpg")
+    options = [f"--format={format}", *([f"--sparse-version={version}"] if version else [])]
+    command = ["tar", "--sparse", "--hole-detection=raw", *options, "-cf", "x.tar", *files, "e.jpg"]
+    if subprocess.run(command, cwd=tmp_path, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("tar is not GNU tar")
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        if sum(member.issparse() for member in tar) < 3:
+            pytest.skip("the file system has no holes")
+    shard = Shard(tmp_path / "x.tar")
+    assert shard.index.fault is None and shard._fd >= 0
+    loaded = {f"{ref.key}.{suffix}": data for ref in shard.index.samples for suffix, data in shard.load(ref).items()}
+    assert loaded == files | {"e.jpg": holes}
+    indexes.write(tmp_path / "x.index", shard.index, indexes.identity_of(tmp_path / "x.tar"))
+    assert indexes.read(tmp_path / "x.index")[1] == shard.index
+    rewrite(tmp_path / "x.tar", shard.index, tmp_path / "z.tar", ("jpg",), Recipe(8, "keep", 90))
+    written = Shard(tmp_path / "z.tar")
+    assert loaded == {
+        f"{ref.key}.{end}": data for ref in written.index.samples for end, data in written.load(ref).items()
+    }
+    whole = (tmp_path / "x.tar").read_bytes()
+    for at in range(0, len(whole), 512):  # a damaged block costs no other sample its bytes, and raises nothing else
+        (tmp_path / "y.tar").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        damaged = Shard(tmp_path / "y.tar")
+        for ref in damaged.index.samples:
+            with contextlib.suppress(Dropped):
+                damaged.load(ref)
+        damaged.close()
 
 
 def test_a_file_given_to_tar_twice_is_one_member(tmp_path: Path) -> None:

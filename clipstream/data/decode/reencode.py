@@ -137,6 +137,13 @@ def rewrite(source: Path, index: ShardIndex, target: Path, image_keys: Sequence[
         for member in before:
             before.members, after.members = [], []  # type: ignore[attr-defined]  # else both keep all members
             file.seek(member.offset_data)
+            if member.issparse() and (whole := before.extractfile(member)) is not None:  # written with its holes
+                member.type, member.sparse = tarfile.REGTYPE, None
+                member.name = member.pax_headers.get("GNU.sparse.name", member.name)
+                own = ("GNU.sparse", "path", "size")
+                member.pax_headers = {k: v for k, v in member.pax_headers.items() if not k.startswith(own)}
+                after.addfile(member, whole)
+                continue
             if member.offset_data not in images:
                 has_data = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
                 if member.linkname in names:
