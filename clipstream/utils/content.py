@@ -93,6 +93,8 @@ _KINDS = [
          "text in UTF-16: save it in UTF-8"),
         ("sep", _TEXT + rb"\"?sep=.\"?\s*?\n", f"a CSV with Excel's line 'sep='{TABLE}"),
         ("wids", _TEXT + rb"\{.*\"(?:wids_version|shardlist)\"\s*:", "an index of wids: name the shards themselves"),
+        ("streaming", _TEXT + rb'\{.*"(?:column_encodings|raw_data|chunk_bytes|chunk_size|data_spec)"\s*:',
+         "an index of Mosaic's streaming or of LitData: write tars, or files and a table, by their own reader"),
         ("COCO", _TEXT + rb'\{\s*"(?:images|annotations|info|licenses|categories|dataset)"\s*:\s*[\[{].*' + _COCO,
          "one JSON object for all images and captions, as COCO has it: write a row for each caption, e.g. a CSV with "
          "the columns filepath and title (docs/data.md has the lines of Python)"),

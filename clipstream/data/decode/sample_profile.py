@@ -271,6 +271,8 @@ class Profile:
         for suffix, member in members.items():
             if suffix.rpartition(".")[0] in dotted or suffix in NOT_CAPTIONS:  # the text of one image of several
                 continue
+            if suffix == "class" and member.is_constant:  # images in one folder
+                continue
             if member.language and suffix != "cls" and self.suffixes[suffix] * 2 >= self.samples and _nameable(suffix):
                 name = "caption" if suffix == "txt" or suffix.startswith("caption") else suffix
                 rank = text_rank + (CAPTION_NAMES.index(name) if name in CAPTION_NAMES else 12)
@@ -310,6 +312,8 @@ class Profile:
                 "to the first dot of the name, so each of these is a sample of its own. If a folder is a sample, "
                 f"rename its files, e.g. to FOLDER.{first}: {UNFOLDING} (the check of NEW.tar names the flags to use)"
             )
+        if "tar" in self.suffixes:
+            return "the tar holds tars: unpack it, and name those"
         if not (dotted := self._dotted()):
             return ""
         shown = [printable(suffix, 60) for suffix in dotted]

@@ -31,12 +31,22 @@ from clipstream.data.decode.class_names import class_names, folded
 from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
 from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType, entries
+from clipstream.data.sources.beside import (
+    TEXTS,
+    are_plain,
+    image_of,
+    pairs_of,
+    refuse_texts_elsewhere,
+    stem_of,
+    suffix_of,
+)
 from clipstream.data.sources.splits import SPLIT, SPLITS, TEST, TRAIN, preferred, split_in
 from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.shard_url import ShardURL, table_format, with_variables
 from clipstream.storage.tar import Place, SampleRef, ShardIndex
 from clipstream.text import counted, listed, printable
+from clipstream.utils import content
 from clipstream.utils.content import open_text
 from clipstream.utils.logs import logger
 from clipstream.utils.section import with_home
@@ -45,7 +55,6 @@ IMAGENET_CLASSES = 1000
 # Folders that archivers and file servers leave, beside hidden ones.
 JUNK = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found")
 SYNSETS = "data/_info/imagenet_synsets.txt"  # of timm, in ImageNet's order
-TEXTS = ("txt", "json")  # suffixes of the text beside an image
 STRAY = 0.1  # tars and tables per image with a text beside it, up to which these are left out
 LOOKED = 20_000  # files by which a folder's layout is decided
 BLOCK, BLOCKS = 1000, 192  # most samples of a block, and fewest blocks of as many samples, as of tables
@@ -53,6 +62,10 @@ _TAR = re.compile(r"(?i)(.+)\.(?:tar|tgz|tar\.gz|tar\.zst)")
 # What tools write beside tables and tars: Hugging Face datasets, wids, img2dataset, open_clip.
 _ABOUT = re.compile(r"dataset_(?:infos?|dict)\.json|state\.json|(?:shardindex|sizes|.*_stats)\.json|cache-.*\.arrow")
 _FOLDER = re.compile(rf"{SPLIT.pattern}\d*/")  # of the images of a split
+_PART = re.compile(
+    r"(?i)(.+\.(?:tar|tgz|tar\.\w+|zip|7z|rar|gz|zst))\.(?:part)?(?:\d{1,4}|[a-z]{2})"
+)  # as split names them
+LOOKED_INTO = 20  # files by whose bytes a folder without data is described
 _ADVICE = (
     "name tars or a table of image paths and captions, put a text of the same name beside each image (cat.jpg, "
     "cat.txt), or sort the images into one folder per class"
@@ -64,7 +77,7 @@ class Contents(NamedTuple):
 
     kind: str  # 'tars', 'tables', 'pairs' (images with texts beside them) or 'classes'
     files: Sequence[str] = ()  # paths of the tars or tables; of pairs the keys: paths in the folder without suffix
-    suffixes: Sequence[tuple[str, ...]] = ()  # of each pair: those of its image and of the texts beside it
+    suffixes: Sequence[tuple[str, ...]] = ()  # of each pair: the ends of the paths of its image and texts
     split: str = ""  # the split that was chosen by name; '' where the folder has none
     what: str = ""  # in words
 
@@ -143,22 +156,24 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
                 break
         kind = _kind(folder, files, image_keys)
         if kind == "classes":
-            _tell_unused(folder, (file for file in files if _suffix(file) not in image_keys))
-            return Contents(kind, what="images in one folder per class")
+            _tell_unused(folder, (file for file in files if suffix_of(file) not in image_keys))
+            tops = sorted({file.partition("/")[0] for file in files if "/" in file and suffix_of(file) in image_keys})
+            what = f"images in folders that are no classes ({listed(tops, 3)})" if are_plain(tops) else ""
+            return Contents(kind, what=what or "images in one folder per class")
         if len(files) >= LOOKED:
             files = list(chain.from_iterable(levels(folder, seen)))
     except OSError as error:
         raise SettingsError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
     if kind == "pairs":
-        pairs = _pairs(files, image_keys)
-        read = {f"{stem}.{end}" for stem, ends in pairs.items() for end in ends}
+        pairs = pairs_of(files, image_keys)
+        read = {f"{name}{end}" for name, ends in pairs.items() for end in ends}
         _tell_unused(folder, (file for file in files if file not in read))
         chosen, split = _of_split(path, pairs, kind, evaluates)
         suffixes = [pairs[key] for key in chosen]
         found = Contents(kind, chosen, suffixes, split, f"{counted(len(chosen), 'image', ',')} with texts beside them")
     else:
-        listed = _tables(files) if kind == "tables" else filter(_TAR.fullmatch, files)
-        chosen, split = _of_split(path, listed, kind, evaluates)
+        shards = _tables(files) if kind == "tables" else filter(_TAR.fullmatch, files)
+        chosen, split = _of_split(path, shards, kind, evaluates)
         meta = os.path.join(folder, ".nv-meta")
         seen[meta] = _changed(meta)
         paths = [os.path.join(folder, file) for file in chosen]
@@ -168,7 +183,7 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
 
 def _tell_unused(folder: str, files: Iterable[str]) -> None:
     """Warn of files that are neither images nor texts of images; tables and tars are told of elsewhere."""
-    left = Counter(f".{_suffix(file)}" for file in files if not table_format(file) and not _TAR.fullmatch(file))
+    left = Counter(f".{suffix_of(file)}" for file in files if not table_format(file) and not _TAR.fullmatch(file))
     if left:
         ends = ", ".join(f"{count:,} {suffix}" for suffix, count in left.most_common(5))
         _warn_once(f"{folder}: {counted(left.total(), 'file', ',')} not used: {ends}{', …' if len(left) > 5 else ''}")
@@ -193,15 +208,15 @@ def levels(root: str, seen: dict[str, int]) -> Iterator[list[str]]:
 
 def _kind(folder: str, files: Sequence[str], image_keys: Collection[str]) -> str:
     """The kind of `Contents`, by these files. Raises SettingsError: as `contents`."""
-    images = {_stem(file) for file in files if _suffix(file) in image_keys}
-    texts = {_stem(file) for file in files if _suffix(file) in TEXTS} & images
+    images = {stem_of(file) for file in files if suffix_of(file) in image_keys}
+    texts = {image_of(file, images) for file in files} - {None}
     pairs = 0 < len(images) <= 2 * len(texts)
     tars = {found[1] for found in map(_TAR.fullmatch, files) if found}
-    tables = [file for file in _tables(files) if _stem(file) not in tars | images]
+    tables = [file for file in _tables(files) if stem_of(file) not in tars and image_of(file, images) is None]
     if tars:
-        tables = [file for file in tables if _suffix(file) != "json"]
+        tables = [file for file in tables if suffix_of(file) != "json"]
     elif pairs:  # img2dataset writes 00000.parquet beside the folder 00000
-        tables = [file for file in tables if not os.path.isdir(os.path.join(folder, _stem(file)))]
+        tables = [file for file in tables if not os.path.isdir(os.path.join(folder, stem_of(file)))]
     elif images:  # a list of labels may lie beside classes
         tables = [file for file in tables if _names_images(os.path.join(folder, file), image_keys)]
     kinds = {"tars": (len(tars), "tar"), "tables": (len(tables), "table")}
@@ -221,13 +236,26 @@ def _kind(folder: str, files: Sequence[str], image_keys: Collection[str]) -> str
         raise SettingsError(
             f"{folder} holds {' and '.join(there.values())}: name what is to be read, as '{folder}/*.tar'"
         )
+    refuse_texts_elsewhere(folder, images, [file for file in files if suffix_of(file) not in image_keys])
     if any("/" in image for image in images):
         return "classes"
     if images:
         raise SettingsError(f"{folder} holds {counted(len(images), 'image', ',')} and no captions: {_ADVICE}")
-    suffixes = Counter(f".{suffix}" for file in files if (suffix := _suffix(file)))
+    suffixes = Counter(f".{suffix}" for file in files if (suffix := suffix_of(file)))
     held = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(3)) or "no files"
-    raise SettingsError(f"{folder} holds no tar, no table and no image, but {held}: {_ADVICE}")
+    raise SettingsError(f"{folder} holds no tar, no table and no image, but {held}{_known(folder, files)}: {_ADVICE}")
+
+
+def _known(folder: str, files: Sequence[str]) -> str:
+    """What the first file is whose bytes tell, in words with what to do about it: ` (FILE: …)`, or ''."""
+    if part := next((file for file in files if _PART.fullmatch(file)), None):
+        whole = os.path.basename(_PART.sub(r"\1", part))
+        return f" ({part}: a part of an archive: join the parts, as 'cat {whole}.* > {whole}')"
+    for file in files[:LOOKED_INTO]:
+        with open(os.path.join(folder, file), "rb") as opened:
+            if what := content.describe(opened.read(content.HEAD)):
+                return f" ({file}: {what})"
+    return ""
 
 
 def _tables(files: Iterable[str]) -> Iterator[str]:
@@ -241,16 +269,6 @@ def _names_images(table: str, image_keys: Collection[str]) -> bool:
     with open_text(Path(table)) as file:
         words = set(re.findall(r"[a-z_]+", file.read(1 << 12).lower()))
     return bool(words & {*image_keys, *IMAGE_NAMES}) and bool(words & {*CAPTION_NAMES})
-
-
-def _pairs(files: Iterable[str], image_keys: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Path of an image without suffix -> suffixes of the image and of the texts beside it, in the order of paths."""
-    found: dict[str, tuple[str, ...]] = {}
-    for file in sorted(files):
-        if (suffix := _suffix(file)) in image_keys or suffix in TEXTS:
-            stem = _stem(file)
-            found[stem] = (*found.get(stem, ()), file[len(stem) + 1 :])
-    return {stem: ends for stem, ends in found.items() if any(end.lower() in image_keys for end in ends)}
 
 
 def _of_split(path: str, names: Iterable[str], kind: str, evaluates: bool) -> tuple[list[str], str]:
@@ -379,11 +397,12 @@ class FolderSource(SourceType):
 class PairShard(OpenShard):
     """Images with texts beside them. Members: the image, `txt` and `json`; keys are paths without suffix.
 
-    Where only JSON is beside an image, `txt` is the first of its fields that has a usual name of captions.
+    Members are named by suffix. Without `txt`, it is the first other member, or else the first field of the JSON, that
+    has a usual name of captions.
 
     Args:
         folder: what the keys are relative to.
-        samples: key -> suffixes of its files.
+        samples: key -> ends of the paths of its files.
     """
 
     def __init__(self, folder: str, samples: Mapping[str, tuple[str, ...]]) -> None:
@@ -393,14 +412,16 @@ class PairShard(OpenShard):
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """See OpenShard. Raises Dropped: `unreadable_member`, or as `json_object`."""
         found: dict[str, bytes] = {}
+        members = {_member(end): end for end in reversed(self._suffixes[ref.key])}  # the shortest end of a suffix
         captioned = suffixes is None or "txt" in suffixes
-        for suffix in self._suffixes[ref.key]:
-            member = suffix.lower()
-            if suffixes is None or member in suffixes or (member == "json" and captioned):
+        for member, end in members.items():
+            if suffixes is None or member in suffixes or (captioned and "txt" not in members and member in TEXTS):
                 try:
-                    found[member] = Path(self._folder, f"{ref.key}.{suffix}").read_bytes()
+                    found[member] = Path(self._folder, f"{ref.key}{end}").read_bytes()
                 except OSError as error:
                     raise Dropped("unreadable_member", str(error)) from error
+        if captioned and "txt" not in found and (name := next((name for name in CAPTION_NAMES if name in found), "")):
+            found["txt"] = found[name]
         if captioned and "json" in found and "txt" not in found:
             fields = json_object(found["json"])
             text = next((fields[name] for name in CAPTION_NAMES if fields.get(name)), None)
@@ -409,12 +430,17 @@ class PairShard(OpenShard):
         return found
 
     def place(self, ref: SampleRef, keys: Collection[str]) -> Place | None:
-        image = next((suffix for suffix in self._suffixes[ref.key] if suffix.lower() in keys), None)
-        return None if image is None else Place(os.path.join(self._folder, f"{ref.key}.{image}"))
+        image = next((end for end in self._suffixes[ref.key] if _member(end) in keys), None)
+        return None if image is None else Place(os.path.join(self._folder, f"{ref.key}{image}"))
 
     def files(self, ref: SampleRef) -> list[str]:
         """The paths of a sample's files."""
-        return [os.path.join(self._folder, f"{ref.key}.{suffix}") for suffix in self._suffixes[ref.key]]
+        return [os.path.join(self._folder, f"{ref.key}{end}") for end in self._suffixes[ref.key]]
+
+
+def _member(end: str) -> str:
+    """The member that a file is, by the end of its path: of `.JPG` and `_caption.txt`, `jpg` and `txt`."""
+    return end.rpartition(".")[2].lower()
 
 
 class FolderShard(OpenShard):
@@ -423,15 +449,17 @@ class FolderShard(OpenShard):
     def __init__(self, name: str, image_keys: tuple[str, ...]) -> None:
         scheme, _, path = name.partition(":")
         self._folder = Path(path)
-        number = _numbers(scheme, self._folder.parent, image_keys)[self._folder.name]
+        number = (numbers := _numbers(scheme, self._folder.parent, image_keys))[self._folder.name]
         self._label = {"cls": str(number).encode(), "class": self._folder.name.encode()}
+        if are_plain(numbers):
+            self._label = {}
         self.index = ShardIndex([SampleRef(file) for file in sorted(_images(self._folder, image_keys))])
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """See OpenShard. Raises Dropped: `unreadable_member`."""
         found = {name: data for name, data in self._label.items() if suffixes is None or name in suffixes}
         try:
-            found[_suffix(ref.key)] = (self._folder / ref.key).read_bytes()
+            found[suffix_of(ref.key)] = (self._folder / ref.key).read_bytes()
         except OSError as error:
             raise Dropped("unreadable_member", str(error)) from error
         return found
@@ -446,19 +474,11 @@ class FolderShard(OpenShard):
 
 def _images(folder: Path, image_keys: Collection[str]) -> Iterator[str]:
     """Paths of the images under a folder, relative to it. Raises OSError if a part cannot be read."""
-    return (file for names in levels(str(folder), {}) for file in names if _suffix(file) in image_keys)
+    return (file for names in levels(str(folder), {}) for file in names if suffix_of(file) in image_keys)
 
 
 def _is_junk(name: str) -> bool:
     return name.startswith(".") or name in JUNK
-
-
-def _suffix(file: str) -> str:
-    return os.path.splitext(file)[1].lower().removeprefix(".")
-
-
-def _stem(file: str) -> str:
-    return os.path.splitext(file)[0]
 
 
 @lru_cache(maxsize=64)

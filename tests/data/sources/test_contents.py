@@ -25,7 +25,12 @@ def write(folder: Path, *names: str) -> str:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         text = {"caption": f"caption of {name}"} if name.endswith(".json") else f"the text {name}"
         image = name.lower().endswith((".jpg", ".png"))
-        (folder / name).write_bytes(picture(number) if image else json.dumps(text).encode())
+        data = picture(number) if image else json.dumps(text).encode()
+        if name.endswith((".token", ".tsv", ".csv", "caption.txt")):
+            data = b"a line\n" * 3
+        if name.endswith((".zip", ".xml")):
+            data = b"PK\3\4" if name.endswith(".zip") else b"<?xml version='1.0'?>"
+        (folder / name).write_bytes(data)
     return str(folder)
 
 
@@ -71,6 +76,12 @@ PAIRS = ("a/cat.jpg", "a/cat.txt", "a/b/dog.v1.PNG", "a/b/dog.v1.json", "eel.jpg
         (("data-00000-of-00001.arrow", "state.json", "dataset_info.json", "cache-1.arrow"), "tables", "1 table"),
         (("cat/1.jpg", "dog/1.jpg", "labels.csv", "cat/notes.txt"), "classes", "images in one folder per class"),
         (("cat/1.jpg", "dog/1.jpg", "dog/1.txt", "dog/2.jpg"), "classes", "images in one folder per class"),
+        (("cat/1.jpg", "dog/1.jpg", "notes/1.xml", "notes/2.xml"), "classes", "images in one folder per class"),
+        (
+            ("val2017/a/1.jpg", "train2017/b/1.jpg"),
+            "classes",
+            "images in folders that are no classes (train2017, val2017)",
+        ),
     ],
 )
 def test_a_folder_is_read_by_what_is_in_it(tmp_path: Path, names: tuple[str, ...], kind: str, what: str) -> None:
@@ -91,6 +102,40 @@ def test_a_folder_is_read_by_what_is_in_it(tmp_path: Path, names: tuple[str, ...
         (("0.tar", "a.csv"), "holds 1 tar and 1 table: name what is to be read"),
         (("b.tar", *MANY[:-1]), "holds 1 tar and 9 images with a text beside each: name what"),
         (("a.jsonl", "1.jpg", "1.txt"), "holds 1 table and 1 image with a text beside it: name what"),
+        (("a.zip", "b.ogg"), r"1 \.zip, 1 \.ogg \(a\.zip: a zip archive: unpack it and use what it holds\): name tars"),
+        (
+            ("a.tar.001", "a.tar.002"),
+            r"a\.tar\.001: a part of an archive: join the parts, as 'cat a\.tar\.\* > a\.tar'",
+        ),
+        (("x/a.tgz.partaa", "x/a.tgz.partab"), "join the parts, as 'cat a.tgz.. > a.tgz'"),
+        *(
+            (
+                (f"{images}1.jpg", f"{images}2.jpg", f"{texts}1{end}", f"{texts}2{end}"),
+                rf"2 images and 2 \.\w+ files of the same names, such as {texts}1.*: captions must lie beside",
+            )
+            for images, texts, end in (
+                ("images/", "captions/", ".txt"),
+                ("train/img/", "train/text/", ".json"),
+                ("images/val/", "labels/val/", ".txt"),
+                ("cat/", "words/", ".lab"),
+                ("", "", ".lab"),
+                ("cat/", "cat/", "_prompt.lab"),
+                ("a/b/", "a/", ".caption.txt"),
+            )
+        ),
+        *(
+            (
+                (*(f"{images}/{number}.jpg" for number in range(3)), f"{captions}"),
+                rf"3 images \(in {images}\) without texts beside them, and {captions}( \(.*\))?: if it has",
+            )
+            for images, captions in (
+                ("images", "caption.txt"),
+                ("Flicker8k_Dataset", "Flickr8k.token"),
+                ("train2017", "annotations/a.json"),
+                ("flickr30k-images", "results.csv"),
+                ("jpg", "jpg/all.tsv"),
+            )
+        ),
         (
             ("test/0.tar", "val/0.tar"),
             r"no split 'train' .* \(there is test, validation\): name one, as 'folder:.*#test'",
@@ -151,6 +196,32 @@ def test_texts_beside_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "held" / "a" / "cat.txt").symlink_to("nowhere")
     (tmp_path / "held" / "a" / "b" / "dog.v1.json").write_text("{")
     assert [text.partition("(")[0] for text in samples(folder).values()] == ["Dropped", "Dropped", "KeyError"]
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        *(
+            (end, "t")
+            for end in (".TXT", ".caption", ".cap", ".text", ".jpg.txt", ".caption.txt", "_caption.txt", ".png.cap")
+        ),
+        *((end, None) for end in (".tags", ".md")),  # named by --caption-key
+    ],
+)
+def test_texts_beside_images_with_other_names(tmp_path: Path, end: str, text: str | None) -> None:
+    for number in range(3):
+        (tmp_path / "10_dogs").mkdir(exist_ok=True)
+        (tmp_path / f"10_dogs/{number}.jpg").write_bytes(picture(number))
+        (tmp_path / f"10_dogs/{number}{end}").write_text("t")
+    source = Source(SourceSettings(shards=str(tmp_path)))
+    for name in source.names:
+        (ref,) = (shard := source.open(name)).index.samples
+        assert shard.load(ref).get("txt") == (text and b"t") and shard.load(ref, ["jpg"])["jpg"]
+        assert [file.startswith(f"{tmp_path}/10_dogs/") for file in shard.files(ref)] == [True] * 2
+    for number in range(3):  # the text of the image's own name comes first
+        (tmp_path / f"10_dogs/{number}.txt").write_text("own")
+    if end != ".TXT":
+        assert {*samples(str(tmp_path)).values()} == {"own"}
 
 
 def test_splits_are_known_by_their_names(tmp_path: Path) -> None:
