@@ -162,7 +162,9 @@ class Fetcher:
         except (EOFError, zlib.error, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # of the disk; damaged content has no number
                 raise
-            raise ShardError(f"bad_{kind}", f"{packed.name}: {error}") from error
+            window = "; it was written with zstd --long=28 or more: write it again with at most --long=27"
+            hint = window if "too much memory" in str(error) else ""
+            raise ShardError(f"bad_{kind}", f"{packed.name}: {error}{hint}") from error
 
     def _note_silence(self, host: str) -> None:
         if host not in self._answered:

@@ -168,10 +168,10 @@ def parts_of(spec: str | list[str]) -> list[str]:
 
 
 def table_format(url: str) -> str | None:
-    """`csv`, `json`, `parquet` or `arrow` by the suffix, also before `.gz`; None if the name is not that of a table."""
+    """`csv`, `json`, `parquet` or `arrow` by the suffix, also before `.gz` or `.zst`; None for a name of another kind."""
     if url.startswith("pipe:"):
         return None
-    name = url.partition("?")[0].lower().removesuffix(".gz")
+    name = url.partition("?")[0].lower().removesuffix(".gz").removesuffix(".zst")
     return TABLE_FORMATS.get(name[name.rfind(".") :]) if "." in name.rpartition("/")[2] else None
 
 

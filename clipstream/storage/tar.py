@@ -17,12 +17,12 @@ import os
 import re
 import sys
 import tarfile
+import zlib
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, overload
-from zlib import adler32
 
 from clipstream.errors import Dropped
 from clipstream.text import printable
@@ -44,6 +44,8 @@ LINK = 1 << 63  # in place of the size of a link whose data are not in the tar; 
 # A sparse member, as which bsdtar writes every file with holes, has the offset of its first header, and LINK plus the
 # bytes from there to its end.
 MOST_SPARSE = 1 << 30  # bytes of a sparse member with its holes
+TEXTS = {"txt.gz": "txt", "json.gz": "json"}  # suffixes of compressed members, which are read as the others
+MOST_TEXT = 1 << 26  # bytes of such a member, unpacked
 SCATTERED = "scattered_sample"
 UNPACKING = "mkdir out && tar -xf SHARD.tar -C out && "  # commands for users, of GNU tar
 PACKING = r"tar -cf NEW.tar --sort=name --transform='s,^\./,,' -C out ."
@@ -137,7 +139,8 @@ def _scan(fd: int) -> ShardIndex:
                     again.append((key, seen[key], number))
             suffix = suffixes.get(end)
             if suffix is None:
-                suffix = suffixes[end] = sys.intern(end[1:].lower())
+                suffix = end[1:].lower()
+                suffix = suffixes[end] = sys.intern(TEXTS.get(suffix, suffix))
             if suffix in members:
                 doubles.setdefault(len(samples), f"{key}.{suffix}")
             elif suffix:
@@ -311,7 +314,7 @@ def _checked_size(header: bytes, position: int, length: int) -> int:
         noted = int(header[148:156].partition(b"\0")[0], 8)
         summed = header[:148] + _SPACES + header[156:]
         # The low half of Adler-32 is 1 + the sum of the bytes, modulo a prime: twenty times as fast as sum().
-        right = ((adler32(summed) & 0xFFFF) - 1 - noted) % ADLER == 0
+        right = ((zlib.adler32(summed) & 0xFFFF) - 1 - noted) % ADLER == 0
         right = right or noted == sum(byte - 256 if byte > 127 else byte for byte in summed)  # as some old tars have it
     except ValueError:
         right = False
@@ -363,6 +366,16 @@ def _pax(data: bytes, position: int) -> dict[bytes, bytes]:
     return fields
 
 
+def _unpacked(data: bytes, name: str) -> bytes:
+    """A text without its compression by gzip. Raises Dropped."""
+    unpacking = zlib.decompressobj(wbits=31)
+    with contextlib.suppress(zlib.error):
+        text = unpacking.decompress(data, MOST_TEXT)
+        if unpacking.eof:
+            return text
+    raise Dropped("unreadable_member", f"{name}: damaged or too large: it is compressed by gzip")
+
+
 class Shard:
     """An open local tar with its `index`, found by a scan if it is not given. Raises OSError.
 
@@ -381,6 +394,8 @@ class Shard:
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """The bytes of a sample's members by suffix: all, or those of `suffixes` (lower case) that it has.
 
+        Texts that are compressed by gzip are unpacked.
+
         Raises Dropped: `unreadable_member`: the file became shorter, or the disk fails; `symbolic_link`, `broken_link`:
         a member is a link whose data are not in the tar.
         """
@@ -394,9 +409,14 @@ class Shard:
             start, end = min(start, offset), max(end, offset + size)
         # The members of a sample are adjacent. Copying few bytes costs less than another call; copying an image more.
         if end - start > TOGETHER:
-            return {suffix: self._read(ref.key, offset, size) for suffix, (offset, size) in found.items()}
-        block = self._read(ref.key, start, end - start)
-        return {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
+            data = {suffix: self._read(ref.key, offset, size) for suffix, (offset, size) in found.items()}
+        else:
+            block = self._read(ref.key, start, end - start)
+            data = {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
+        for suffix in TEXTS.values():
+            if data.get(suffix, b"")[:2] == b"\x1f\x8b":
+                data[suffix] = _unpacked(data[suffix], f"{self.path}: {ref.key}.{suffix}")
+        return data
 
     def look(self, ref: SampleRef) -> dict[str, bytes]:
         return self.load(ref, [suffix for suffix, (_, size) in ref.members.items() if size != LINK])

@@ -71,7 +71,7 @@ _KINDS = [
          "an Office document: export the table as CSV in UTF-8"),
         ("zip", rb"PK(?:\x03\x04|\x05\x06|\x07\x08)", f"a zip archive: {_UNPACK}"),
         ("gzip", rb"\x1f\x8b", f"compressed by gzip: {_UNPACK}"),
-        ("zstd", rb"\x28\xb5\x2f\xfd", f"compressed by zstd: {_UNPACK}"),
+        ("zstd", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", f"compressed by zstd: {_UNPACK}"),
         ("bzip2", rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)", f"compressed by bzip2: {_UNPACK}"),
         ("xz", rb"\xfd7zXZ\0", f"compressed by xz: {_UNPACK}"),
         ("lz4", rb"\x04\x22\x4d\x18", f"compressed by lz4: {_UNPACK}"),

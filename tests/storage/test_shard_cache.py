@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
+import struct
 import threading
 import time
 from collections import Counter
@@ -201,6 +203,14 @@ def test_zstd(tmp_path: Path) -> None:
     assert make_store(tmp_path / "cache").local(str(packed)).read_bytes() == BODY
     packed.write_bytes(b"".join(frames)[:-20])  # damaged ones: tests/data/loader/test_broken_shards.py
     assert failure(make_store(tmp_path / "b"), str(packed)).reason == "bad_zstd"
+    for magic in (0x184D2A50, 0x184D2A5F):  # RFC 8878, 3.1.2: frames that are skipped; pzstd begins with one
+        packed.write_bytes(b"".join(struct.pack("<II", magic, 4) + b"size" + frame for frame in frames))
+        assert make_store(tmp_path / f"{magic}").local(str(packed)).read_bytes() == BODY
+    # 3.1.1: no content size, a window of 2^31 bytes, one raw block.
+    packed.write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + (512 << 3 | 1).to_bytes(3, "little") + bytes(512))
+    assert re.search(
+        "bad_zstd: .*write it again with at most --long=27", str(failure(make_store(tmp_path / "c"), str(packed)))
+    )
 
 
 def test_a_full_disk_and_a_cache_that_cannot_be_made(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import os
 import random
@@ -209,6 +210,18 @@ def test_sparse_members_are_read_with_their_holes(tmp_path: Path, format: str, v
             with contextlib.suppress(Dropped):
                 damaged.load(ref)
         damaged.close()
+
+
+def test_compressed_texts_are_read_and_damaged_ones_named(tmp_path: Path) -> None:
+    packed = {"txt.gz": gzip.compress(b"a text"), "JSON.gz": gzip.compress(b"{}" * 9000), "nii.gz": gzip.compress(b"n")}
+    data = tar_bytes([{"__key__": "a", "jpg": b"J", **packed}, {"__key__": "b", "txt.gz": packed["txt.gz"][:-3]}])
+    (tmp_path / "x.tar").write_bytes(data)
+    shard = Shard(tmp_path / "x.tar")
+    first, second = shard.index.samples
+    assert shard.load(first) == {"jpg": b"J", "txt": b"a text", "json": b"{}" * 9000, "nii.gz": packed["nii.gz"]}
+    assert shard.load(first, ("jpg", "txt")) == {"jpg": b"J", "txt": b"a text"}
+    with pytest.raises(Dropped, match=r"unreadable_member: .*b\.txt: damaged"):
+        shard.load(second)
 
 
 def test_a_file_given_to_tar_twice_is_one_member(tmp_path: Path) -> None:

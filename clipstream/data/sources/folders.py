@@ -264,7 +264,7 @@ def _tables(files: Iterable[str]) -> Iterator[str]:
 
 def _names_images(table: str, image_keys: Collection[str]) -> bool:
     """Whether a table has images and a column of captions, by the words in its first lines."""
-    if table.endswith(".gz") or table_format(table) in ("parquet", "arrow"):
+    if table.endswith((".gz", ".zst")) or table_format(table) in ("parquet", "arrow"):
         return True
     with open_text(Path(table)) as file:
         words = set(re.findall(r"[a-z_]+", file.read(1 << 12).lower()))

@@ -356,6 +356,21 @@ def test_a_column_without_images_beside_one_with_names_of_images(
     assert "--image-key" not in caplog.text
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_packed_tables_are_read(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "0.jpg").write_bytes(picture(0))
+    for name, text in (
+        ("a.csv", "filepath,title\n0.jpg,red\n"),
+        ("b.jsonl", '{"filepath": "0.jpg", "title": "red"}\n'),
+    ):
+        data = text.encode()
+        data = gzip.compress(data) if suffix == ".gz" else pa.compress(data, "zstd", asbytes=True)
+        (tmp_path / f"{name}{suffix}").write_bytes(data)
+        table = Source(SourceSettings(shards=f"{tmp_path}/{name}{suffix}"))
+        shard = table.open(table.names[0])
+        assert shard.load(shard.index.samples[0], ("title", "filepath"))["title"] == b"red"
+
+
 def test_a_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> None:
     with closing(Site()) as site:
         for count in (3, 5):
@@ -430,6 +445,7 @@ def test_names_of_tables_and_a_target_that_cannot_be_written(tmp_path: Path) -> 
     with pytest.raises(OSError):
         tables.to_arrow(tmp_path / "a.csv", "a.csv", tmp_path / "no folder" / "a.arrow")
     assert table_format("https://a.b/c/pairs.CSV?token=1.tar") == "csv"
+    assert table_format("a.jsonl.zst") == "json" and table_format("A.tsv.GZ") == "csv"
     assert table_format("pipe:cat a.csv") is None and table_format("a.csv.d/b.tar") is None
 
 
