@@ -168,7 +168,7 @@ def parts_of(spec: str | list[str]) -> list[str]:
 
 
 def table_format(url: str) -> str | None:
-    """`csv`, `json`, `parquet` or `arrow` by the suffix, also before `.gz` or `.zst`; None for a name of another kind."""
+    """`csv`, `json`, `parquet` or `arrow` by the suffix, also before `.gz` or `.zst`; None for other names."""
     if url.startswith("pipe:"):
         return None
     name = url.partition("?")[0].lower().removesuffix(".gz").removesuffix(".zst")
