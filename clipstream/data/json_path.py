@@ -9,6 +9,9 @@ an object. `texts[lang=en]` matches the elements whose field `lang` is `en`; the
 with `]` is written as a JSON string in double quotes. A backslash escapes `.`, `[`, `=`, `*` and itself. A name matches
 exactly, or else case-insensitively, and may have dots in the data: `a.b` matches the field `a.b` if `a` has no `b`.
 A path leads on into a text that is itself a list or an object, see `structure`.
+
+In place of a path, `{title} by {brand}` makes a text of fields, each with its path in braces. The texts and numbers of
+a list are joined by `, `, or as `{tags| / }` says. `{{` and `}}` are braces, and so is one behind a backslash.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,7 +31,8 @@ from clipstream.text import printable
 ABSENT = object()
 _NAME = re.compile(r"(?:[^.\[\\]|\\.)+", re.DOTALL)
 _FILTER = re.compile(r'\[((?:[^=\[\]\\]|\\.)+)=("(?:[^"\\]|\\.)*"|[^"\]][^\]]*)\]', re.DOTALL)
-_SPECIAL, _BACKSLASHED = re.compile(r"([].*=[\\])"), r"\\\1"
+_SPECIAL, _BACKSLASHED = re.compile(r"([].*=[\\{}])"), r"\\\1"
+_BRACE, _PLACE = re.compile(r"(?<!\\)[{}]"), re.compile(r"\{\{|\}\}|\{((?:[^{}\\]|\\.)*)\}|(?<!\\)[{}]", re.DOTALL)
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _STRUCTURED = re.compile(r"""\s*(?:array\()?(?:"?\s*[\[{]|\(\s*['"]|b['"])""")
 _STRING = r"""[bu]?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
@@ -51,6 +56,34 @@ class Each(NamedTuple):
 
 
 Steps = tuple[str | Each, ...]
+
+
+class Template(NamedTuple):
+    """A text of fields."""
+
+    parts: tuple[str | tuple[Steps, str], ...]  # texts, and paths with what joins the values at each
+
+    def of(self, value: Any) -> list[str]:
+        """The text, as a list of one; empty if a field has neither text nor number."""
+        texts = []
+        for part in self.parts:
+            found = part if isinstance(part, str) else part[1].join(_plain_texts(values_at(value, part[0])))
+            if not found:
+                return []
+            texts.append(found)
+        return ["".join(texts)]
+
+
+def _plain_texts(values: Sequence[Any]) -> Iterator[str]:
+    """The texts and numbers among values and in their lists."""
+    for value in values:
+        inner = (structure(value) if isinstance(value, str) else None) or value
+        if isinstance(inner, list):
+            yield from _plain_texts(inner)
+        elif isinstance(inner, str) and inner.strip():
+            yield inner.strip()
+        elif isinstance(inner, (int, float)) and not isinstance(inner, bool) and math.isfinite(inner):
+            yield str(int(inner) if float(inner).is_integer() else inner)
 
 
 @lru_cache(maxsize=256)
@@ -92,6 +125,31 @@ def parse_path(path: str) -> Steps:
             what = "a backslash is followed by the character" if path[at] == "\\" else "a dot or the end is"
             raise _malformed(path, at, f"{what} expected")
         at += 1
+
+
+def parse_text(path: str) -> Steps | Template:
+    """The steps of a path, or a template. Raises ValueError: as `parse_path`, or a brace is alone."""
+    if not _BRACE.search(path):
+        return parse_path(path)
+    parts: list[str | tuple[Steps, str]] = []
+    at = 0
+    for match in _PLACE.finditer(path):
+        parts.append(_ESCAPE.sub(r"\1", path[at : match.start()]))
+        field, _, joiner = (match[1] or "").partition("|")
+        if match[0] in ("{{", "}}"):
+            parts.append(match[0][0])
+        elif match[1] is None:
+            raise _malformed(path, match.start(), "a brace is alone: write it twice, or a field as {FIELD}")
+        else:
+            parts.append((parse_path(field.strip()), joiner or ", "))
+        at = match.end()
+    parts.append(_ESCAPE.sub(r"\1", path[at:]))
+    return Template(tuple(part for part in parts if part))
+
+
+def texts_at(value: Any, path: Steps | Template) -> list[Any]:
+    """The values at a path, or the text of a template."""
+    return path.of(value) if isinstance(path, Template) else values_at(value, path)
 
 
 def _malformed(path: str, at: int, why: str) -> ValueError:
@@ -191,6 +249,6 @@ def literal(value: Any) -> str | None:
 def step_of(name: str) -> str:
     """The step to a field, escaped if necessary."""
     with contextlib.suppress(ValueError):
-        if parse_path(name) == tuple(name.split(".")):
+        if parse_path(name) == tuple(name.split(".")) and not _BRACE.search(name):
             return name
     return _SPECIAL.sub(_BACKSLASHED, name)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from clipstream.data.json_path import parse_path
+from clipstream.data.json_path import parse_text
 from clipstream.utils.section import PathText, PluginSection
 
 SWAP = "swap"  # in place of a path to hard negatives
@@ -102,6 +102,14 @@ class TextCaption(SeveralTexts):
         min_length=1,
         description="suffix of the text member; of several, separated by ';', the first that exists is used",
     )
+
+    @field_validator("key")
+    @classmethod
+    def _no_template(cls, value: str) -> str:
+        if "{" in value:
+            raise ValueError("a text of several fields is a caption of type json: --caption-json '{title} by {brand}'")
+        return value
+
     lines: Literal["all", "first", "random"] = Field(
         "all",
         description="of a text of several lines: all, the first, or a random one in training and the first in "
@@ -127,13 +135,15 @@ class JsonCaption(SeveralTexts):
     """A field of the JSON member holds the caption.
 
     A path is names and list positions joined by dots (`texts.1.t`), `*` for all elements (`texts.*.t`), and filters
-    (`texts[lang=en].t`). Several are tried in order, or drawn by `weights`. A path that leads to several strings, or to
+    (`texts[lang=en].t`); `{title} by {brand}` is a text of several, in which lists (`{tags}`) are joined. Several are
+    tried in order, or drawn by `weights`. A path that leads to several strings, or to
     a list of them, gives one, drawn in training, the first in evaluation.
     """
 
     type: Literal["json"] = "json"
     path: str | list[str] = Field(
-        description="path into the JSON member, e.g. caption.en or texts.*.t; several are tried in order"
+        description="path into the JSON member, e.g. caption.en or texts.*.t, or a text of fields, e.g. "
+        "'{title} by {brand}'; several are tried in order"
     )
     key: str = Field("json", min_length=1, description="suffix of the JSON member")
     fallback: str | None = Field(None, description="suffix of a text member used when no path gives a caption")
@@ -152,7 +162,7 @@ class JsonCaption(SeveralTexts):
     @classmethod
     def _path(cls, value: str | None) -> str | None:
         if value not in (None, SWAP, SENTENCE):
-            parse_path(value or "")
+            parse_text(value or "")
         return value
 
     @field_validator("path")
@@ -162,7 +172,7 @@ class JsonCaption(SeveralTexts):
         if not paths:
             raise ValueError("name at least one path, e.g. caption.en or texts.*.t")
         for path in paths:
-            parse_path(path)
+            parse_text(path)
         return value
 
     @field_validator("weights")

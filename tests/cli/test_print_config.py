@@ -35,6 +35,7 @@ LINES = (
     "--evals.e.fetch=line\x85break\u2028s",
     "--run.name 1e-3 --model.pretrained null --model.cache-dir ~",
     "--caption-json a.b;c.0 --caption-key cap --train-data a.tar",
+    "--caption-json {tags|;}{b};c.0 --train-data a.tar",
     "--train-data a.csv --csv-separator \\t --csv-caption-key cap --data.sources.train.quoting false",
     "--data.sources.on.shards [a,b] --data.sources.on.weight 2 --data.sources.1.shards x",
     "--data.sources.a.shards ${DATA}/a.tar --data.batch-schedule [[5,9],[7,12]] --data.lanes 7",

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from clipstream.data.decode.captions import build_caption
 from clipstream.data.decode.labels import CaptionsField, LabelField, LabelsField
-from clipstream.data.json_path import ABSENT, Each, parse_path, step_of, value_at, values_at
+from clipstream.data.json_path import ABSENT, Each, parse_path, parse_text, step_of, texts_at, value_at, values_at
 from clipstream.data.order.rng import SampleRNG
-from clipstream.data.text_settings import CaptionSettings, JsonCaption
+from clipstream.data.text_settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped
 from clipstream.evals.settings import ZeroShotSettings
 
@@ -115,6 +115,26 @@ def test_any_text_is_a_path_or_a_clear_error(text: str) -> None:
     else:
         assert steps and all(step for step in steps)
         values_at(TEXTS, steps)
+
+
+@given(st.text() | st.text("ab.{}|\\\\[", max_size=12))
+def test_any_text_is_a_template_a_path_or_a_clear_error(text: str) -> None:
+    try:
+        parsed = parse_text(text)
+    except ValueError as error:
+        assert re.search(r"malformed at position (\d+): ", str(error)) and str(error).isprintable()
+    else:
+        for found in texts_at({"a": "x", "b": ["y"]}, parsed):
+            assert isinstance(found, (str, list)) and found
+
+
+def test_a_brace_alone_is_named_by_its_position() -> None:
+    for path, position in (("a {b", 3), ("a} {b}", 2), ("{a} {", 5), ("{}", 1), ("{a..b}", 3), ("{a|", 1)):
+        with pytest.raises(ValidationError, match=f"at position {position}:"):
+            JsonCaption(path=["fine", path])
+    assert texts_at({"a{b": 1}, parse_text(step_of("a{b"))) == [1]
+    with pytest.raises(ValidationError, match=r"a caption of type json: --caption-json '\{title\} by"):
+        TextCaption(key="{a} {b}")
 
 
 def raw(value: Any) -> dict[str, Any]:

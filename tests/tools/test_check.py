@@ -58,11 +58,19 @@ def profile_of(*samples: dict[str, bytes | str]) -> Profile:
         ({"png": PNG, "txt": '{"en": "a red dog"}'}, TextCaption(),
          ["--data.sources.train.caption '{type: json, key: txt, path: en}'"]),
         ({"png": PNG, "cap": '["a red dog", "a cat"]'}, TextCaption(), ["--caption-key cap"]),
+        ({"png": PNG, "json": '{"tags": ["red", "wall", "old house"]}'}, TextCaption(), ["--caption-json '{tags}'"]),
+        ({"png": PNG, "json": '{"texts": ["a red wall", "a house", "old"]}'}, TextCaption(), ["--caption-json texts"]),
         ({"png": PNG, "txt": '[{"en": 1}]'}, TextCaption(), []), ({"png": PNG, "ok": "true"}, TextCaption(), []),
     ],
 )  # fmt: skip
 def test_the_flag_that_reads_it(sample: dict[str, bytes | str], caption: CaptionSettings, flags: list[str]) -> None:
     assert profile_of(sample, sample).suggestion("jpg;png", caption) == flags
+
+
+def test_tags_of_which_one_is_drawn_are_told() -> None:
+    profile = profile_of(*[{"png": PNG, "json": '{"tags": ["red", "wall", "old house"]}'}] * 3)
+    said = "training draws one of 3 short texts of a sample: --caption-json '{tags}' joins them"
+    assert [profile.tags(JsonCaption(path=path)) for path in ("tags", "{tags}", "tags.0")] == [said, "", ""]
 
 
 def test_advice_says_what_was_seen() -> None:

@@ -81,7 +81,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
     options = (
         ("--caption-key", "SUFFIX", "text member with the caption (default: txt; for a CSV: title, else txt)"),
-        ("--caption-json", "PATHS", "path into the JSON member; several, separated by ';', are tried in order"),
+        (
+            "--caption-json",
+            "PATHS",
+            "path into the JSON member, or a text of fields such as '{title} by {brand}'; several, by ';', in order",
+        ),
         ("--caption-lines", "WHICH", "of a text of several lines: all (default), first, or random"),
         (
             "--image-key",
@@ -398,6 +402,8 @@ def _warnings(view: CheckReport, caption: CaptionSettings) -> Iterator[str]:
         share = f"{view.long:,} captions ({view.long / view.used:.0%})"
         yield f"{share} have more than {CONTEXT} tokens, which is what CLIP models read: the rest is cut off"
     if warning := view.first_captions.languages_warning(caption):
+        yield warning
+    if warning := view.profile.tags(caption):
         yield warning
 
 

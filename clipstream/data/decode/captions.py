@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from clipstream.data.decode.class_names import class_names, folded, number_of, prompt_templates
 from clipstream.data.json_path import ABSENT as ABSENT
-from clipstream.data.json_path import parse_path, structure, value_at, values_at
+from clipstream.data.json_path import parse_path, parse_text, structure, texts_at, value_at
 from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import printable
@@ -279,7 +279,7 @@ class TextField(_Field):
         raise Dropped("no_caption", f"{_kind(found)}, not a text: select a text in it with --caption-json")
 
 
-_parsed = lru_cache(parse_path)
+_parsed = lru_cache(parse_text)
 
 
 class JsonField(_Field):
@@ -293,7 +293,7 @@ class JsonField(_Field):
     """
 
     def __init__(self, settings: JsonCaption) -> None:
-        self._paths = [parse_path(path) for path in settings.paths]
+        self._paths = [parse_text(path) for path in settings.paths]
         self.weights = settings.weights
         self._wanted = " or ".join(settings.paths)
         self._json = split_keys(settings.key)
@@ -315,7 +315,7 @@ class JsonField(_Field):
         if not path:
             return found
         with contextlib.suppress(Dropped):  # the fallback may stand in for a broken JSON member
-            for inner in values_at(object_of(sample, self._json, "no_caption"), _parsed(path)):
+            for inner in texts_at(object_of(sample, self._json, "no_caption"), _parsed(path)):
                 there = (structure(inner) if isinstance(inner, str) else None) or inner
                 for text in there if isinstance(there, list) else [there]:
                     with contextlib.suppress(Dropped):
@@ -340,7 +340,7 @@ class JsonField(_Field):
             if any(by_path) and not (self.weights and weights[number]):
                 break
             items: list[Any] = []
-            for inner in values_at(value, self._paths[number]):
+            for inner in texts_at(value, self._paths[number]):
                 there = (structure(inner) if isinstance(inner, str) else None) or inner
                 items += there if isinstance(there, list) else [there]
                 inside = there if isinstance(there, (list, dict)) else inside

@@ -109,6 +109,11 @@ class Field:
         return self.count >= 20 and len(self.texts) < KEPT and len(self.texts) <= max(1, self.count // 50)
 
     @property
+    def are_tags(self) -> bool:
+        """Whether samples have several short texts, as tags, and not alternative captions."""
+        return _are_tags(self.count / max(1, self.samples), self.texts)
+
+    @property
     def language(self) -> float:
         """Score from 0 to 1: how much the texts look like language and differ from each other."""
         kept = self.texts.total()
@@ -298,9 +303,24 @@ class Profile:
                 value = f"{{type: json, {member_key}path: {_scalar(path)}}}"
                 flag = f"--{place}.caption {shlex.quote(value)}"
             ranked.append((key, flag, JsonCaption(path=path, key=found.member)))
+            if found.are_tags and f"json {shlex.quote(path)}" in flag:
+                joined = f"{{{path}}}"
+                flag = f"--caption-json {shlex.quote(joined)}"
+                ranked.append(((*key[:2], -1, *key[3:]), flag, JsonCaption(path=joined)))
         now = self._tried(caption) if isinstance(caption, (TextCaption, JsonCaption)) else None
         best_first = sorted(ranked, key=lambda one: one[:2])
         return [flag for _, flag, found in best_first if any(texts := self._tried(found)) and texts != now]
+
+    def tags(self, caption: CaptionSettings) -> str:
+        """A note if training would draw one of several tags of a sample with these settings; '' if not."""
+        if not isinstance(caption, JsonCaption) or not (found := list(filter(None, self._tried(caption)))):
+            return ""
+        texts = Counter(text for texts in found for text in texts)
+        if not _are_tags(texts.total() / len(found), texts):
+            return ""
+        joined = shlex.quote(f"{{{caption.paths[0]}}}")
+        each = f"{texts.total() / len(found):.0f}"
+        return f"training draws one of {each} short texts of a sample: --caption-json {joined} joins them"
 
     def layout(self) -> str:
         """A note if each sample is a folder, or names of images have dots before their extension; '' if not."""
@@ -339,6 +359,11 @@ class Profile:
     def _caption_found(self, caption: CaptionSettings) -> bool:
         """Whether any of the samples kept has the caption that the settings name."""
         return not isinstance(caption, (TextCaption, JsonCaption)) or any(self._tried(caption))
+
+
+def _are_tags(each: float, texts: Counter[str]) -> bool:
+    """Whether texts, so many of each sample, are tags: of one word or two, three or more a sample."""
+    return each >= 2.5 and sum(len(text.split()) for text in texts) < 2 * len(texts)
 
 
 def _add_json(fields: dict[str, Field], member: str, data: bytes) -> None:

@@ -128,6 +128,19 @@ def test_text_captions(members: dict[str, Any], expected: str) -> None:
         ({"a": "[{'b': 1j}]"}, "a", "[{'b': 1j}]"),
         ({"a": "[{'b': 1j}]"}, "a.0.b", "dropped: no_caption"),
         ({"a": '{"b": "c"}'}, "a", "dropped: no_caption"),
+        ({"title": " A cup ", "brand": "Acme", "n": 3.0}, "{Title} by {brand} ({n})", "A cup by Acme (3)"),
+        ({"a": {"b": "cup"}, "tags": ["red", " ", "wall", 7]}, "{a.b}: {tags}", "cup: red, wall, 7"),
+        ({"tags": "['red', 'wall']"}, "{tags| / }", "red / wall"),
+        ({"t": [{"n": "x"}, {"n": "y"}, {}]}, "{t.*.n|; }", "x; y"),
+        ({"t": [{"l": "en", "n": "x"}, {"l": "de", "n": "y"}]}, "{{a}} {t[l=de].n} {t.0.n} \\{", "{a} y x {"),
+        ({"a": "b"}, ["{missing} of {a}", "{a}!"], "b!"),
+        ({"a": "b"}, ["{missing} of {a}", "a"], "b"),
+        *(
+            ({"a": value}, "of {a}", "dropped: no_caption")
+            for value in ("", " ", None, [], [None], {"b": "c"}, True, {})
+        ),
+        (b'{"a": NaN}', "of {a}", "dropped: no_caption"),
+        ({"a{b}": "x"}, r"a\{b\}", "x"),
         (b"{", "a", "dropped: json_invalid"),
         (b'{"a": "\xff"}', "a", "dropped: json_invalid"),
         (b"[" * 100_000, "a", "dropped: json_invalid"),
