@@ -35,6 +35,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, did_you_mean, errors_as, nearest
 from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, HUB, LOCAL, WEIGHT_FILES, is_model
 from clipstream.models.settings import ModelSettings, TowerSettings
+from clipstream.models.transformers_names import other_model
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.section import Count, checked, with_home
@@ -368,7 +369,7 @@ def model_at(path: Path) -> Path | None:
     `best` names, or any folder that open_clip reads or that has transformers' CLIPModel or SiglipModel; None if there
     is no model.
 
-    Raises SettingsError: a run has no checkpoint, or its weights are damaged.
+    Raises SettingsError: a run has no checkpoint, its weights are damaged, or it is another model of transformers.
     """
     if path.is_file() and path.name in (LATEST, BEST):
         path = pointed(path) or path
@@ -383,6 +384,8 @@ def model_at(path: Path) -> Path | None:
         raise SettingsError(
             f"{path} is a run without a checkpoint: it saves one every checkpoint.every steps, and at its end"
         )
+    if (other := other_model(path)) is not None:
+        raise SettingsError(f"{path} {other}")
     return None
 
 

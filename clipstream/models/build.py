@@ -14,7 +14,7 @@ import timm
 import torch
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from open_clip.transformer import PatchDropout
-from timm.layers import to_2tuple
+from timm.layers import LayerNorm, to_2tuple
 from timm.layers.patch_dropout import patch_dropout_forward
 from torch.func import functional_call
 
@@ -28,6 +28,7 @@ from clipstream.models.model_config import Config, ModelConfig
 from clipstream.models.pretrained import ModelFiles, TokenizerChoice, fetch, resolve_loss, timm_entry
 from clipstream.models.settings import NO_PATCHES, TOWERS, ModelSettings
 from clipstream.models.towers import Towers
+from clipstream.models.transformers_names import OWN_SIGLIP
 from clipstream.models.weights import load_image_weights, load_weights, read_weights
 
 
@@ -60,13 +61,13 @@ def build_towers(
         if isinstance(cfg["vision_cfg"].get("layers"), list):
             raise NO_PATCHES.error("model.patch_dropout", settings.patch_dropout, files.label)
         cfg["vision_cfg"]["patch_dropout"] = settings.patch_dropout
-    state = None if files.weights is None else read_weights(files.weights)
+    state = None if files.weights is None else read_weights(files.weights, adapter=files.adapter)
     loss_type = _resolve_loss_and_bias(settings, cfg, state, loss_type)
     clip = _create(files, cfg, seed)
     suit_gpus(clip)
     _check_inputs(clip, files.label, int(cfg["text_cfg"].get("context_length", 77)))
     if state is not None:
-        load_weights(clip, state, files)
+        load_weights(clip, state, files, cut=getattr(tokenizer, "context_length", None) is not None)
     preprocess = asdict(PreprocessCfg())
     if files.image_weights is not None:
         load_image_weights(clip.visual.trunk, files.image_weights)
@@ -107,10 +108,33 @@ def _set_image_size(vision_cfg: Config, size: int) -> None:
     sized = re.fullmatch(r"(.+_)(\d{2,4})", str(vision_cfg.get("timm_model_name") or ""))
     if sized and int(sized[2]) != size:
         name = f"{sized[1]}{size}"
-        if not timm.is_model(name):
+        if not _timm_has(name):
             others = [other for other in timm.list_models(f"{sized[1]}*") if other[len(sized[1]) :].isdigit()]
             raise SettingsError(f"model.image_size {size}: timm has no {name}, but {', '.join(others)}")
         vision_cfg["timm_model_name"] = name
+
+
+def _timm_has(name: str) -> bool:
+    """Whether timm builds a tower of that name; one of `OWN_SIGLIP` is registered as a variant of timm's SigLIP."""
+    if (own := OWN_SIGLIP.fullmatch(name)) and not timm.is_model(name):
+        width, depth, heads, inner, patch, size = (int(own[group]) for group in (1, 2, 3, 4, 7, 8))
+        shape = {
+            "embed_dim": width,
+            "depth": depth,
+            "num_heads": heads,
+            "mlp_ratio": (inner + 0.5) / width,  # timm rounds the product down
+            "norm_layer": partial(LayerNorm, eps=float(own[5].replace("p", "."))),
+            "act_layer": own[6],
+            "patch_size": patch,
+            "img_size": size,
+        }
+
+        def tower(**options: Any) -> Any:
+            return timm.model_entrypoint("vit_base_patch16_siglip_224")(**shape, **options)
+
+        tower.__name__ = name
+        timm.models.register_model(tower)
+    return bool(timm.is_model(name))
 
 
 def _resolve_loss_and_bias(
@@ -149,6 +173,7 @@ def _create(files: ModelFiles, model_cfg: Config, seed: int) -> Any:
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # open_clip does not pass trust_remote_code: refuse, never ask
         text_cfg["hf_model_pretrained"] = files.weights is None and text_cfg.get("hf_model_pretrained", True)
         text_cfg["hf_model_name"] = str(files.text_model)
+    _timm_has(str(cfg["vision_cfg"].get("timm_model_name")))
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)

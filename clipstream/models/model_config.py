@@ -111,10 +111,12 @@ class ModelConfig:
 
     @classmethod
     def beside(cls, folder: Path) -> ModelConfig:
-        """The configuration of the model in a folder of open_clip, or of transformers' CLIPModel or SiglipModel.
+        """The configuration of the model in a folder of open_clip, of transformers' CLIPModel or SiglipModel, or of an
+        adapter of peft on one of these.
 
         Raises SettingsError: as `read`.
         """
+        folder = transformers_names.base_of(folder)
         own = folder / CONFIG_FILE
         theirs = None if own.is_file() else transformers_names.read_config(folder)
         return cls.read(own) if theirs is None else cls.of(theirs, str(folder / transformers_names.CONFIG))
@@ -135,6 +137,7 @@ class ModelConfig:
 
 def is_model(folder: Path) -> bool:
     """Whether a folder holds the configuration of a model that `ModelConfig.beside` reads."""
+    folder = transformers_names.base_of(folder)
     return (folder / CONFIG_FILE).is_file() or transformers_names.read_config(folder) is not None
 
 

@@ -35,8 +35,13 @@ from clipstream.models.model_config import (
     pretrained_tags,
 )
 from clipstream.models.settings import ModelSettings
+from clipstream.models.transformers_names import base_of
 
-LOCAL_WEIGHT_FILES = (*WEIGHT_FILES, "model.safetensors", "pytorch_model.bin", "model.pth", AVERAGED_FILE)
+# In the order in which transformers looks for its own; an index names the files of weights in several.
+_TRANSFORMERS = tuple(
+    f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")
+)
+LOCAL_WEIGHT_FILES = (*WEIGHT_FILES, *_TRANSFORMERS, "model.pth", AVERAGED_FILE)
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "config.json")
@@ -71,6 +76,7 @@ class ModelFiles:
     tokenizer: Path | None  # folder of a Hugging Face tokenizer; None for open_clip's own BPE
     text_model: Path | None  # folder with config.json (and base weights) of a Hugging Face text tower
     image_weights: Path | None = None  # file of a timm tower's weights, beside those of `weights`
+    adapter: Path | None = None  # folder of an adapter of peft on `weights`
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class _Weights:
     config: ModelConfig | None = None
     folder: Path | None = None  # of a local file, with the weights' own tokenizer
     local: bool = False
+    adapter: Path | None = None  # folder of peft's
 
 
 def preflight(
@@ -159,7 +166,8 @@ def look_up(
     image_weights = _image_weights(settings, config.model_cfg["vision_cfg"], cache)
     if cache.missing:
         return cache.missing
-    return ModelFiles(label, config.model_cfg, config.preprocess_cfg, weights.path, folder, text_model, image_weights)
+    files = (weights.path, folder, text_model, image_weights, weights.adapter)
+    return ModelFiles(label, config.model_cfg, config.preprocess_cfg, *files)
 
 
 def _config(settings: ModelSettings, weights: _Weights, cache: HubCache) -> ModelConfig | None:
@@ -236,12 +244,16 @@ def _weights(settings: ModelSettings, cache: HubCache) -> _Weights:
         path = cache.find(chosen[len(HUB) :], WEIGHT_FILES)
         return _Weights(path, None if file is None else ModelConfig.read(file), own)
     if chosen.startswith(LOCAL):
-        folder = Path(chosen[len(LOCAL) :])
-        config = ModelConfig.beside(folder)
+        given = Path(chosen[len(LOCAL) :])
+        config, folder = ModelConfig.beside(given), base_of(given)
         path = next((folder / file for file in LOCAL_WEIGHT_FILES if (folder / file).is_file()), None)
         if path is None:
             raise SettingsError(f"{chosen} has no weights: {folder} holds none of {', '.join(LOCAL_WEIGHT_FILES)}")
-        return _Weights(path, config, own if settings.pretrained is None else _with_tokenizer(folder), local=True)
+        adapter = None if folder == given else given
+        words = _with_tokenizer(given) or (
+            own if settings.pretrained is None and not adapter else _with_tokenizer(folder)
+        )
+        return _Weights(path, config, words, True, adapter)
     # As in open_clip.add_model_config, a configuration file goes by its stem: its tags are those of that name.
     known = Path(name).stem if _is_own(settings) else name.replace("/", "-")
     tags = [] if name.startswith((HUB, LOCAL)) else pretrained_tags().list_pretrained_tags_by_model(known)
@@ -324,7 +336,9 @@ def _tokenizer(
         return None
     if folder is not None:
         if _with_tokenizer(folder) is None:
-            raise SettingsError(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)} exists")
+            names = ", ".join(TOKENIZER_FILES)
+            hint = "" if kind == "path" else "; copy them from the model that this one was tuned from"
+            raise SettingsError(f"no tokenizer in {folder}: none of {names} exists{hint}")
         return folder
     path = cache.find(name, TOKENIZER_FILES, (TOKENIZER_CONFIG,), extras=TOKENIZER_EXTRAS)
     config = None if path is None else path.parent / TOKENIZER_CONFIG

@@ -6,13 +6,17 @@ writes one. Imports torch on use, as configurations are read before it is import
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from clipstream.errors import SettingsError
+from clipstream.models.image_processor import read_processor
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +24,23 @@ if TYPE_CHECKING:
 Config = dict[str, Any]
 Row = tuple[tuple[str, ...], tuple[str, ...], str]  # open_clip's pieces, transformers' pieces, how the shape differs
 
-CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"  # files of transformers
+CONFIG = "config.json"  # of transformers
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of peft
+WHOLE = "only whole models are read, CLIPModel and SiglipModel"
 MODEL_TYPES = ("clip", "siglip")
 BOS, EOS = 49406, 49407  # ids of CLIP's own BPE
-RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers of its filters
-_SIGLIP_SIZES = {(768, 12): "base", (1024, 24): "large", (1152, 27): "so400m", (1536, 40): "giantopt"}
+CLIP_WORDS = {"in": 512, "core</w>": 5000, "christianity</w>": 20000, "cheek": 40000, "jekyll</w>": 49405}  # some of it
+# timm's names of SigLIP's image towers by width, layers, heads, and width of the perceptrons.
+_SIGLIP_SIZES = {
+    (768, 12, 12, 3072): "base",
+    (1024, 24, 16, 4096): "large",
+    (1152, 27, 16, 4304): "so400m",
+    (1536, 40, 16, 6144): "giantopt",
+}
+# Towers of SigLIP that timm has no name for: width, depth, heads, width of the perceptrons, eps, activation, sizes.
+OWN_SIGLIP = re.compile(r"siglip_w(\d+)_d(\d+)_h(\d+)_m(\d+)_e([^_]+)_(\w+)_patch(\d+)_(\d+)")
+# Activations of timm by those of transformers.
+_TIMM_ACTS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu", "relu": "relu"}
 
 # A row names pieces of tensors: a name that occurs k times is cut into, or joined from, k equal pieces. `#` is the
 # number of a layer, `*` stands for weight and bias. Shapes: "T" is transposed, "[1]" has a first dimension of 1 in
@@ -141,13 +157,23 @@ def _shaped(tensor: torch.Tensor, how: str, reverse: bool) -> torch.Tensor:
     return (tensor if how != "[1]" else tensor[None] if reverse else tensor[0]).contiguous()
 
 
+def in_transformers(name: str) -> bool:
+    """Whether a CLIPModel or SiglipModel may have a tensor of that name."""
+    return name.startswith((_TEXT, _IMAGE, "text_projection.", "visual_projection.", "logit_"))
+
+
 def from_transformers(state: Mapping[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
     """The weights of a CLIPModel or SiglipModel by open_clip's names.
 
     Raises SettingsError: the file holds tensors of another model of transformers.
     """
+    if any(".lora_" in name for name in state):
+        raise SettingsError(f"{path} is an adapter of peft: name its folder, with {ADAPTER_CONFIG}")
     siglip = any(name.endswith("head.probe") for name in state)
     state = {name: tensor for name, tensor in state.items() if not name.endswith(".position_ids")}
+    for prefix, part, other in ((_TEXT, "a text tower", "image"), (_IMAGE, "an image tower", "text")):
+        if not any(name.startswith(_IMAGE if prefix == _TEXT else _TEXT) for name in state):
+            raise SettingsError(f"{path} holds {part} of transformers alone, without the {other} tower: {WHOLE}")
     found, left = renamed(state, (*TEXT, *(TIMM_IMAGE if siglip else IMAGE), *SCALARS), reverse=True)
     if left:
         raise SettingsError(
@@ -157,52 +183,128 @@ def from_transformers(state: Mapping[str, torch.Tensor], path: Path) -> dict[str
     return found
 
 
+def base_of(folder: Path) -> Path:
+    """The folder of the model that a folder with an adapter of peft belongs to; of any other folder itself.
+
+    Raises SettingsError: this model is neither a folder nor in the Hub's cache.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / CONFIG).is_file():
+        return folder
+    base = str(_json(folder, ADAPTER_CONFIG).get("base_model_name_or_path"))
+    for path in (Path(base), folder / base):
+        if (path / CONFIG).is_file():
+            return path
+    cached = try_to_load_from_cache(base, CONFIG) if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
+    if isinstance(cached, str):
+        return Path(cached).parent
+    raise SettingsError(
+        f"{folder} is an adapter of peft on the model {base}, which is neither a folder nor in the Hub's cache: "
+        f"`hf download {base}`, or set base_model_name_or_path in {ADAPTER_CONFIG} to its folder"
+    )
+
+
+def with_adapter(state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], folder: Path) -> Any:
+    """The weights of a model of transformers with those of a LoRA adapter of peft: W + alpha / r B A, and the layers
+    that were trained in full.
+
+    Args:
+        state: of the model, by transformers' names.
+        tensors: of the adapter, by the same names.
+        folder: of the adapter.
+
+    Raises SettingsError: an adapter of another kind, or of another model.
+    """
+    config, found = _json(folder, ADAPTER_CONFIG), dict(state)
+    for name, tensor in tensors.items():
+        layer, dot, part = name.partition(".lora_")
+        target = f"{layer}.weight" if dot else name.replace(".base_layer.", ".")
+        if config.get("peft_type") != "LORA" or target not in state or part not in ("", "A.weight", "B.weight"):
+            kind = f"peft_type {config.get('peft_type')}"
+            raise SettingsError(f"{folder}: {name} is not of a LoRA adapter on this model ({kind}); merge it with peft")
+        if not dot:
+            found[target] = tensor
+        elif part == "A.weight":
+            alphas = config.get("alpha_pattern") or {}
+            key = next((key for key in alphas if re.fullmatch(rf"(.*\.)?({key})", layer)), None)
+            alpha = config["lora_alpha"] if key is None else alphas[key]
+            scale = alpha / (len(tensor) ** 0.5 if config.get("use_rslora") else len(tensor))
+            product = tensors[f"{layer}.lora_B.weight"].float().flatten(1) @ tensor.float().flatten(1)
+            product = product.T if config.get("fan_in_fan_out") else product
+            found[target] = state[target].float() + scale * product.reshape(state[target].shape)
+    return found
+
+
 def read_config(folder: Path) -> Config | None:
     """The configuration of open_clip for a folder of transformers' CLIPModel or SiglipModel; None for other folders.
 
-    Raises SettingsError: a configuration that open_clip cannot build, or a damaged one of the image processor.
+    Raises SettingsError: a configuration that open_clip cannot build, or an image processor that it does not have.
     """
+    config = _json(folder)
+    if config.get("model_type") not in MODEL_TYPES:
+        return None
+    sections = {}
+    for name in ("vision_config", "text_config"):
+        # Files of transformers 4 may have a second section, which takes the place of the first.
+        sections[name] = config.get(f"{name}_dict") or config.get(name)
+        if not isinstance(sections[name], dict):
+            raise SettingsError(f"{folder / CONFIG} has no {name}: it is not of a whole model")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found = (_siglip if config["model_type"] == "siglip" else _clip)(config | sections, folder)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise SettingsError(f"{folder / CONFIG} is no configuration of a model of transformers: {error}") from error
+    size = found["vision_cfg"]["image_size"]
+    return {"model_cfg": found, "preprocess_cfg": read_processor(folder, config["model_type"], size)}
+
+
+def other_model(folder: Path) -> str | None:
+    """What a folder holds of transformers that is no whole CLIPModel or SiglipModel; None if nothing."""
+    config = _json(folder)
+    if not (kind := config.get("model_type")) or kind in MODEL_TYPES:
+        return None
+    name = next(iter(config.get("architectures") or ()), "a model")
+    return f"holds {name} of transformers (model_type {kind}), which has no counterpart in open_clip: {WHOLE}"
+
+
+def _json(folder: Path, name: str = CONFIG) -> Config:
+    """The content of a JSON file; empty if it cannot be read."""
+    try:
+        config = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict) or config.get("model_type") not in MODEL_TYPES:
-        return None
-    if not {"vision_config", "text_config"} <= config.keys():
-        raise SettingsError(f"{folder / CONFIG} has no vision_config and text_config: it is not of a whole model")
-    preprocess: Config = {}
-    if (folder / PREPROCESSOR).is_file():
-        try:
-            values = json.loads((folder / PREPROCESSOR).read_text(encoding="utf-8"))
-            preprocess = _preprocess(values, folder / PREPROCESSOR)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise SettingsError(
-                f"{folder / PREPROCESSOR} is no configuration of an image processor: {error}"
-            ) from error
-    siglip = config["model_type"] == "siglip"
-    return {"model_cfg": (_siglip if siglip else _clip)(config, folder), "preprocess_cfg": preprocess}
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
-def _sizes(section: Mapping[str, Any], defaults: Config) -> Config:
+def _sizes(section: Mapping[str, Any], defaults: Config, path: Path) -> Config:
     """The values of a configuration of transformers that open_clip's has too; files leave out defaults."""
     found = defaults | {key: section[key] for key in defaults if section.get(key) is not None}
-    ratio = found["intermediate_size"] / found["hidden_size"]
-    return found | {"mlp_ratio": ratio}
+    for key in ("image_size", "patch_size"):
+        if isinstance(sides := found.get(key), list):
+            if len(set(sides)) != 1:
+                raise SettingsError(f"{path}: open_clip has no {key} {sides} for this model: it must be square")
+            found[key] = sides[0]
+    if section.get("num_channels", 3) != 3:
+        raise SettingsError(f"{path}: images have 3 channels, not num_channels {section['num_channels']}")
+    width, inner = found["hidden_size"], found["intermediate_size"]
+    ratio = inner / width
+    return found | {"mlp_ratio": ratio if int(width * ratio) == inner else (inner + 0.5) / width}
 
 
 def _clip(config: Config, folder: Path) -> Config:
+    path = folder / CONFIG
     common = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
     vision = _sizes(
         config["vision_config"],
         {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
         | {"image_size": 224, "patch_size": 32, **common},
+        path,
     )
-    text = _text_sizes(config["text_config"], {"vocab_size": 49408, "max_position_embeddings": 77, **common}, 512)
+    own = {"vocab_size": 49408, "max_position_embeddings": 77, **common}
+    text = _text_sizes(config["text_config"], own, 512, path)
     acts = {vision["hidden_act"], text["hidden_act"]}
     if len(acts) > 1 or not acts <= {"quick_gelu", "gelu"}:
-        raise SettingsError(f"{folder / CONFIG}: open_clip's CLIP has no activation {' and '.join(sorted(acts))}")
+        raise SettingsError(f"{path}: open_clip's CLIP has no activation {' and '.join(sorted(acts))}")
     found: Config = {
-        "embed_dim": config.get("projection_dim", 512),
+        "embed_dim": config.get("projection_dim") or 512,
         "vision_cfg": {
             "image_size": vision["image_size"],
             "patch_size": vision["patch_size"],
@@ -211,19 +313,43 @@ def _clip(config: Config, folder: Path) -> Config:
             "head_width": vision["hidden_size"] // vision["num_attention_heads"],
             "mlp_ratio": vision["mlp_ratio"],
         },
-        "text_cfg": _text_cfg(text),
+        "text_cfg": _text_cfg(text) | _pooling(config["text_config"], text["vocab_size"], path),
     }
     for key, section in (("vision_cfg", vision), ("text_cfg", text)):
         if section["layer_norm_eps"] != 1e-5:
             found[key]["norm_kwargs"] = {"eps": section["layer_norm_eps"]}
-    if config["text_config"].get("vocab_size", 49408) != 49408:
+    if text["vocab_size"] != 49408 or _has_other_words(folder):
         found["text_cfg"]["hf_tokenizer_name"] = "tokenizer"  # the files beside the configuration
     return found | ({"quick_gelu": True} if acts == {"quick_gelu"} else {})
 
 
-def _text_sizes(section: Mapping[str, Any], own: Config, width: int) -> Config:
+def _pooling(section: Mapping[str, Any], vocab_size: int, path: Path) -> Config:
+    """Where open_clip takes a text's feature, as transformers: at the first `eos_token_id`, but at the largest id if
+    that is 2, which files from before transformers 4.31 have for CLIP's own.
+    """
+    eos = section.get("eos_token_id", EOS)
+    if type(eos) is not int:
+        raise SettingsError(f"{path}: text_config.eos_token_id {eos} is not an id: no text has a feature")
+    return {} if eos == 2 or eos == vocab_size - 1 else {"pool_type": "eos", "eos_id": eos}
+
+
+def _has_other_words(folder: Path) -> bool:
+    """Whether a tokenizer of 49,408 words lies in a folder, but not CLIP's: the place of its merges tells."""
+    for name in ("tokenizer.json", "vocab.json"):
+        try:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            words = content["model"]["vocab"] if name == "tokenizer.json" else content
+            return any(words[word] != place for word, place in CLIP_WORDS.items())
+        except (OSError, ValueError):
+            continue
+        except (TypeError, LookupError):
+            return True
+    return False
+
+
+def _text_sizes(section: Mapping[str, Any], own: Config, width: int, path: Path) -> Config:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 12}
-    return _sizes(section, {**sizes, "num_attention_heads": width // 64, **own})
+    return _sizes(section, {**sizes, "num_attention_heads": width // 64, **own}, path)
 
 
 def _text_cfg(text: Config) -> Config:
@@ -238,27 +364,38 @@ def _text_cfg(text: Config) -> Config:
 
 
 def _siglip(config: Config, folder: Path) -> Config:
+    path = folder / CONFIG
     own = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
     vision = _sizes(
         config["vision_config"],
         {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-        | {"image_size": 224, "patch_size": 16, **own},
+        | {"image_size": 224, "patch_size": 16, "vision_use_head": True, **own},
+        path,
     )
-    text = _text_sizes(config["text_config"], {"vocab_size": 32000, "max_position_embeddings": 64, **own}, 768)
-    size = _SIGLIP_SIZES.get((vision["hidden_size"], vision["num_hidden_layers"]))
-    name = f"vit_{size}_patch{vision['patch_size']}_siglip_{vision['image_size']}"
-    if size is None:
-        shape = f"width {vision['hidden_size']}, {vision['num_hidden_layers']} layers"
-        raise SettingsError(
-            f"{folder / CONFIG}: timm has no SigLIP image tower of {shape}, which open_clip takes it from"
-        )
+    own = {"vocab_size": 32000, "max_position_embeddings": 64, "projection_size": None, **own}
+    text = _text_sizes(config["text_config"], own, 768, path)
+    embed_dim = text["projection_size"] or text["hidden_size"]
+    if not vision["vision_use_head"]:
+        raise SettingsError(f"{path}: vision_use_head is false: an image has no feature without a head")
+    if embed_dim != vision["hidden_size"]:
+        sizes = f"features of images have {vision['hidden_size']} numbers (vision_config.hidden_size)"
+        raise SettingsError(f"{path}: {sizes}, those of texts {embed_dim}: they cannot be compared")
+    activations: dict[str, Config] = {
+        "gelu_pytorch_tanh": {"text_cfg": {"act_kwargs": {"approximate": "tanh"}}},
+        "gelu": {},
+        "quick_gelu": {"quick_gelu": True},
+    }
+    if (act := activations.get(text["hidden_act"])) is None or vision["hidden_act"] not in _TIMM_ACTS:
+        acts = f"{vision['hidden_act']} in images, {text['hidden_act']} in texts"
+        raise SettingsError(f"{path}: open_clip's SigLIP has no such activation ({acts})")
     return {
-        "embed_dim": text.get("projection_size") or text["hidden_size"],
+        "embed_dim": embed_dim,
         "init_logit_bias": -10.0,
         "custom_text": True,
+        **act,
         "vision_cfg": {
             "image_size": vision["image_size"],
-            "timm_model_name": name,
+            "timm_model_name": _timm_name(vision),
             "timm_model_pretrained": False,
             "timm_pool": "map",
             "timm_proj": "none",
@@ -271,25 +408,22 @@ def _siglip(config: Config, folder: Path) -> Config:
             "proj_bias": True,
             "pool_type": "last",
             "norm_kwargs": {"eps": text["layer_norm_eps"]},
-            **({"act_kwargs": {"approximate": "tanh"}} if text["hidden_act"] == "gelu_pytorch_tanh" else {}),
+            **act.get("text_cfg", {}),
         },
     }
 
 
-def _preprocess(values: Mapping[str, Any], path: Path) -> Config:
-    """open_clip's preprocess_cfg for the image processors of CLIP and SigLIP."""
-    size, crop = values.get("size"), values.get("crop_size")
-    edge = size.get("shortest_edge") if isinstance(size, dict) else size
-    sides = set(crop.values()) if isinstance(crop, dict) else {crop}
-    if values.get("do_center_crop", True) and edge is not None and crop is not None and sides != {edge}:
-        raise SettingsError(f"{path}: open_clip does not crop images of shortest edge {edge} to {crop}")
-    squash = isinstance(size, dict) and "height" in size and not values.get("do_center_crop")
-    found = {"mean": values.get("image_mean"), "std": values.get("image_std")}
-    filters = {number: name for name, number in RESAMPLE.items()}
-    resample = 3 if values.get("resample") is None else values["resample"]
-    if resample not in filters:
-        raise SettingsError(
-            f"{path}: open_clip has no filter for resample {resample}, only 2 (bilinear) and 3 (bicubic)"
-        )
-    found |= {"interpolation": filters[resample]}
-    return {key: value for key, value in found.items() if value} | {"resize_mode": "squash" if squash else "shortest"}
+def _timm_name(vision: Config) -> str:
+    """timm's name of a SigLIP image tower, or one of `OWN_SIGLIP`, which `build` registers."""
+    width, depth, heads = vision["hidden_size"], vision["num_hidden_layers"], vision["num_attention_heads"]
+    inner, eps, patch, size = (
+        vision[key] for key in ("intermediate_size", "layer_norm_eps", "patch_size", "image_size")
+    )
+    name = f"vit_{_SIGLIP_SIZES.get((width, depth, heads, inner))}_patch{patch}_siglip_{size}"
+    spec = importlib.util.find_spec("timm")  # its source is read, as importing it would import torch
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "models" / "vision_transformer.py").read_text(encoding="utf-8")
+    if (vision["hidden_act"], eps) == ("gelu_pytorch_tanh", 1e-6) and f"def {name}(" in source:
+        return name
+    act = _TIMM_ACTS[vision["hidden_act"]]
+    return f"siglip_w{width}_d{depth}_h{heads}_m{inner}_e{str(eps).replace('.', 'p')}_{act}_patch{patch}_{size}"

@@ -9,6 +9,7 @@ used. Tars of torch before 0.1.10 are not read.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import mmap
 import os
@@ -24,18 +25,18 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
-from open_clip.factory import (
-    convert_state_dict,
-    convert_to_custom_text_state_dict,
-    resize_pos_embed,
-    resize_text_pos_embed,
-)
+from open_clip.factory import convert_state_dict, resize_pos_embed, resize_text_pos_embed
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
 from clipstream.errors import SettingsError, errors_as
 from clipstream.models.pretrained import ModelFiles
-from clipstream.models.transformers_names import from_transformers
+from clipstream.models.transformers_names import (
+    ADAPTER_WEIGHTS,
+    from_transformers,
+    in_transformers,
+    with_adapter,
+)
 from clipstream.text import listed
 from clipstream.utils.content import HEAD, TABLE, describe
 from clipstream.utils.logs import logger
@@ -276,6 +277,7 @@ NOT_WEIGHTS = {"input_resolution", "context_length", "vocab_size", "attn_mask", 
 # What torch puts into names at any place: compilation, FSDP and checkpointing.
 WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 TRANSFORMERS = re.compile(r"(?:vision|text)_model\..*encoder\.layers\.")  # of its CLIPModel and SiglipModel
+SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.)")  # in the name of one of several files of weights
 TEXT_POSITIONS = ("positional_embedding", "text.positional_embedding")
 KEPT_POSITIONS = 20  # which are well trained, as most captions are that short
 TIMM_POSITIONS = "visual.trunk.pos_embed"
@@ -313,22 +315,61 @@ def of_clip(name: str) -> bool:
     return name.partition(".")[0] in CLIP
 
 
-def read_weights(path: Path, fits: Callable[[str], bool] = of_clip) -> dict[str, torch.Tensor]:
+def read_weights(
+    path: Path, fits: Callable[[str], bool] = of_clip, adapter: Path | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors in a file by the model's names, wherever in the file they are (see `without_prefix`).
 
     Args:
         fits: whether a name may be one of the model's.
+        adapter: folder of an adapter of peft that is added to weights of transformers.
 
     Raises SettingsError: the file is not a checkpoint of a model of open_clip or timm.
     """
+    index = path.with_name(f"{SHARD.sub('', path.name)}.index.json")
+    if SHARD.search(path.name) and index.is_file():
+        path = index  # of all files, of which this is one
     with errors_as(SettingsError, f"cannot read weights from {path}", OSError, ValueError):
-        found = dict(named_tensors(read_object(path)))
+        found = {name: tensor for one in _files(path) for name, tensor in named_tensors(read_object(one))}
     if not found:
         raise SettingsError(f"{path} is not a checkpoint of a model: no tensors by name in it")
     if any(TRANSFORMERS.search(name) for name in found):
+        found = without_prefix(found, in_transformers, path)
+        if adapter is not None:
+            file = adapter / ADAPTER_WEIGHTS
+            with errors_as(SettingsError, f"cannot read the adapter {file}", OSError, ValueError):
+                found = with_adapter(found, without_prefix(read_object(file), in_transformers, file), adapter)
         return from_transformers(found, path)
+    if adapter is not None:
+        raise SettingsError(f"{adapter} is an adapter of peft: those on CLIPModel and SiglipModel are read, not {path}")
     taken = without_prefix(found, fits, path)
-    return {name: tensor for name, tensor in taken.items() if name not in NOT_WEIGHTS}
+    return _one_embedding({name: tensor for name, tensor in taken.items() if name not in NOT_WEIGHTS})
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of weights that an index of transformers (*.index.json) names; any other file itself.
+
+    Raises ValueError: the index is damaged, or names files of other folders.
+    """
+    if not path.name.endswith(".index.json"):
+        return [path]
+    names = json.loads(path.read_text(encoding="utf-8")).get("weight_map", {}).values()
+    files = [path.parent / name for name in sorted({str(name) for name in names})]
+    if other := next((file for file in files if file.parent != path.parent), None):
+        raise ValueError(f"it names the file {other}, which is not beside it")
+    if absent := next((file for file in files if not file.is_file()), None):
+        raise ValueError(f"its file {absent.name} is missing")
+    return files
+
+
+def _one_embedding(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict of Long-CLIP with one embedding of positions: beside its own, which has the first KEPT_POSITIONS, it
+    has `positional_embedding_res` with the others (model_longclip.py of its repository).
+    """
+    for name in TEXT_POSITIONS:
+        if (rest := state.pop(f"{name}_res", None)) is not None and name in state:
+            state[name] = torch.cat([state[name][:KEPT_POSITIONS], rest[KEPT_POSITIONS:]])
+    return state
 
 
 def without_prefix(found: Mapping[str, T], fits: Callable[[str], bool], path: Path) -> dict[str, T]:
@@ -364,16 +405,21 @@ def stretched(positions: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([positions[:kept], found.to(positions.dtype)])
 
 
-def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles) -> None:
+def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles, *, cut: bool = True) -> None:
     """Load a checkpoint's tensors into the model; position embeddings are resampled to its image and text size, those
     of longer texts `stretched`.
+
+    Args:
+        cut: whether the model may have fewer positions of texts than the checkpoint.
 
     Raises SettingsError: names or shapes differ; names the first of them.
     """
     state = convert_state_dict(clip, state)
     own = clip.state_dict()
     if "positional_embedding" in state and "positional_embedding" not in own:
-        state = convert_to_custom_text_state_dict(state)
+        # open_clip's own conversion looks for `text_projection`, where SigLIP has a weight and a bias.
+        kept = ("visual.", "logit_")
+        state = {name if name.startswith(kept) else f"text.{name}": tensor for name, tensor in state.items()}
     # transformers kept a buffer of positions in its checkpoints until 4.31.
     if "text.transformer.embeddings.position_ids" not in own:
         state.pop("text.transformer.embeddings.position_ids", None)
@@ -385,8 +431,14 @@ def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles) 
         try:
             resize_pos_embed(state, clip)
             for name in TEXT_POSITIONS:
-                if name in state and name in own and len(own[name]) > len(state[name]) > KEPT_POSITIONS + 1:
-                    state[name] = stretched(state[name], len(own[name]))
+                given, length = (len(those[name]) if name in state and name in own else 0 for those in (state, own))
+                if given > length and not cut:
+                    raise SettingsError(
+                        f"{source.weights} is of texts of {given} tokens, {source.label} of {length}: set tokenizer."
+                        f"context_length (--force-context-length) to {given}, or to {length} for fewer positions"
+                    )
+                if length > given > KEPT_POSITIONS + 1:
+                    state[name] = stretched(state[name], length)
             if not hasattr(clip, "text") or hasattr(clip.text, "positional_embedding"):
                 resize_text_pos_embed(state, clip)
             old, new = state.get(TIMM_POSITIONS), own.get(TIMM_POSITIONS)

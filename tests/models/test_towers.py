@@ -121,6 +121,29 @@ def test_image_size_and_context_length_change_the_model(tmp_path: Path) -> None:
     assert_open_clip_agrees(towers, tmp_path / "larger")
 
 
+def test_weights_of_longer_texts_are_cut_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    """Also those of Long-CLIP, whose `positional_embedding_res` has the positions from the 21st on."""
+
+    class Tokens:
+        type = "model"
+
+        def __init__(self, context_length: int) -> None:
+            self.context_length = context_length
+
+    name, longer = write(tmp_path), build(write(tmp_path), tokenizer=Tokens(60))
+    state = dict(longer.clip.state_dict())
+    whole = state["positional_embedding"]
+    first, rest = torch.full_like(whole, 7), torch.full_like(whole, 8)  # what has no effect
+    first[:20], rest[20:] = whole[:20], whole[20:]
+    for more in ({}, {"positional_embedding": first, "positional_embedding_res": rest}):
+        torch.save({**state, **more}, tmp_path / "long.pt")
+        with pytest.raises(SettingsError, match=r"is of texts of 60 tokens, .* of 12: set tokenizer.context_length"):
+            build(name, pretrained=str(tmp_path / "long.pt"))
+        found = build(name, pretrained=str(tmp_path / "long.pt"), tokenizer=Tokens(60))
+        assert torch.equal(found.clip.positional_embedding, whole)
+        assert build(name, pretrained=str(tmp_path / "long.pt"), tokenizer=Tokens(12)).context_length == 12
+
+
 def test_longer_texts_keep_the_first_positions_as_long_clip_does(tmp_path: Path) -> None:
     """By the loops of Long-CLIP's load_from_clip; a short caption has the same features as before."""
 

@@ -88,7 +88,10 @@ def text_tower(towers: Towers) -> Counterpart:
     state = _part(towers, "text.") if text is not clip else dict(clip.state_dict())
     state = {name.removeprefix("text."): tensor for name, tensor in state.items()}
     siglip = bool(cfg.get("no_causal_mask")) and cfg.get("pool_type") == "last"
-    _usual("text_cfg", cfg, CLIPTextCfg, _SIGLIP_TEXT if siglip else _TEXT)
+    at_eos = cfg.get("pool_type") == "eos" and cfg.get("eos_id", 2) != 2
+    _usual(
+        "text_cfg", cfg, CLIPTextCfg, _SIGLIP_TEXT if siglip else _TEXT | ({"pool_type", "eos_id"} if at_eos else set())
+    )
     sizes = _sizes(cfg, text.transformer, text.ln_final)
     if sees_padding(towers) and towers.tokenizer_folder is None:
         # The BPE pads with the id of "!", which cannot be the pad token as well: PAD is a token of the same weights.
@@ -103,7 +106,7 @@ def text_tower(towers: Towers) -> Counterpart:
         state.setdefault("text_projection.bias", torch.zeros(len(state["text_projection.weight"])))
         return _loaded(transformers.SiglipTextModel(config), state, TEXT, "text_model.")
     # transformers takes the position of the largest id, as open_clip does, for an eos_token_id of 2.
-    eos = EOS if towers.tokenizer_folder is None else 2
+    eos = cfg["eos_id"] if at_eos else EOS if towers.tokenizer_folder is None else 2
     config = transformers.CLIPTextConfig(
         **sizes, projection_dim=towers.config.model_cfg["embed_dim"], eos_token_id=eos, pad_token_id=None
     )

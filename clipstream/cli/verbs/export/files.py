@@ -29,12 +29,12 @@ from clipstream.cli.verbs.export.counterparts import (
     text_tower,
     whole_model,
 )
+from clipstream.models.image_processor import PREPROCESSOR, PROCESSOR, RESAMPLE
 from clipstream.models.towers import Towers
-from clipstream.models.transformers_names import PREPROCESSOR, RESAMPLE
 
 ENTITIES = ("amp", "lt", "gt", "quot", "apos", "nbsp", "#39", "#34", "#x27", "#8217", "#8211", "rsquo", "lsquo",
             "ldquo", "rdquo", "ndash", "mdash", "hellip", "eacute", "copy", "reg", "trade", "deg", "bull")  # fmt: skip
-PROCESSOR_FILES = (PREPROCESSOR, "processor_config.json")
+PROCESSOR_FILES = (PREPROCESSOR, PROCESSOR)
 
 
 def unescaped(text: str) -> str:
