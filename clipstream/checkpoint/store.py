@@ -270,7 +270,8 @@ def begin(folder: Path, name: str, size: int) -> Path:
     for path in candidates(folder):
         if path.name.endswith(ASIDE) and not (plain := path.with_name(path.name.removesuffix(ASIDE))).exists():
             path.rename(plain)  # a crash before the new one replaced it
-    if shutil.disk_usage(folder).free < size:
+    disk = shutil.disk_usage(folder)
+    if disk.total and disk.free < size:  # 0 of a remote file system that does not know
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     draft = folder / f"{name}{DRAFT}"
     draft.mkdir()
@@ -490,10 +491,7 @@ def is_occupied(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except OSError:
-        return True
+        return not atomic_write.try_lock(lock, fcntl.LOCK_SH)
     finally:
         os.close(lock)
 
@@ -524,17 +522,13 @@ def held(folder: Path, called: str, busy: Callable[[str], str]) -> Iterator[None
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         limit = time.monotonic() + WORKERS_END
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
+        while atomic_write.try_lock(lock, fcntl.LOCK_EX) is False:
+            holder = ""
+            with suppress(OSError):  # a CIFS share lets nobody else read a locked file
                 holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
-                if not _is_dead(holder) or time.monotonic() > limit:
-                    raise SettingsError(busy(holder or "another process")) from None
-                time.sleep(0.1)
-            except OSError:  # a file system without locks
-                break
+            if not _is_dead(holder) or time.monotonic() > limit:
+                raise SettingsError(busy(holder or "another process")) from None
+            time.sleep(0.1)
         with suppress(OSError):  # the disk is full: the holder stays unnamed
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

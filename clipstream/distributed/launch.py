@@ -42,6 +42,7 @@ from clipstream.distributed.signals import SIGNALS, ending_on_signals
 from clipstream.distributed.world import DUMP, World, resolve_device
 from clipstream.errors import INTERRUPTED, ClipstreamError, DataError, DivergedError, SettingsError, Stopped
 from clipstream.text import counted, printable_lines
+from clipstream.utils.atomic_write import try_lock
 from clipstream.utils.cores import cores
 from clipstream.utils.logs import logger, on_terminal
 from clipstream.utils.processes import many_files
@@ -493,12 +494,15 @@ def tell_once(world: World, text: str, tell: Callable[[], object]) -> None:
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open(path, "ab", buffering=0))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.write(b"1")
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the winner has ended
         except OSError:  # no folder for temporary files
             tell()
+            return
+        alone = try_lock(file.fileno(), fcntl.LOCK_EX)
+        if alone is None:
+            tell()
+        elif not alone:
+            file.write(b"1")
+            try_lock(file.fileno(), fcntl.LOCK_EX, wait=True)  # until the winner has ended
         else:
             file.truncate(0)
             tell()

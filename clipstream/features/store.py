@@ -480,7 +480,7 @@ class Region:
             while target and (count := os.preadv(handle, [target], offset)):
                 target, offset = target[count:], offset + count
         elif size:
-            _map(self._address + start, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, handle, offset)
+            _map(self._address + start, size, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, handle, offset)
 
     def unmap(self, slot: int) -> None:
         """Give back the memory of a slot; its addresses stay reserved."""

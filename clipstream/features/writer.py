@@ -186,14 +186,8 @@ class StoreWriter:
                 "folder for the store, or remove what is in this one"
             )
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not held by forked data workers
-        except (BlockingIOError, PermissionError):
-            raise SettingsError(
-                f"another process writes the feature store {self.path}: wait until it has ended"
-            ) from None
-        except OSError:  # a file system without locks
-            return
+        if atomic_write.try_lock(self._lock, fcntl.LOCK_EX, posix=True) is False:  # forked data workers do not hold it
+            raise SettingsError(f"another process writes the feature store {self.path}: wait until it has ended")
 
     def _with_stored_parts(self, draft: Manifest) -> Manifest:
         """The draft with the parts that the store has already. Raises SettingsError: they do not go together."""

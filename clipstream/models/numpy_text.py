@@ -36,7 +36,7 @@ class NumpyText:
         self._heads, self._layers = int(text["heads"]), int(text["layers"])
         self._length, self._quick = int(text.get("context_length", 77)), bool(config.get("quick_gelu"))
         with file.open("rb") as opened:
-            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+            data = mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
         end, self._tensors = 8 + int.from_bytes(data[:8], "little"), dict[str, Floats]()
         for name, about in json.loads(data[8:end]).items():
             if name != "__metadata__" and not name.startswith("visual."):

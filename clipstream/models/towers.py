@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -474,7 +474,8 @@ class Towers(nn.Module):
         for name, content in self.description().items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-        shutil.copymode(folder / CONFIG_FILE, folder / WEIGHT_FILES[0])  # that of safetensors is its owner's alone
+        with suppress(OSError):  # a file system without modes
+            shutil.copymode(folder / CONFIG_FILE, folder / WEIGHT_FILES[0])  # that of safetensors is its owner's alone
 
     def description(self) -> dict[str, bytes]:
         """The files of `save_pretrained` besides the weights, by name: configuration and tokenizer."""

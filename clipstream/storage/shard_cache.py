@@ -19,7 +19,6 @@ share a lock here, and file systems without locks still have to work.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -41,13 +40,13 @@ from clipstream.errors import SettingsError, errors_as
 from clipstream.storage.download import GIB, Monitor, ShardError, disk_error, unreadable
 from clipstream.storage.schemes import Fetcher, compression_of
 from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.utils.atomic_write import try_lock
 
 LOOK = 0.5  # s between two looks at the progress of another process's download
 GROWTH = 64 << 20  # bytes reserved at a time for a download of unknown length
 STEM = re.compile(r"[\w.-]+(?=\.(?:tar|tgz|csv|tsv|json|jsonl|ndjson|parquet)\b)")
 # Other files in the folder are the user's and are never touched.
 ENTRY = re.compile(r"(?P<entry>[0-9a-f]{24}-.+\.tar)(?P<kind>|\.reserved|(?:\.[0-9a-f]{8})?(?:\.unpacked)?\.part)")
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # of a file system without flock
 Fill = Callable[[Path, Monitor], None]  # writes the whole shard to the path, or raises
 
 
@@ -227,12 +226,13 @@ class ShardCache:
             self._lock(lock, target)
             while not self._is_whole(target):
                 # Some file systems keep the former lock while another is waited for: two processes would deadlock.
-                locked = _try_lock(lock, fcntl.LOCK_EX)
-                if locked is False:  # another process has it, or looks at this moment as well
-                    _try_lock(lock, fcntl.LOCK_UN)
+                # Without locks, two processes may download the same shard, and both get it whole.
+                alone = try_lock(lock, fcntl.LOCK_EX)
+                if alone is False:  # another process has it, or looks at this moment as well
+                    try_lock(lock, fcntl.LOCK_UN)
                     time.sleep(random.uniform(0.001, 0.02))
                 elif not self._is_whole(target):
-                    self._fill(target, fill, asked, lock, locked=bool(locked))
+                    self._fill(target, fill, asked, lock, locked=bool(alone))
                 self._lock(lock, target)
             if not self.temporary:
                 with contextlib.suppress(OSError):  # another user's file
@@ -266,7 +266,7 @@ class ShardCache:
             self._is_estimated = True  # by the first entry only: a single larger one needs no more than its own size
         entries: list[tuple[float, int, str]] = []  # time of last use, bytes, path
         reserved: dict[str, int] = {}
-        with _locked(self.folder / "quota.lock"):
+        with file_lock(self.folder / "quota.lock"):
             for file in os.scandir(self.folder):
                 match = ENTRY.fullmatch(file.name)
                 if match is None or match["entry"] == target.name:
@@ -278,7 +278,7 @@ class ShardCache:
                         continue
                     # Remove the files of a dead process, which holds no lock.
                     with contextlib.suppress(BlockingIOError):
-                        with _locked(self.folder / f"{match['entry']}.lock", wait=False):
+                        with file_lock(self.folder / f"{match['entry']}.lock", wait=False):
                             os.unlink(file.path)
                         continue
                     if match["kind"] == ".reserved":
@@ -332,7 +332,7 @@ class ShardCache:
     def _lock(self, lock: int, target: Path) -> None:
         """Wait for the shared lock of a file, and report the progress of the process that writes it meanwhile."""
         size, looked = 0, 0.0
-        while _try_lock(lock, fcntl.LOCK_SH) is False:
+        while try_lock(lock, fcntl.LOCK_SH) is False:
             if time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
                 if (now := total_size(self.folder.glob(f"{target.name}*.part"))) != size:
@@ -368,7 +368,9 @@ class ShardCache:
         finally:
             part.unlink(missing_ok=True)
             if self.limit is not None:
-                with _locked(self.folder / "quota.lock"):  # so that no count misses both the entry and its reservation
+                with file_lock(
+                    self.folder / "quota.lock"
+                ):  # so that no count misses both the entry and its reservation
                     _beside(target, ".reserved").unlink(missing_ok=True)
 
     def _check_process(self) -> None:
@@ -410,7 +412,7 @@ class _Reservation(Monitor):
 def _remove_unused(target: Path) -> bool:
     """Remove an entry if nobody reads it; whether it was removed."""
     try:
-        with _locked(_beside(target, ".lock"), wait=False):
+        with file_lock(_beside(target, ".lock"), wait=False):
             target.unlink(missing_ok=True)
             return True
     except OSError:
@@ -430,32 +432,19 @@ def _beside(target: Path, suffix: str) -> Path:
     return Path(f"{target}{suffix}")
 
 
-def _try_lock(lock: int, kind: int) -> bool | None:
-    """Take or release a lock without waiting; False if another process has it; None if the file system has no locks."""
-    try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in NO_LOCKS:  # two processes may download the same shard, and both get it whole
-            return None
-        raise
-
-
 def _unlock(lock: int) -> None:
     """Unlock and close: closing alone would leave the lock with a forked copy of the descriptor."""
-    _try_lock(lock, fcntl.LOCK_UN)
+    try_lock(lock, fcntl.LOCK_UN)
     os.close(lock)
 
 
 @contextmanager
-def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+def file_lock(path: Path, *, wait: bool = True) -> Iterator[None]:
     """A context with the exclusive lock of a file. Without `wait`, raises OSError if it cannot be had at once."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        with contextlib.suppress(OSError) if wait else contextlib.nullcontext():  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if not try_lock(lock, fcntl.LOCK_EX, wait=wait) and not wait:
+            raise BlockingIOError(f"{path} is locked, or cannot be")
         yield
     finally:
         _unlock(lock)
@@ -464,12 +453,11 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 def _temporary_folder() -> tuple[Path, int]:
     """A temporary folder, and the descriptor whose lock is held while this run lives. Removes dead runs'."""
     for other in Path(tempfile.gettempdir()).glob("clipstream-*/owner.lock"):
-        with contextlib.suppress(OSError), _locked(other, wait=False):
+        with contextlib.suppress(OSError), file_lock(other, wait=False):
             shutil.rmtree(other.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="clipstream-"))
     own = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    with contextlib.suppress(OSError):  # without locks, no other run removes the folder
-        fcntl.flock(own, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    if try_lock(own, fcntl.LOCK_SH):  # without locks, no other run removes the folder
         (folder / "lock").rename(folder / "owner.lock")  # gets this name only once it is locked
     return folder, own
 

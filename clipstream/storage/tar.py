@@ -26,6 +26,7 @@ from typing import NamedTuple, overload
 
 from clipstream.errors import Dropped
 from clipstream.text import printable
+from clipstream.utils import atomic_write
 from clipstream.utils.content import describe
 
 BLOCK = 512
@@ -513,7 +514,7 @@ class TarWriter:
         self._held.append(end := end_blocks(self._size))
         self._size += len(end)
         self._flush()
-        os.fsync(self._file.fileno())
+        atomic_write.sync(self._file.fileno(), Path(self._path))
         return self._size, self._sum.hexdigest()
 
     def _flush(self) -> None:

@@ -1,10 +1,16 @@
-"""Atomic writes: after a crash a file has its old content or its new one, never a part; and safetensors headers."""
+"""Atomic writes: after a crash a file has its old content or its new one, never a part; and safetensors headers.
+
+File systems lack calls: CIFS and sshfs cannot flush a folder (EINVAL), NFS without its daemon has no locks (ENOLCK), or
+none for files opened to be read (EBADF). `sync` and `try_lock` do without, and say so once.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
+import mmap
 import os
 import secrets
 import struct
@@ -12,6 +18,8 @@ import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from clipstream.utils.logs import logger
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +31,8 @@ DTYPES = {  # torch's name -> safetensors'
     "int16": "I16", "uint16": "U16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNFLUSHED = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_told = mmap.mmap(-1, 2)  # shared with forked workers: whether flushing and locking are told
 
 
 def replace(path: Path, content: bytes | list[Any], *, private: bool = False, shared: bool = False) -> None:
@@ -95,7 +105,7 @@ def write(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
                 while chunk:  # a nearly full disk may take only a part
                     chunk = chunk[os.write(handle, chunk) :]
             size += len(view)
-        os.fsync(handle)
+        sync(handle, path)
     except OSError as error:
         error.filename = str(path)  # write() and fsync() do not know it
         raise
@@ -120,9 +130,46 @@ def flush(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        sync(handle, path)
     finally:
         os.close(handle)
+
+
+def sync(handle: int, path: Path) -> None:
+    """Flush an open file, or the names in an open folder, to the disk, if its file system can.
+
+    Raises OSError: the disk is full, or fails.
+    """
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _UNFLUSHED:
+            raise
+        _tell(0, f"{path} cannot be flushed to the disk ({error.strerror}): a crash of the machine may lose new files")
+
+
+def try_lock(handle: int, kind: int, *, wait: bool = False, posix: bool = False) -> bool | None:
+    """Take or release a lock of an open file; False if another process has it; None if its file system has no locks.
+
+    Args:
+        kind: of `fcntl.flock`.
+        wait: until another process releases it.
+        posix: as `fcntl.lockf` locks, for this process alone: forked ones do not have the lock.
+    """
+    try:
+        (fcntl.lockf if posix else fcntl.flock)(handle, kind if wait else kind | fcntl.LOCK_NB)
+        return True
+    except (BlockingIOError, PermissionError):  # EACCES, of locks that the server of a CIFS share keeps
+        return False
+    except OSError as error:
+        _tell(1, f"files cannot be locked ({error.strerror}): let no two runs write to the same folder or cache")
+        return None
+
+
+def _tell(number: int, text: str) -> None:
+    if not _told[number]:
+        _told[number] = 1
+        logger.warning(text)
 
 
 def is_full(error: BaseException) -> bool:

@@ -134,7 +134,7 @@ class ShardList:
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
         start = self._map.find(b"\n") + 1
         self.head = Listed(*json.loads(self._map[:start]))
         count = self.head.samples

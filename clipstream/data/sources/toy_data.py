@@ -23,14 +23,13 @@ from random import Random
 
 import numpy as np
 import PIL
-from filelock import FileLock
 from PIL import Image, ImageDraw
 
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType
 from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError
-from clipstream.storage.shard_cache import cache_root
+from clipstream.storage.shard_cache import cache_root, file_lock
 from clipstream.storage.tar import SampleRef, ShardIndex
 
 SIDE = 64
@@ -341,7 +340,7 @@ def shards(split: str) -> list[str]:
     try:
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder.parent / f"{split}.lock"):
+            with file_lock(folder.parent / f"{split}.lock"):
                 if not folder.is_dir():
                     _write_split(split, folder)
     except OSError as error:

@@ -81,8 +81,8 @@ def export_model(options: argparse.Namespace) -> None:
     module = import_module(f"{__package__}.{WRITERS[options.to]}")  # on use: it may import an extra
     with _replacing(out) as draft:
         note = getattr(module, f"write_{options.to.replace('-', '_')}")(model.towers, draft, options)
-        shutil.copy(script(options.to), draft / "encoder.py")
-        shutil.copy(CHECK, draft)
+        shutil.copyfile(script(options.to), draft / "encoder.py")  # without its mode, which not each file system takes
+        shutil.copyfile(CHECK, draft / Path(CHECK).name)
         proof = prove(model, draft, samples, options.to, ("int8",) if options.int8 else ())
         console = Console(highlight=False, soft_wrap=True)
         console.print(f"{samples.origin}, in a process without clipstream:", markup=False)

@@ -49,7 +49,7 @@ def write_sentence_transformers(towers: Towers, folder: Path, options: argparse.
             first, part = Router(routes, default_route="text", allow_empty_key=False), "image_0_Transformer"
         SentenceTransformer(modules=[first, Normalize()], device="cpu").save(str(folder), create_model_card=False)
         for file in PROCESSOR_FILES:  # transformers does not save timm's
-            shutil.copy(Path(name, "image" if part else "", file), folder / part)
+            shutil.copyfile(Path(name, "image" if part else "", file), folder / part / file)
     return f"A model of sentence-transformers. {about}"
 
 

@@ -115,7 +115,7 @@ def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
     preflight(model, settings.tokenizer)
     files = fetch(model, settings.tokenizer, World())
     listed, watched = _files(source, split_keys(section.image_key))
-    with open(str(files.weights), "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with open(str(files.weights), "rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as data:
         digest = hashlib.sha256(data).hexdigest()
     made_of = {
         "weights": digest,
