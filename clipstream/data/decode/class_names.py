@@ -25,6 +25,10 @@ OF_OPEN_CLIP = ("imagenet", "openai", "simple")
 _NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
 
+_OTHER_PLACE = re.compile(r"(?i)[{}]|%s|[<\[](?:cls|class|label|name|category|object)\w*[>\]]|\blambda\b")
+_CODE = re.compile(r"[\[{(]$|^[\]})]|^(?:#|//|lambda\b)|['\"],$")  # in lines of Python or protobuf, or comments
+
+
 def class_names(spec: str | Sequence[str]) -> list[str]:
     """Class names from a list, 'imagenet' (open_clip's names), or a file, see `text_list`.
 
@@ -37,7 +41,7 @@ def class_names(spec: str | Sequence[str]) -> list[str]:
     text = isinstance(spec, str)
     names = _lines(str(spec), "classes") if text else list(each("classes", "names, a file or imagenet", spec, str))
     if len(names) < 2:
-        raise SettingsError(f"classes: expected at least 2, not {len(names)}")
+        raise SettingsError(f"classes: expected at least 2, not {len(names)}, one a line or in a list")
     return names
 
 
@@ -57,6 +61,10 @@ def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
     for text in texts:
         if not has_place(text):
             raise SettingsError(f"templates: {text!r} has no {{c}} or {{}} where the class name goes")
+        if other := _OTHER_PLACE.search(text.replace("{c}", "").replace("{}", "")):
+            raise SettingsError(
+                f"templates: {text!r}: only {{c}} and {{}} are replaced by the class name, not {other[0]!r}"
+            )
     if not texts:
         raise SettingsError("templates: none given")
     return [lambda name, text=text: text.replace("{c}", name).replace("{}", name) for text in texts]  # type: ignore[misc]
@@ -91,9 +99,9 @@ def _lines(path: str, what: str) -> list[str]:
 def text_list(text: str, suffix: str = "") -> list[str]:
     """The texts of a file, in the order of their numbers.
 
-    They are one a line (`0 cat`, `1: dog` and `n02123045 tabby` without what is before the name), a list, a map from
-    numbers or to numbers (JSON, or as Python prints it; also as a field such as `id2label`, or with pairs of WordNet's
-    number and name), or the column of a table with a header.
+    They are one a line (`0 cat`, `1: dog` and `n02123045 tabby` without what is before the name, and `'cat',` as `cat`),
+    a list, a map from numbers or to numbers (JSON, or as Python prints it; also as a field such as `id2label`, or with
+    pairs of WordNet's number and name), or the column of a table with a header.
 
     Args:
         text: of the file.
@@ -122,6 +130,8 @@ def text_list(text: str, suffix: str = "") -> list[str]:
         if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
             raise ValueError("expected a JSON list of texts or a map from numbers to texts")
         return [one.strip() for one in found]
+    if suffix not in (".csv", ".tsv"):
+        lines = _unquoted(lines)
     rows = list(csv.reader(lines, delimiter="\t" if "\t" in (lines or [""])[0] else ","))
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
     name = next((n for n, cell in enumerate(header) if cell in NAME_COLUMNS), None)
@@ -131,6 +141,8 @@ def text_list(text: str, suffix: str = "") -> list[str]:
             raise ValueError(f"expected {len(header)} columns in each row, as in the header")
         texts = [row[name].strip() for row in rows[1:]]
         return texts if number is None else _in_order([row[number] for row in rows[1:]], texts)
+    if lines and all(re.match(r"n\d{8}\s+\d+\s", line) for line in lines):
+        raise ValueError("lines of WordNet's numbers, other numbers and names: write the names alone, in order")
     for form in (r"(\d+)\s*[\s:,.)]\s*(.+)", r"(n\d{8})\s+(.+)"):
         numbered = [(one[1], one[2]) for line in lines if (one := re.fullmatch(form, line))]
         if len(numbered) == len(lines) and form[1] == "n":
@@ -138,10 +150,30 @@ def text_list(text: str, suffix: str = "") -> list[str]:
         if len(numbered) == len(lines):
             numbered.sort(key=lambda one: int(one[0]))
             if [int(n) - int(numbered[0][0]) for n, _ in numbered] == list(range(len(lines))):
-                return [name for _, name in numbered]
+                return _checked([name for _, name in numbered])
     if suffix in (".csv", ".tsv") and len(header) > 1:
         raise ValueError(f"none of its columns ({', '.join(header)}) is named {', '.join(NAME_COLUMNS[:3])}")
-    return [", ".join(row).strip() for row in rows] if suffix in (".csv", ".tsv") else lines
+    return [", ".join(row).strip() for row in rows] if suffix in (".csv", ".tsv") else _checked(lines)
+
+
+def _unquoted(lines: list[str]) -> list[str]:
+    """Lines without the commas behind all of them (the last may have none), and without quotes around all."""
+    if len(lines) > 1 and all(line.endswith(",") for line in lines[:-1]):
+        lines = [line.removesuffix(",") for line in lines]
+    for quote in "'\"":
+        if all(len(line) > 1 and line[0] == line[-1] == quote for line in lines):
+            lines = [line[1:-1] for line in lines]
+    return lines
+
+
+def _checked(lines: list[str]) -> list[str]:
+    """The lines, without quotes around all of them. Raises ValueError: one is code."""
+    for number, line in enumerate(lines := _unquoted(lines), 1):
+        if _CODE.search(line) and not has_place(line):
+            raise ValueError(
+                f"line {number}, {printable(line, 60)!r}, is code or a comment: write one text a line, or JSON"
+            )
+    return lines
 
 
 def _in_order(keys: Sequence[str], texts: Sequence[Any]) -> list[Any]:

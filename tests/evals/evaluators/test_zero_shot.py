@@ -151,6 +151,9 @@ NAMES = ["red", "lime, green", "blue"]
           ]),
         ("printed.txt", repr(NAMES)), ("printed_map.txt", repr(dict(enumerate(NAMES)))),
         ("lines.txt", "\n".join(NAMES)), ("numbered.txt", "".join(f"{n} {name}\n" for n, name in enumerate(NAMES))),
+        ("quotes.txt", "".join(f"'{name}',\n" for name in NAMES)), ("last.txt", '",\n"'.join(NAMES).join('""')),
+        ("commas.txt", ",\n".join(NAMES)),
+        ("quotes_numbered.txt", "".join(f"{n}: '{x}',\n" for n, x in enumerate(NAMES))),
         ("colons.txt", "".join(f"{n}: {name}\n" for n, name in enumerate(NAMES))),
         ("synsets.txt", "".join(f"n{n:08d} {name}\n" for n, name in enumerate(NAMES))),
         ("table.csv", "id,name\n" + "".join(f'{n},"{NAMES[n]}"\n' for n in (2, 0, 1))),
@@ -175,6 +178,12 @@ def test_class_names_in_any_form(tmp_path: Path, name: str, text: str) -> None:
         ("a.json", '{"0": "a", "2": "b"}', "not numbered from 0 to 1"),
         ("a.json", '{"a": "b"}', "not numbered from 0"), ("a.json", "[1, 2]", "expected a JSON list"),
         ("a.csv", "x,y\n1,2\n", r"none of its columns \(x, y\)"), ("a.yaml", "names: [a, b]", "YAML"),
+        ("a.txt", "# classes\na\nb\n", "line 1, '# classes', is code or a comment"),
+        ("a.py", "names = [\n 'a',\n 'b',\n]\n", r"line 1, 'names = \[', is code"),
+        ("a.pbtxt", "item {\n  id: 1\n  name: 'a'\n}\n", "line 1, 'item {', is code"),
+        ("a.txt", "a\n'b',\nc\n", """line 2, "'b',", is code"""),
+        ("a.txt", "n01440764 0 tench\nn01443537 1 goldfish\n", "the names alone, in order"),
+        ("a.txt", "red, green, blue", "expected at least 2, not 1"),
     ],
 )  # fmt: skip
 def test_other_forms_of_class_names_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -191,7 +200,10 @@ def test_templates(tmp_path: Path) -> None:
     assert len(say("openai")) == 80 and "a photo of the small cat." in say("openai")
     assert len(say("simple")) == 7
     assert say("plain") == ["cat"]
-    assert say(["a {c}, {c}", "one {}", "{other} {c}"]) == ["a cat, cat", "one cat", "{other} cat"]
+    assert say(["a {c}, {c}", "one {}", "<a> [b] 100% {c}"]) == ["a cat, cat", "one cat", "<a> [b] 100% cat"]
+    for text in ("{other} {c}", "{} %s", "a {0} {c}", "<class> {}", "a [CLASS] {c}", "lambda c: f'a {c}.'", "{{}}"):
+        with pytest.raises(SettingsError, match=r"only \{c\} and \{\} are replaced by the class name, not"):
+            say([text])
     (tmp_path / "t.txt").write_text("my {c}\n\nyour {c}\n")
     assert say(str(tmp_path / "t.txt")) == ["my cat", "your cat"]
     for text in ("{}\n{c} here\n", '["{}", "{c} here"]', "template\n{}\n{c} here\n"):
