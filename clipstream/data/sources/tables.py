@@ -297,18 +297,36 @@ def _arrow(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _kept(schema: pa.Schema) -> list[str]:
-    """Names of the columns without nested dictionaries, which can be neither decoded nor written."""
-    kept = [f.name for f in schema if pa.types.is_dictionary(f.type) or "dictionary<" not in str(f.type)]
+    """Names of the columns that can be decoded and written again, which nested dictionaries cannot."""
+    kept = [field.name for field in schema if _is_readable(field.type)]
     if left := [name for name in schema.names if name not in kept]:
-        logger.warning(f"ignored columns with categories inside of lists or structs: {', '.join(left)}")
+        logger.warning(f"ignored columns of types that are not read: {', '.join(left)}")
     return kept
+
+
+def _is_readable(type: pa.DataType) -> bool:
+    with contextlib.suppress(pa.ArrowException):
+        plain = _plain(pa.nulls(2, type))
+        pa.concat_arrays([plain, plain])
+        return "dictionary<" not in str(plain.type)
+    return False
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """A column without a dictionary at its top. Arrow (26) takes no values from views, as polars (2.1) writes them."""
+    if not pa.types.is_dictionary(column.type):
+        return column
+    values = column.dictionary
+    if "view" in str(values.type):
+        values = values.cast(pa.large_binary() if pa.types.is_binary_view(values.type) else pa.large_string())
+    return pa.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
 
 
 def _even(batches: Iterable[pa.RecordBatch], kept: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Batches of ROWS rows each, without dictionaries, which cannot change from batch to batch in an Arrow file."""
     names, rest = _names(kept), None
     for batch in batches:
-        arrays = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+        arrays = [_plain(column) for column in batch.columns]
         some = pa.table(arrays, names=names)
         table = some if rest is None else pa.concat_tables([rest, some])
         whole = len(table) // ROWS * ROWS
@@ -487,6 +505,9 @@ class RowShard(OpenShard):
                 value = next(iter(value), None)  # the first of several
             if isinstance(value, dict):  # an image as Hugging Face's datasets store it
                 value = value.get("bytes") or value.get("path")
+            if isinstance(value, list):  # of the numbers of bytes, as a list<uint8>
+                with contextlib.suppress(TypeError, ValueError):
+                    value = bytes(value)
             if not value:
                 continue
             if isinstance(value, bytes):
