@@ -1,13 +1,14 @@
 # Works on a machine with Python alone: everything is installed into .venv with pip.
 PYTHON ?= python3
 JOBS ?= 2
+MINUTES ?= 5
 BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What is imported is compiled once, not by every process anew; pip need not compile what nobody imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-fast test-all test-cluster lint format docs docs-serve reference peers bench-loss bench-input bench-features bench-train clean
+.PHONY: quickstart test test-fast test-all test-cluster fuzz lint format docs docs-serve reference peers bench-loss bench-input bench-features bench-train clean
 
 # Trains on drawn scenes and evaluates. Each call is a run of its own under runs/.
 quickstart: .venv/.installed
@@ -24,6 +25,10 @@ test-fast: .venv/.installed-dev
 # The slow tests too: quickstart's figures, whole runs, all pairs of settings, the wheel, the pages' commands.
 test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m ''
+
+# The property tests with examples that are drawn anew, for MINUTES. Each pass prints its seed; SEED=N repeats it.
+fuzz: .venv/.installed-dev
+	$(BIN)/python -m tests.support.fuzz $(MINUTES) $(SEED)
 
 # Clusters of this machine, which the tests start: the batch scripts of docs/distributed.md on a real Slurm (Debian's
 # slurm-wlm and munge), and executors on Ray and Dask.

@@ -1,6 +1,7 @@
 """What all tests share: the same environment everywhere, markers, and the closing line about skipped tests.
 
-Property tests have no deadline, because machines are shared and noisy.
+Property tests draw the same examples in every run, and have no limit of time, as machines are shared and noisy. The
+profile `fuzz` of `make fuzz` draws anew.
 """
 
 from __future__ import annotations
@@ -26,17 +27,37 @@ HOME = hide()  # before a test module imports torch or the Hub's client
 HANDLERS = {number: signal.getsignal(number) for number in SIGNALS}
 
 with suppress(ImportError):  # tests/gpu runs without
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("shared", deadline=None)
+    # Of a function-scoped fixture, a folder is shared by all examples; "too slow" is a matter of the machine's load.
+    profile = {
+        "deadline": None,
+        "database": None,
+        "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    }
+    settings.register_profile("shared", **profile, derandomize=True)  # type: ignore[arg-type]
+    settings.register_profile("fuzz", **profile, print_blob=True)  # type: ignore[arg-type]
     settings.load_profile("shared")
+
+
+def draw_without_constants_of_loaded_modules() -> None:
+    """Keep Hypothesis from drawing numbers and texts that occur in the modules that are loaded.
+
+    Hypothesis 6.131 and later do so, derandomized or not (`_get_local_constants` in
+    hypothesis/internal/conjecture/providers.py): a test's examples would depend on which tests ran before it in the
+    same process, and on the name of the folder that the project is in, as modules below `tests` are left out.
+    """
+    from hypothesis.internal.conjecture import providers
+
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--wds-secure` instead of the variable, which is hidden as all others are."""
     parser.addoption("--wds-secure", action="store_true", help="run the tests with WDS_SECURE=1")
     parser.addoption("--gpu-device", choices=("cuda", "cpu"), default="cuda", help="device of tests/gpu")
-    parser.addoption("--pairs-seed", help="seed of the slow test in tests/test_pairs.py, in place of a drawn one")
+    parser.addoption("--pairs-seed", default="1", help="seed of the slow test in tests/test_pairs.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{marker}: see pyproject.toml")
     if config.getoption("--wds-secure"):
         os.environ["WDS_SECURE"] = "1"
+    if "hypothesis" in sys.modules and not config.getoption("hypothesis_profile", None):
+        draw_without_constants_of_loaded_modules()
 
 
 def pytest_unconfigure() -> None:

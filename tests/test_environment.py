@@ -74,6 +74,42 @@ def test_a_hostile_environment_is_hidden_from_tests_and_their_children(tmp_path:
     assert re.match(r"1 passed, 3 skipped in ", told[-1])
 
 
+DRAWS = """
+import others
+from hypothesis import given, settings, strategies as st
+
+@given(st.text(), st.integers(), st.binary(), st.floats(allow_nan=False))
+@settings(max_examples=200)
+def test_draws(text, number, data, share):
+    with open("drawn", "a") as file:
+        file.write(f"{text!r} {number} {data!r} {share}\\n")
+"""
+
+
+def drawn_in(folder: Path, constant: int, *flags: str) -> str:
+    """The examples of a property test in a folder, beside a module with constants."""
+    folder.mkdir()
+    (folder / "test_inner.py").write_text(DRAWS)
+    (folder / "others.py").write_text(f"FOUND = {[*range(constant, constant + 500)]}, 'text {constant}', b'{constant}'")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", *flags]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
+    done = subprocess.run(
+        [*command, "--rootdir", str(folder), "test_inner.py"],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return (folder / "drawn").read_text()
+
+
+def test_examples_are_the_same_in_every_run_and_fuzz_draws_by_its_seed(tmp_path: Path) -> None:
+    """Whatever modules are loaded: Hypothesis 6.170 draws numbers and texts that occur in them."""
+    assert drawn_in(tmp_path / "one", 1_000_000) == drawn_in(tmp_path / "two", 2_000_000)
+    fuzz = "--hypothesis-profile=fuzz"
+    first = drawn_in(tmp_path / "fuzz", 1_000_000, fuzz, "--hypothesis-seed=1")
+    assert first == drawn_in(tmp_path / "again", 1_000_000, fuzz, "--hypothesis-seed=1")
+    assert first != drawn_in(tmp_path / "other", 1_000_000, fuzz, "--hypothesis-seed=2")
+
+
 def of_rank(world: World) -> tuple[Path, Path, str]:
     """The home folder and the cache of a rank, and how many threads it is told to have."""
     return Path.home(), cache_root(), os.environ["OMP_NUM_THREADS"]

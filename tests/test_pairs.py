@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -86,9 +85,7 @@ def test_a_run_resumes_with_the_bits_of_the_undisturbed_run(values: dict[str, st
 def test_each_run_of_another_seed_equals_its_plain_run(
     place: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = request.config.getoption("--pairs-seed")
-    seed = random.randrange(1 << 30) if given is None else int(given)
-    print(f"--pairs-seed {seed}")
+    seed = int(request.config.getoption("--pairs-seed"))
     monkeypatch.setattr(pairs, "BACKEND", "aot_eager")
     taken = [take(place, row, f"{seed}-{number}") for number, row in enumerate(pairs.rows(seed))]
     failed = "\n".join(filter(None, taken))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.checkpoint.state import STATE, CheckpointMeta
@@ -62,9 +62,7 @@ def read(kind: str, text: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", list(FILES))
 @given(data=st.data())
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150)
 def test_any_value_anywhere_is_read_or_refused(kind: str, tmp_path: Path, data: st.DataObject) -> None:
     read(kind, json.dumps(FILES[kind]), tmp_path)
     content = json.loads(json.dumps(FILES[kind]))

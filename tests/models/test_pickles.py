@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -158,7 +158,7 @@ def test_formats_are_known_by_content(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=60)
 def test_damage_is_told(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "w.pt"
     torch.save({"state_dict": TENSORS, **OBJECTS}, path, _use_new_zipfile_serialization=data.draw(st.booleans()))

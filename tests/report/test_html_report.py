@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.checkpoint.store import occupied
@@ -301,7 +301,7 @@ FINDING = {"severity": "error", "where": "a.b", "what": "c", "advice": "d", "cou
 
 
 @given(data=st.data())
-@settings(max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 def test_records_with_any_value_are_shown_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     if not (folder := tmp_path / "run").exists():
         make_run(folder, steps=500)

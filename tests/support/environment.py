@@ -12,7 +12,7 @@ from pathlib import Path
 # what is tested.
 KEPT = {
     "PATH", "PYTHONPATH", "TMPDIR", "USER", "LOGNAME", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "CI",
-    "CLIPSTREAM_CAPABILITIES", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
+    "PYTHONHASHSEED", "CLIPSTREAM_CAPABILITIES", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
 }  # fmt: skip
 KEPT_PREFIXES = ("PYTEST_", "COVERAGE_", "COV_CORE_")
 FIXED = {"LC_ALL": "C.UTF-8", "TZ": "UTC", "OMP_NUM_THREADS": "1", "COLUMNS": "80", "LINES": "24"}
@@ -28,5 +28,6 @@ def hide() -> Path:
         if not name.startswith(KEPT_PREFIXES):
             del os.environ[name]
     home = Path(tempfile.mkdtemp(prefix="home-"))
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # of the processes that start from here on
     os.environ.update(FIXED, HOME=str(home), PYTHONUSERBASE=user_packages)
     return home
