@@ -12,19 +12,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from clipstream.text import printable, printable_lines
+from clipstream.text import Lines, message, printable
 
 INTERRUPTED = 130  # exit code of Ctrl-C, as shells have it
 
 
 class ClipstreamError(Exception):
-    """Base class of errors with a message for users, which is safe to print even if it quotes untrusted text."""
+    """Base class of errors with a message for users, which is safe to print even if it quotes untrusted text.
+
+    The message is one line, unless it is made by `clipstream.text.lines`, or the `str` of another such error.
+    """
 
     exit_code = 1
     rank: int | None = None  # the rank that raised it, if not this one
 
     def __str__(self) -> str:
-        return printable_lines(super().__str__())
+        return message(self.args[0] if self.args else "")
 
 
 class SettingsError(ClipstreamError):
@@ -93,8 +96,9 @@ def errors_as(kind: type[Exception], text: str, *errors: type[Exception], advice
     try:
         yield
     except errors as error:
-        reason = str(getattr(error, "strerror", None) or error)
-        raise kind("; ".join(filter(None, (": ".join(filter(None, (text, reason))), advice)))) from error
+        reason = getattr(error, "strerror", None) or error
+        said = ": ".join(filter(None, map(message, (text, reason))))
+        raise kind(Lines("; ".join(filter(None, (said, advice))))) from error
 
 
 def wrong_type(name: str, expected: str, value: object) -> SettingsError:

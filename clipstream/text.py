@@ -1,8 +1,9 @@
 """Text of messages: counts, shares and times, long texts cut, and untrusted text made safe to print or to name a file.
 
-Untrusted text (keys, captions, file names, JSON fields, plug-ins' messages) may contain escape sequences that move the
-cursor, set the terminal's title or hide a link, and Unicode's directional controls, which reorder the characters of a
-line.
+A message is one line: errors and the logger print control characters as their escapes, line breaks included. Only
+`lines` makes a message of several. Untrusted text (keys, captions, file names, JSON fields, plug-ins' messages) may
+contain escape sequences that move the cursor, set the terminal's title or hide a link, and Unicode's directional
+controls, which reorder the characters of a line.
 """
 
 from __future__ import annotations
@@ -37,6 +38,23 @@ def printable_lines(text: object, most: int = MESSAGE) -> str:
 
 
 _UNSAFE_IN_LINES = re.compile(r"(?![\n\t])" + _UNSAFE.pattern)
+
+
+class Lines(str):
+    """A message that is safe to print, and whose line breaks are meant."""
+
+    __slots__ = ()
+
+
+def message(text: object) -> Lines:
+    """A message for users: `Lines` as they are, and any other text on one line, safe to print."""
+    text = text if isinstance(text, str) else str(text)  # of an error of ours, `Lines`
+    return Lines(printable_lines(text) if isinstance(text, Lines) else printable(text, MESSAGE))
+
+
+def lines(*parts: object) -> Lines:
+    """A message of several lines, each of which is as `message` makes it."""
+    return Lines("\n".join(map(message, parts)))
 
 
 def file_name(text: str) -> str:

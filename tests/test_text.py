@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clipstream.errors import DataError, Dropped
-from clipstream.text import MESSAGE, VALUE, counted, printable, printable_lines, shortened
+from clipstream.errors import DataError, Dropped, errors_as
+from clipstream.text import MESSAGE, VALUE, counted, lines, printable, printable_lines, shortened
 from tests.support.hostile_text import HOSTILE, obeyed
 
 
@@ -33,8 +36,15 @@ def test_long_text_is_cut_and_its_length_is_told() -> None:
     assert len(printable("\x1b" * 10_000_000, 50)) < 50 * 4 + 40
 
 
-def test_errors_and_drops_are_safe_to_print_and_keep_their_lines() -> None:
-    assert str(DataError(f"first: {HOSTILE}\n\tsecond")) == printable_lines(f"first: {HOSTILE}\n\tsecond")
+def test_errors_and_drops_are_safe_to_print_and_keep_the_lines_that_are_meant() -> None:
+    assert str(DataError(f"first: {HOSTILE}\n\tsecond")) == printable(f"first: {HOSTILE}\n\tsecond")
+    several = lines("first", f"  {HOSTILE}\n")
+    assert several == f"first\n  {printable(HOSTILE)}\\n"
+    error = DataError(several)
+    assert str(error) == str(DataError(str(error))) == str(pickle.loads(pickle.dumps(error))) == several
+    with pytest.raises(DataError) as caught, errors_as(DataError, "no\ndata", ValueError, DataError, advice="wait"):
+        raise DataError(several)
+    assert str(caught.value) == f"no\\ndata: {several}; wait"
     assert len(str(DataError("y" * 10**6))) < MESSAGE + 40
     drop = Dropped("mine\x1b[2J", HOSTILE + "\n" + "z" * 1000)
     assert obeyed(drop.reason + drop.detail + str(drop)) == [] and len(drop.detail) < 2 * VALUE

@@ -18,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from clipstream.errors import did_you_mean
-from clipstream.text import printable
+from clipstream.text import Lines, message, printable
 from clipstream.utils.section import (
     Path,
     PluginSection,
@@ -454,4 +454,4 @@ def _unknown_key(root: type[Section], tree: Tree, path: Path) -> str:
 
 def enumerate_words(problems: Iterable[str]) -> str:
     """All problems as one message, in which each line starts with 'error: ' when it is printed."""
-    return "\nerror: ".join(dict.fromkeys(problems))
+    return Lines("\nerror: ".join(map(message, dict.fromkeys(problems))))

@@ -46,7 +46,7 @@ from clipstream.storage.download import GIB, ShardError
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact
-from clipstream.text import listed
+from clipstream.text import lines, listed
 from clipstream.utils.logs import logger
 from clipstream.utils.torch_state import spinning_notice
 
@@ -246,16 +246,17 @@ def _resumed(start: DataState, fingerprint: Fingerprint, lanes: int, approximate
     changed = differences(start.fingerprint, fingerprint)
     if not changed:
         return start
-    listed = "".join(f"\n  {key}: {values}" for key, values in changed.items())
+    listed = [f"  {key}: {values}" for key, values in changed.items()]
     restart = bool(changed.keys() - {TOKENIZER})
     goes_on = "the data start anew, in a different order" if restart else "the data continue at their position"
     if not approximate:
-        raise SettingsError(
-            f"--resume: the checkpoint's data order is not that of these settings:{listed}\n"
+        advice = (
             f"restore them, or set --resume-approximate: the run then continues at step {start.step}, and {goes_on}"
         )
+        said = "--resume: the checkpoint's data order is not that of these settings:"
+        raise SettingsError(lines(said, *listed, advice))
     if world.is_main:
-        logger.warning(f"--resume-approximate: from step {start.step} on, {goes_on}:{listed}")
+        logger.warning(lines(f"--resume-approximate: from step {start.step} on, {goes_on}:", *listed))
     if restart:
         start = replace(start, lanes={}, salt=start.salt + 1, restarted_at=start.step)
     return replace(start, fingerprint=fingerprint, lanes_total=lanes)

@@ -36,6 +36,7 @@ from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Features, Towers
 from clipstream.storage.shard_url import redact
+from clipstream.text import Lines
 from clipstream.training.precision import autocast, check_device, prepare_towers, resolve_precision
 from clipstream.training.settings import Precision, TrainSettings
 
@@ -175,7 +176,7 @@ class EvalContext:
 
     def unusable(self, what: str) -> DataError:
         """The error for a source without a usable sample on any rank, with this rank's reason."""
-        return DataError(f"the source has no usable {what}" + (f": {self.complaint}" if self.complaint else ""))
+        return DataError(Lines(": ".join(filter(None, (f"the source has no usable {what}", self.complaint)))))
 
     def stacked(self, what: str, *features: list[torch.Tensor]) -> list[torch.Tensor]:
         """Each list of this rank's features [n, D] as one tensor; [0, D] if it is empty. Collective.

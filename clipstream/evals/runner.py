@@ -27,6 +27,7 @@ from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.evaluators.validation_loss import ValidationLoss
 from clipstream.evals.evaluators.zero_shot import ZeroShot
 from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
+from clipstream.text import Lines, lines, message
 from clipstream.training.precision import same_randomness
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import make_plugin
@@ -275,7 +276,7 @@ class EvalRunner:
                 who = f" on rank {failure.rank}" if self.world.size > 1 else ""
                 text = f"evaluation {name!r} failed{who}"
                 if not self.ends:
-                    text = f"{failure.message}\n{text}; --evals.{name}.on-error raise ends the run instead"
+                    text = lines(failure.message, f"{text}; --evals.{name}.on-error raise ends the run instead")
                 logger.warning(text)
             return {"error": failure.message}
 
@@ -286,4 +287,4 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except (DataError, SettingsError) as error:
-        raise type(error)(f"evals.{name}: {error}") from error
+        raise type(error)(Lines(f"{message(f'evals.{name}')}: {error}")) from error

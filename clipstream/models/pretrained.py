@@ -36,6 +36,7 @@ from clipstream.models.model_config import (
 )
 from clipstream.models.settings import ModelSettings
 from clipstream.models.transformers_names import base_of
+from clipstream.text import lines
 
 # In the order in which transformers looks for its own; an index names the files of weights in several.
 _TRANSFORMERS = tuple(
@@ -484,7 +485,7 @@ def not_cached(missing: Missing, folder: str | None, label: str, reason: str) ->
     """The error for missing files while the Hub cannot be reached: which files, the folder that was searched, and the
     command that downloads them.
     """
-    lines = [f"{label} needs files of the Hugging Face Hub that are not in its cache, and {reason}."]
+    told = [f"{label} needs files of the Hugging Face Hub that are not in its cache, and {reason}."]
     for repo, files in missing.items():
         repo_id, revision = _parts(repo)
         needed = [names for names in files if OPTIONAL not in names]
@@ -492,14 +493,14 @@ def not_cached(missing: Missing, folder: str | None, label: str, reason: str) ->
         words = ["hf download", repo_id, *([] if whole else [names[0] for names in needed])]
         words += ["--revision", revision] if revision else []
         words += ["--cache-dir", folder] if folder else []
-        lines += [
+        told += [
             f"  repository: {repo}",
             f"  files:      {', '.join(' or '.join(names) for names in needed)}",
             f"  looked in:  {cache_folder(folder) / f'models--{repo_id}'.replace('/', '--')}",
             f"  to download them: {' '.join(words)}",
         ]
-    lines.append("to train without a network: leave --pretrained out, and set --model configs/models/small.json")
-    return SettingsError("\n".join(lines))
+    told.append("to train without a network: leave --pretrained out, and set --model configs/models/small.json")
+    return SettingsError(lines(*told))
 
 
 def download(missing: Missing, folder: str | None) -> None:
@@ -525,8 +526,7 @@ def _download(repo: str, name: str, folder: str | None) -> bool:
         while isinstance(error, LocalEntryNotFoundError) and (inner := cause.__cause__ or cause.__context__):
             cause = inner  # the network's error
         text = " ".join(str(cause).split()) or type(cause).__name__
-        raise SettingsError(
-            f"cannot download {name} of {repo!r} from {constants.ENDPOINT}: {text}\n"
-            "Rerun the same command to continue the download. Private and gated repositories need `hf auth login`."
-        ) from error
+        advice = "Rerun the same command to continue the download. Private and gated repositories need `hf auth login`."
+        said = f"cannot download {name} of {repo!r} from {constants.ENDPOINT}: {text}"
+        raise SettingsError(lines(said, advice)) from error
     return True

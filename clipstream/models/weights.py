@@ -37,7 +37,7 @@ from clipstream.models.transformers_names import (
     in_transformers,
     with_adapter,
 )
-from clipstream.text import listed
+from clipstream.text import lines, listed, listed_lines
 from clipstream.utils.content import HEAD, TABLE, describe
 from clipstream.utils.logs import logger
 
@@ -491,5 +491,5 @@ def _differences(own: dict[str, torch.Tensor], state: dict[str, torch.Tensor], *
 def _refuse(problems: list[str], path: Path | None, label: str) -> None:
     """Raise for a file that does not fit the model, with the first of the problems."""
     if problems:
-        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise SettingsError(f"{path} does not hold the weights of {label}:\n  " + "\n  ".join(problems[:SHOWN]) + more)
+        head = f"{path} does not hold the weights of {label}:"
+        raise SettingsError(lines(head, *listed_lines([f"  {one}" for one in problems], SHOWN)))

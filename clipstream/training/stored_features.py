@@ -26,6 +26,7 @@ from clipstream.models.model_config import WEIGHT_FILES, Config
 from clipstream.models.settings import Tower
 from clipstream.models.towers import Towers
 from clipstream.models.weights import weights_digest
+from clipstream.text import lines
 
 PRECISION = "precision"  # of the forward pass that made the features; training may compute in another one
 Fingerprint = dict[str, object]
@@ -110,12 +111,10 @@ def teacher_scales(stored: StoredData, settings: DistillSettings) -> dict[str, f
 
 
 def _compare(store: FeatureStore, what: str, then: Mapping[str, object], now: Mapping[str, object]) -> None:
-    if lines := differences(then, now):
-        listed = "".join(f"\n  {line}" for line in lines)
-        raise SettingsError(
-            f"the feature store {store.shown} was made with other settings of {what}:{listed}\n"
-            "train with those, or compute the features again, into another folder"
-        )
+    if differing := differences(then, now):
+        head = f"the feature store {store.shown} was made with other settings of {what}:"
+        advice = "train with those, or compute the features again, into another folder"
+        raise SettingsError(lines(head, *(f"  {one}" for one in differing), advice))
 
 
 def image_fingerprint(towers: Towers, *, precision: str, transform: Mapping[str, object]) -> Fingerprint:

@@ -22,7 +22,7 @@ from clipstream.distributed.run_record import end_record
 from clipstream.distributed.signals import StopSignals
 from clipstream.errors import ClipstreamError, DataError, DivergedError, Interrupted, Stopped
 from clipstream.models.execution.flops import Throughput, Work
-from clipstream.text import counted
+from clipstream.text import counted, lines
 from clipstream.training.settings import EarlyStop, EarlyStopSettings, TrainSettings
 from clipstream.training.state import IntervalState, RollbackState, SourceCounts, TrainState
 from clipstream.training.step import StepResult, TrainStep
@@ -354,9 +354,11 @@ class Trainer:
             try:
                 self._save(before)
                 if self.writer.finish():
-                    text += f"\nstep {self.step} is saved: when the data are mended, --resume latest goes on from it"
+                    text = lines(
+                        text, f"step {self.step} is saved: when the data are mended, --resume latest goes on from it"
+                    )
             except ClipstreamError as failure:
-                text += f"\nstep {self.step} could not be saved: {failure}"
+                text = lines(text, f"step {self.step} could not be saved: {failure}")
         found: ClipstreamError = kind(text)
         found.rank = rank
         raise found from error

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from clipstream import __version__
 from clipstream.errors import DataError, SettingsError, WorkInterrupted
-from clipstream.text import counted, duration, listed_lines
+from clipstream.text import counted, duration, lines, listed_lines
 from clipstream.utils import processes
 from clipstream.utils.console import ProgressBar
 from clipstream.utils.cores import cores
@@ -155,7 +155,7 @@ def require_all(label: str, results: Sequence[Result | Failed], advice: str) -> 
     """The results. Raises DataError: some tasks failed; the message lists them, and ends with advice."""
     if failures := sorted(one.error for one in results if isinstance(one, Failed)):
         told = f"{label}: {len(failures):,} of {counted(len(results), 'shard', ',')} failed:"
-        raise DataError("\n".join([told, *listed_lines([f"  {one}" for one in failures], SHOWN), advice]))
+        raise DataError(lines(told, *listed_lines([f"  {one}" for one in failures], SHOWN), advice))
     return [one for one in results if not isinstance(one, Failed)]
 
 

@@ -21,7 +21,17 @@ from shutil import get_terminal_size
 from textwrap import TextWrapper
 from typing import Any, TextIO
 
+from clipstream.text import message
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Make the text of a record a `message`."""
+    record.msg, record.args = message(record.getMessage() if record.args else record.msg), None
+    return True
+
+
 logger = logging.getLogger("clipstream")
+logger.addFilter(_escape)
 displayed = logging.getLogger("clipstream.displayed")  # lines that the terminal already shows: for files only
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]")
 

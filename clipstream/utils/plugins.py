@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
-from clipstream.text import printable_lines
+from clipstream.text import Lines, lines
 from clipstream.utils.logs import logger
 
 # Folders, with the separator: a user's folder beside ours may begin with the same name.
@@ -25,8 +25,8 @@ def raised(part: str, error: BaseException) -> str:
     """A plug-in's exception with file and line. The first traceback of a process and its workers is also printed."""
     if not _printed[0]:
         _printed[0] = 1
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        logger.warning(f"{part} raised, for the first time:\n{printable_lines(''.join(lines))}")
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        logger.warning(lines(f"{part} raised, for the first time:", Lines(trace)))
     if isinstance(error, SyntaxError):  # it has no frame of its own
         return f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)

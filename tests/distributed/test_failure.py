@@ -28,12 +28,13 @@ from clipstream.distributed.launch import POLL, FailureWatch, run_ranks
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
+from clipstream.text import Lines
 from tests.support.fake_cuda import FakeCuda
 from tests.support.forks import wait_until
 from tests.support.ranks import TIMEOUT, end_ranks
 from tests.support.runs import NO_LIMITS, flags, lines, train_on
 
-MESSAGE = "source 'train': no caption\n  members seen: json, png"
+MESSAGE = Lines("source 'train': no caption\n  members seen: json, png")
 FAULTY = "{type: 'tests.distributed.test_failure:Faulty', every: 1, on_error: raise}"
 
 

@@ -16,6 +16,7 @@ from clipstream.distributed import launch
 from clipstream.distributed.launch import FailureWatch, tell_once
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.text import Lines
 from tests.support.forks import ROOT, TIMEOUT
 from tests.support.ranks import end_ranks
 from tests.support.slurm import slurm_environment
@@ -39,7 +40,7 @@ def end_with(world: World, texts: list[str], wait: float) -> int:
 
 @pytest.mark.parametrize(
     ("texts", "wait"),
-    [(["no such file\nx.yaml"] * 3, 4 * TIMEOUT), (["a", "b", "a"], 6.0), (["", "", "no such file here"], 0.5)],
+    [([Lines("no such file\nx.yaml")] * 3, 4 * TIMEOUT), (["a", "b", "a"], 6.0), (["", "", "no such file here"], 0.5)],
 )
 def test_each_error_is_printed_by_one_of_the_ranks_that_have_it(texts: list[str], wait: float) -> None:
     ends = end_ranks(3, end_with, texts, wait)

@@ -49,7 +49,7 @@ from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact, redact_tree
 from clipstream.storage.tar import SCATTERED
-from clipstream.text import MESSAGE, counted, listed, percent, printable, shortened
+from clipstream.text import MESSAGE, counted, lines, listed, percent, printable, shortened
 from clipstream.utils import atomic_write, executors
 from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.cores import cores
@@ -477,7 +477,7 @@ def check_all(settings: Settings, flags: list[str], command: Sequence[str], opti
         content, private = (head + to_yaml(tree)).encode(errors="surrogateescape"), bool(secrets(trains))
         atomic_write.replace(Path(outputs["yaml"]), content, private=private)
     if options.strict is not None and (failures := found.failures(options.strict)):
-        raise DataError("\n".join([f"--strict: {counted(len(failures), 'problem')}", *failures]))
+        raise DataError(lines(f"--strict: {counted(len(failures), 'problem')}", *failures))
 
 
 def _show_all(found: whole.Examined, view: CheckReport, tables: dict[str, Any], console: Console) -> None:

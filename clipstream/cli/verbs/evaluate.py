@@ -33,6 +33,7 @@ from clipstream.report.html_report import RunContents, take, write_page
 from clipstream.report.sinks import Page, Record
 from clipstream.report.terminal import table
 from clipstream.storage.shard_url import ShardURL
+from clipstream.text import lines
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger, on_terminal, set_level
 
@@ -163,14 +164,12 @@ class Suites:
             raise SettingsError(f"{SUITE} requires the folder of its data sets: set {FOLDER} FOLDER, or {ROOT}")
         gone = {name: why for name, of in sources.items() if (why := next(filter(None, map(_missing, of)), None))}
         if gone and not self.skip:
-            root, shown = os.environ.get(ROOT, ""), ""
+            root, shown = os.environ.get(ROOT, ""), list[str]()
             for name, text in gone.items():
                 fetch = None if ShardURL(root).scheme else (evals[name].fetch or "").replace(f"${{{ROOT}}}", root)
-                shown += f"  {name}: {text}\n" + (f"    {fetch}\n" if fetch else "")
-            count = sum(map(bool, sources.values()))
-            raise SettingsError(
-                f"{len(gone)} of {count} data sets are missing:\n{shown}download them, or use {MISSING} skip"
-            )
+                shown += [f"  {name}: {text}", *([f"    {fetch}"] if fetch else [])]
+            head = f"{len(gone)} of {sum(map(bool, sources.values()))} data sets are missing:"
+            raise SettingsError(lines(head, *shown, f"download them, or use {MISSING} skip"))
         warnings = [f"{name} skipped: {text}" for name, text in gone.items()]
         for name, section in [*evals.items()]:
             if isinstance(section, MeanSettings) and section.of.keys() & gone.keys():

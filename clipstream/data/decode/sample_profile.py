@@ -23,7 +23,7 @@ from clipstream.data.settings import CSV_CAPTION, IMAGE_KEY, SourceSettings
 from clipstream.data.text_settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped
 from clipstream.storage.tar import PACKING, UNPACKING
-from clipstream.text import listed, printable
+from clipstream.text import lines, listed, printable
 from clipstream.utils import content
 
 MAX_FIELDS = 500  # a JSON member whose names are ids would otherwise fill the memory
@@ -233,21 +233,21 @@ class Profile:
 
         `caption` is None where no caption is read, but a label.
         """
-        lines = self.summary()
+        told = self.summary()
         if not self.samples:
-            return "\n".join(lines)
+            return lines(*told)
         wanted = split_keys(image_key)
         if not any(self.suffixes[suffix] for suffix in wanted):
-            lines.append(f"no sample has an image member named {' or '.join(wanted)} (--image-key)")
+            told.append(f"no sample has an image member named {' or '.join(wanted)} (--image-key)")
         if caption is None:
-            lines.append(f"set the label with --{place.removesuffix('.data')}.label: a member, or json:PATH")
+            told.append(f"set the label with --{place.removesuffix('.data')}.label: a member, or json:PATH")
         elif not self._caption_found(caption):
             key = caption.key if isinstance(caption, (TextCaption, JsonCaption)) else caption.type
             at, flag = (
                 (f" at {' or '.join(caption.paths)}", "json") if isinstance(caption, JsonCaption) else ("", "key")
             )
-            lines.append(f"no sample has text in the member {key.replace(';', ' or ')}{at} (--caption-{flag})")
-        return "\n".join(filter(None, [*lines, self.layout(), self.hint(image_key, caption, place)]))
+            told.append(f"no sample has text in the member {key.replace(';', ' or ')}{at} (--caption-{flag})")
+        return lines(*filter(None, [*told, self.layout(), self.hint(image_key, caption, place)]))
 
     def summary(self) -> list[str]:
         """Two lines: suffixes with counts, and JSON fields with counts, types and examples."""

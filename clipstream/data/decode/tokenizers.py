@@ -300,7 +300,7 @@ def _hub_folder(name: str, cache_dir: str | None) -> Path:
     folder_name = f"models--{name.replace('/', '--')}"
     raise SettingsError(
         f"tokenizer.name: no tokenizer {name!r} in {cache / folder_name}.{offline} Run this on "
-        f"a machine with a network: hf download {name}\n({why})"
+        f"a machine with a network: hf download {name} ({why})"
     )
 
 

@@ -24,7 +24,7 @@ from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT
 from clipstream.data.decode.sample_profile import Profile, is_multilingual
 from clipstream.data.text_settings import CaptionSettings, TextCaption
 from clipstream.errors import DataError
-from clipstream.text import listed_lines, printable
+from clipstream.text import lines, listed_lines, printable
 
 FIRST_SAMPLES = 2000  # samples without a usable one after which the run ends
 FIRST_SLOTS = 200  # the same where slots of dropped samples stay empty, as empty batches are trained on meanwhile
@@ -334,23 +334,21 @@ class Budget:
             silent = len(h.shards) >= min(total, FIRST_SILENT) and unanswered
             tried = f"{len(h.shards)} shards tried (of {total})"
             if (enough or silent) and h.shards and len(h.unopened) == len(h.shards):
-                raise DataError(f"source {name!r}: none of the {tried} could be read{_faults(h)}")
+                raise DataError(lines(f"source {name!r}: none of the {tried} could be read:", *_faults(h)))
             left_out = h.left_out
             if h.used == 0 and (h.read - left_out >= self.first_samples or left_out >= FIRST_LEFT_OUT):
                 raise DataError(self.nothing_usable(name, h))
             if (enough or not self.max_shard_failures) and len(h.faults) > math.ceil(
                 self.max_shard_failures * len(h.shards)
             ):
-                raise DataError(
-                    f"source {name!r}: {len(h.faults)} of the {tried} are broken, more than --data.max-shard-failures "
-                    f"{self.max_shard_failures:g}{_faults(h)}"
-                )
+                limit = f"--data.max-shard-failures {self.max_shard_failures:g}"
+                head = f"source {name!r}: {len(h.faults)} of the {tried} are broken, more than {limit}:"
+                raise DataError(lines(head, *_faults(h)))
             read = h.read - left_out
             if read >= FIRST_SAMPLES and h.failed > self.max_sample_failures * read:
-                raise DataError(
-                    f"source {name!r}: {h.failed} of {read} samples were dropped, more than "
-                    f"--data.max-sample-failures {self.max_sample_failures:g}{_drops(h)}"
-                )
+                limit = f"--data.max-sample-failures {self.max_sample_failures:g}"
+                head = f"source {name!r}: {h.failed} of {read} samples were dropped, more than {limit}:"
+                raise DataError(lines(head, *_drops(h)))
 
     def list_warning(self, name: str, h: SourceHealth) -> str:
         """The warning on lists of keys that match (nearly) nothing; '' without one."""
@@ -371,24 +369,24 @@ class Budget:
             which = f"--{key}.keep and --{key}.drop exclude"
             if h.dropped[NOT_DRAWN] > h.dropped[NOT_KEPT]:
                 which = f"--{key}.probability excludes"
-            return (
-                f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}\n{which} them: check that "
-                "their keys belong to these shards"
-            )
-        advice = h.profile.advice(image_key, caption, key)
+            return _unusable(name, h, _drops(h), [f"{which} them: check that their keys belong to these shards"])
+        advice = [h.profile.advice(image_key, caption, key)]
         if h.dropped["missing_picture"]:
-            advice += f"\nif the paths of the images begin in another folder, set --{key}.folder"
-        return f"source {name!r}: none of the first {h.read} samples is usable{_drops(h)}{_faults(h)}\n{advice}"
+            advice.append(f"if the paths of the images begin in another folder, set --{key}.folder")
+        return _unusable(name, h, [*_drops(h), *_faults(h)], advice)
 
 
-def _drops(h: SourceHealth) -> str:
+def _unusable(name: str, h: SourceHealth, why: Sequence[str], advice: Sequence[str]) -> str:
+    head = f"source {name!r}: none of the first {h.read} samples is usable{':' if why else ''}"
+    return lines(head, *why, *advice)
+
+
+def _drops(h: SourceHealth) -> list[str]:
     drops = h.dropped.most_common(_SHOWN)
-    lines = [
-        f"\n  {n} x {reason}" + f", e.g. {h.examples.get(reason, '')}".removesuffix(", e.g. ") for reason, n in drops
+    return [
+        f"  {n} x {reason}" + (f", e.g. {h.examples[reason]}" if h.examples.get(reason) else "") for reason, n in drops
     ]
-    return ":" + "".join(lines) if lines else ""
 
 
-def _faults(h: SourceHealth) -> str:
-    shown = [f"  {printable(url)}: {printable(fault, 500)}" for url, fault in h.faults.items()]
-    return "\n".join([":", *listed_lines(shown, _SHOWN)]) if shown else ""
+def _faults(h: SourceHealth) -> list[str]:
+    return listed_lines([f"  {printable(url)}: {printable(fault, 500)}" for url, fault in h.faults.items()], _SHOWN)

@@ -25,7 +25,7 @@ from clipstream.data.loader.stage_timing import StageIntervals, StageTimes, Stop
 from clipstream.data.loader.workers import Filler, MakeFiller, ProcessWorker, ThreadWorker, Worker
 from clipstream.data.order.lanes import DataState, Fingerprint, Stream
 from clipstream.errors import DataError, Interrupted
-from clipstream.text import printable_lines
+from clipstream.text import lines
 from clipstream.utils.logs import logger
 from clipstream.utils.timing import COPY, timed
 
@@ -264,11 +264,11 @@ class Loader:
             # `now` is of before the last messages: the time until they are looked at is not the workers'.
             if any(worker.quiet(began, now) > limit for worker in owing):
                 waited = f"{limit:.0f} s (--data.stall-timeout)"
-                raise DataError(f"no data for {waited}, batch {step} is incomplete:\n{self._doing()}")
+                raise DataError(lines(f"no data for {waited}, batch {step} is incomplete:", *self._doing()))
             waiting = now - began
             if owing and waiting > warn_after:
                 warn_after *= 2
-                logger.info(printable_lines(f"waiting for batch {step} for {waiting:.0f} s:\n{self._doing()}"))
+                logger.info(lines(f"waiting for batch {step} for {waiting:.0f} s:", *self._doing()))
             now = time.monotonic()
         return self._parts.pop(step)
 
@@ -337,14 +337,13 @@ class Loader:
                 return self.budget.nothing_usable(name, health)
         return ""
 
-    def _doing(self) -> str:
+    def _doing(self) -> list[str]:
         """The current stage of each worker, and the counts of each source."""
-        lines = []
+        found = []
         for worker in self._workers:
             doing, age = worker.stopwatch.doing()
-            lines.append(f"  {worker.name}: {doing}, for {age:.0f} s")
-        lines += [f"  source {name!r}: {health.funnel()}" for name, health in self.health.sources.items()]
-        return "\n".join(lines)
+            found.append(f"  {worker.name}: {doing}, for {age:.0f} s")
+        return found + [f"  source {name!r}: {health.funnel()}" for name, health in self.health.sources.items()]
 
     def _start_copy(self, parts: Sequence[FilledPart]) -> tuple[Sequence[FilledPart], Batch]:
         """The parts, and their batch on its way to the device."""

@@ -49,7 +49,7 @@ from clipstream.errors import SettingsError
 from clipstream.storage.schemes import compression_of
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import BLOCK, Fault, SampleTable, ShardIndex, scan
-from clipstream.text import listed
+from clipstream.text import lines, listed
 from clipstream.utils import atomic_write
 from clipstream.utils.section import Count, checked
 
@@ -324,11 +324,12 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
     if folder is None and any(ShardURL(name).path is None for name in unknown):
         folder, advice = "FOLDER", f", and name that folder by --{key.replace('_', '-')}.index"
     words += [] if folder is None or folder.endswith(".json") else ["--into", folder]
-    return (
+    return lines(
         f"{key}.shards: the mode 'indexed' needs an index of each shard, but {len(unknown):,} of {total:,} have no "
-        f"valid index, e.g. {redact(first)}: {why}. Create them with\n  {shlex.join(words)}{advice}\nIf this command "
-        f"cannot index a shard, replace it, or remove it from --{key}.shards. Without an index: "
-        f"{listed([redact(name) for name in unknown], NAMED)}"
+        f"valid index, e.g. {redact(first)}: {why}. Create them with",
+        f"  {shlex.join(words)}{advice}",
+        f"If this command cannot index a shard, replace it, or remove it from --{key}.shards. Without an index: "
+        f"{listed([redact(name) for name in unknown], NAMED)}",
     )
 
 

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipstream.errors import SettingsError, did_you_mean
-from clipstream.text import listed
+from clipstream.text import lines, listed
 
 FUNCTIONS = ("words", "chars", "lower", "count", "abs", "min", "max", "coalesce", "rank", "samples")
 COMPARE = {ast.Lt: pc.less, ast.LtE: pc.less_equal, ast.Gt: pc.greater, ast.GtE: pc.greater_equal, ast.Eq: pc.equal,
@@ -130,7 +130,7 @@ class Rule:
         self._fail(self._at(node.col_offset), what)
 
     def _fail(self, at: int, what: str) -> NoReturn:
-        raise SettingsError(f"the rule, character {at + 1}: {what}\n  {self.text}\n  {' ' * at}^")
+        raise SettingsError(lines(f"the rule, character {at + 1}: {what}", f"  {self.text}", f"  {' ' * at}^"))
 
     def check_fields(self, known: Sequence[str]) -> None:
         """Raises SettingsError: a field is not among the known ones."""

@@ -67,7 +67,7 @@ from clipstream.models.settings import TOWERS, ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights, weights_digest
 from clipstream.storage.shard_url import redact
-from clipstream.text import counted, duration, listed_lines, printable, printable_lines
+from clipstream.text import counted, duration, listed_lines, printable
 from clipstream.training.precision import autocast, check_device, prepare, resolve_precision
 from clipstream.training.settings import Precision
 from clipstream.training.stored_features import image_fingerprint, text_fingerprint, tower_state
@@ -368,7 +368,7 @@ def _conclude(options: StoreOptions, manifest: Manifest, found: Mapping[str, Sou
         faults = [f"  {printable(shard)}: {printable(fault, 500)}" for shard, fault in health.faults.items()]
         lines += listed_lines(faults, SHOWN, " shards")
         for line in lines:
-            announce(printable_lines(line))
+            announce(line)
     if options.label:
         return
     shards = [shard for source in manifest.sources.values() for shard in source.shards]
