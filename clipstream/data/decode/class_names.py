@@ -99,8 +99,8 @@ def _lines(path: str, what: str) -> list[str]:
 def text_list(text: str, suffix: str = "") -> list[str]:
     """The texts of a file, in the order of their numbers.
 
-    They are one a line (`0 cat`, `1: dog` and `n02123045 tabby` without what is before the name, and `'cat',` as `cat`),
-    a list, a map from numbers or to numbers (JSON, or as Python prints it; also as a field such as `id2label`, or with
+    They are one a line (`0 cat`, `1: dog` and `n02123045 tabby` without what is before the name, `'cat',` as `cat`), a
+    list, a map from numbers or to numbers (JSON, or as Python prints it; also as a field such as `id2label`, or with
     pairs of WordNet's number and name), or the column of a table with a header.
 
     Args:
