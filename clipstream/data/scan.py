@@ -32,7 +32,7 @@ from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.text import counted, printable
 from clipstream.utils.executors import work_off
 from clipstream.utils.plugins import is_plugin
-from clipstream.utils.processes import Failed
+from clipstream.utils.processes import Failed, note
 
 T = TypeVar("T")
 Read = Callable[[str, RawSample], T]
@@ -54,7 +54,7 @@ class ShardSamples:
     def __iter__(self) -> Iterator[tuple[str, str, RawSample | Dropped]]:
         folder = self.title.rstrip("/").rpartition("/")[2]
         for ref in self.shard.index.samples:
-            where = f"{folder}/{ref.key}"
+            note(where := f"{folder}/{ref.key}")
             try:
                 if self.keeps is not None and not self.keeps(where, ref.key):
                     raise Dropped(NOT_KEPT, "")

@@ -7,13 +7,14 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from clipstream.utils.processes import Failed, run
+from clipstream.utils.processes import Failed, note, run
 
 
 def killed_at(folder: Path, deaths: dict[int, int]) -> Callable[[int], int]:
     """A task whose process is killed as often as `deaths` says of its number."""
 
     def do(number: int) -> int:
+        note(f"shard/{number}")
         before = len(list(folder.glob(f"{number}-*")))
         if before < deaths.get(number, 0):
             (folder / f"{number}-{before}").touch()
@@ -34,4 +35,9 @@ def test_a_process_that_is_killed_costs_its_piece_alone(tmp_path: Path) -> None:
     results = dict(event for event in run(do, 7, 2) if event is not None)
     died = results.pop(3)
     assert results == {number: number * number for number in (0, 1, 2, 4, 5, 6)}
-    assert isinstance(died, Failed) and "memory" in died.error and len(list(tmp_path.iterdir())) == 3
+    assert (
+        isinstance(died, Failed)
+        and "memory" in died.error
+        and died.error.endswith(", at shard/3")
+        and len(list(tmp_path.iterdir())) == 3
+    )

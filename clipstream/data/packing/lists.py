@@ -27,7 +27,7 @@ from clipstream.storage.download import ShardError, failed
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.storage.tar import BLOCK, Shard
 from clipstream.utils import atomic_write
-from clipstream.utils.processes import Failed
+from clipstream.utils.processes import Failed, note
 
 PARTS = ".parts"  # subfolder for lists, downloads and incomplete shards
 OPEN = 128  # shards of the sources that a thread keeps open
@@ -119,6 +119,7 @@ class Corpus:
         number, key, spans, plain = held.row(row)
         kind_ = self.source_of(shard).types[self.shards[shard][1]]
         ref = SampleRef(key, spans) if held.head.path is not None else opened_shard.index.samples[number]
+        note(f"{kind_.title(self.shards[shard][1])}/{key}")
         if kind_.columns and not image:
             found = opened_shard.load(ref, members, _no_file)  # type: ignore[call-arg]
         else:

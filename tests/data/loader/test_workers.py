@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.loader import loader as loading
 from clipstream.data.loader import workers as auto_workers
 from clipstream.data.settings import MAX_AUTO_WORKERS, SourceSettings
@@ -30,6 +31,7 @@ from clipstream.utils import cores as machine
 from tests.support.clocks import START, Clock
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.loaders import data, evaluation_of, is_filled, loader
+from tests.support.pictures import picture
 from tests.support.ranks import command_ends, command_runs
 from tests.support.unruly import FaultyFile, Unruly
 
@@ -117,6 +119,24 @@ def test_a_killed_worker_is_named_though_nobody_waits_for_it(
         os.kill(pid, signal.SIGKILL)
         wait_until(told)
         with pytest.raises(DataError, match=r"data worker 1 .*SIGKILL"):
+            next(stream)
+
+
+def test_a_worker_that_dies_on_an_image_names_the_sample(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code of a decoder may end the process; the sample is in shared memory then."""
+    real, last = TrainTransform.__call__, picture(7)
+
+    def deadly(self: TrainTransform, data: bytes, *rest: Any) -> Any:
+        if data == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, data, *rest)
+
+    monkeypatch.setattr(TrainTransform, "__call__", deadly)
+    with (
+        pytest.raises(DataError, match=r"data worker \d .* was killed by SIGKILL .*during: decode \d+\.tar/000007"),
+        loader(data(shards, workers=2)) as stream,
+    ):
+        for _ in range(1000):
             next(stream)
 
 
