@@ -12,36 +12,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers of its filters
+_FILTERS = {number: name for name, number in RESAMPLE.items()}
 # Defaults of transformers' classes, which files leave out.
 _COMMON: dict[str, Any] = {
-    "do_resize": True,
-    "resample": 3,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "do_center_crop": False,
-    "crop_size": None,
-    "do_pad": False,
-    "pad_size": None,
-}
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True), "resample": 3, "rescale_factor": 1 / 255,
+    **dict.fromkeys(("do_center_crop", "do_pad"), False), **dict.fromkeys(("crop_size", "pad_size")),
+}  # fmt: skip
 _DEFAULTS = {
-    "clip": _COMMON
-    | {
-        "size": {"shortest_edge": 224},
-        "crop_size": 224,
-        "do_center_crop": True,
-        "default_to_square": False,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "clip": _COMMON | {
+        "size": 224, "crop_size": 224, "do_center_crop": True, "default_to_square": False,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
     },
-    "siglip": _COMMON
-    | {"size": 224, "default_to_square": True, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
-}
+    "siglip": _COMMON | {"size": 224, "default_to_square": True, "image_mean": 0.5, "image_std": 0.5},
+}  # fmt: skip
 _CLASSES = {"CLIPImageProcessor": "clip", "CLIPFeatureExtractor": "clip", "SiglipImageProcessor": "siglip"}
+# Fields without which a step cannot be.
+_NEEDED = {"do_rescale": "rescale_factor", "do_normalize": "image_mean", "do_center_crop": "crop_size"}
+_DAMAGED = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 _TIMM = "TimmWrapperImageProcessor"
 _NO_EFFECT = {
     *("image_processor_type", "feature_extractor_type", "processor_class", "transformers_version", "return_tensors"),
@@ -63,16 +54,10 @@ def read_processor(folder: Path, model_type: str, image_size: int) -> dict[str, 
     Raises SettingsError: a damaged file, a processor of another class, or a field that open_clip has no counterpart of.
     """
     for name in (PROCESSOR, PREPROCESSOR):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if name == PROCESSOR and "image_processor" not in values:
-                continue  # as transformers 4 wrote it
-            return _of(values["image_processor"] if name == PROCESSOR else values, path, model_type, image_size)
-        except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-            raise SettingsError(f"{path} is no configuration of an image processor: {error}") from error
+        with errors_as(SettingsError, f"{folder / name} is no configuration of an image processor", *_DAMAGED):
+            values = json.loads(path.read_text(encoding="utf-8")) if (path := folder / name).is_file() else {}
+            if (name == PREPROCESSOR and path.is_file()) or "image_processor" in values:  # which transformers 4 lacks
+                return _of(values["image_processor"] if name == PROCESSOR else values, path, model_type, image_size)
     return {} if model_type == "clip" else _of({"size": image_size}, folder, model_type, image_size)
 
 
@@ -90,58 +75,37 @@ def _of(values: Mapping[str, Any], path: Path, model_type: str, image_size: int)
         raise SettingsError(
             f"{path}: images of {named} are not those of CLIPImageProcessor or SiglipImageProcessor, which are read"
         )
-    known = _DEFAULTS[kind] | fields
-    unknown = sorted(known.keys() - _DEFAULTS[kind].keys() - _NO_EFFECT)
+    unknown = (key for key in fields if key not in _DEFAULTS[kind].keys() | _NO_EFFECT)
     if key := next((key for key in unknown if fields[key] is not None), None):
         raise refused(key, "no field of CLIPImageProcessor or SiglipImageProcessor: remove it if it has no use")
-    fields = known
-    steps = {
-        "do_rescale": ("rescale_factor",),
-        "do_normalize": ("image_mean", "image_std"),
-        "do_center_crop": ("crop_size",),
-    }
-    needed = ("size", "resample", *(key for step, keys in steps.items() if fields[step] for key in keys))
+    fields = _DEFAULTS[kind] | fields
+    needed = ["size", "resample", *(_NEEDED[step] for step in _NEEDED if fields[step])]
     if key := next((key for key in needed if fields[key] is None), None):  # null is no default in transformers 5
         raise refused(key, "it has no value")
-    if not fields["do_resize"]:
-        raise refused("do_resize", "images of any size do not fit the model")
-    size = _size(fields["size"], square=fields["default_to_square"])
-    crop = _size(fields["crop_size"], square=True) if fields["do_center_crop"] else None
-    if size.keys() == {"height", "width"}:
-        mode, final = "squash", size
-        fits = crop in (None, final)
-    elif size.keys() == {"shortest_edge"}:
-        mode, final = "shortest", dict.fromkeys(("height", "width"), size["shortest_edge"])
-        fits = crop == final
-        if crop is None:
-            raise refused("do_center_crop", "images that are not square do not fit the model")
-    else:
-        raise refused("size", "open_clip has only height and width, or shortest_edge")
-    if not fits:
-        raise refused("crop_size", f"open_clip does not crop images of size {json.dumps(size)} to another size")
-    if final != {"height": image_size, "width": image_size}:
-        raise refused("size", f"the model takes images of {image_size} x {image_size} pixels (image_size)")
-    if fields["do_pad"] and fields["pad_size"] is not None and _size(fields["pad_size"], square=True) != final:
-        raise refused("pad_size", "open_clip does not pad these images")
-    filters = {number: name for name, number in RESAMPLE.items()}
-    if fields["resample"] not in filters:
-        raise refused("resample", "open_clip has no such filter, only 2 (bilinear) and 3 (bicubic)")
     # Of a byte b, transformers makes (factor b - mean) / std, and open_clip (b / 255 - mean) / std.
     scale = 255 * float(fields["rescale_factor"] if fields["do_rescale"] else 1)
-    if not 0 < scale < math.inf:
-        raise refused("rescale_factor", "it must be a positive number")
     scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-6) else scale
+    size = _size(fields["size"], square=fields["default_to_square"])
+    crop = _size(fields["crop_size"], square=True) if fields["do_center_crop"] else None
+    pad = fields["do_pad"] and fields["pad_size"] and _size(fields["pad_size"], square=True)
+    if not (squash := size.keys() == {"height", "width"}) and size.keys() != {"shortest_edge"}:
+        raise refused("size", "open_clip has only height and width, or shortest_edge")
+    final = size if squash else dict.fromkeys(("height", "width"), size["shortest_edge"])
+    for key, wrong, why in (
+        ("do_resize", not fields["do_resize"], "images of any size do not fit the model"),
+        ("do_center_crop", not (squash or crop), "images that are not square do not fit the model"),
+        ("crop_size", crop not in (None, final), f"open_clip does not crop images of size {json.dumps(size)}"),
+        ("size", {*final.values()} != {image_size}, f"the model takes {image_size} x {image_size} pixels (image_size)"),
+        ("pad_size", pad and pad != final, "open_clip does not pad these images"),
+        ("resample", fields["resample"] not in _FILTERS, "open_clip has only 2 (bilinear) and 3 (bicubic)"),
+        ("rescale_factor", not 0 < scale < math.inf, "it must be a positive number"),
+    ):
+        if wrong:
+            raise refused(key, why)
     mean, std = (fields["image_mean"], fields["image_std"]) if fields["do_normalize"] else (0, 1)
-    return {
-        "mean": [one / scale for one in _channels(mean)],
-        "std": [one / scale for one in _channels(std)],
-        "interpolation": filters[fields["resample"]],
-        "resize_mode": mode,
-    }
-
-
-def _channels(values: Any) -> list[float]:
-    return [float(one) for one in values] if isinstance(values, list) else [float(values)] * 3
+    channels = (values if isinstance(values, list) else [values] * 3 for values in (mean, std))
+    found = dict(zip(("mean", "std"), ([float(one) / scale for one in values] for values in channels), strict=True))
+    return {**found, "interpolation": _FILTERS[fields["resample"]], "resize_mode": "squash" if squash else "shortest"}
 
 
 def _size(value: Any, *, square: bool) -> dict[str, int]:
@@ -155,15 +119,12 @@ def _size(value: Any, *, square: bool) -> dict[str, int]:
 
 def _from_timm(cfg: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The fields of CLIPImageProcessor for a pretrained_cfg of timm, as the verb `export` writes it."""
-    crop, (_, height, width) = cfg["crop_mode"] == "center", cfg["input_size"]
-    if cfg["crop_pct"] != 1 or cfg["crop_mode"] not in ("center", "squash"):
-        raise SettingsError(f"{path}: open_clip has no crop_mode {cfg['crop_mode']} with crop_pct {cfg['crop_pct']}")
-    size = {"height": height, "width": width}
-    return {
-        "size": {"shortest_edge": height} if crop else size,
-        "do_center_crop": crop,
+    (_, *size), mode = cfg["input_size"], cfg["crop_mode"]
+    if cfg["crop_pct"] != 1 or mode not in ("center", "squash"):
+        raise SettingsError(f"{path}: open_clip has no crop_mode {mode} with crop_pct {cfg['crop_pct']}")
+    found = {"image_mean": cfg["mean"], "image_std": cfg["std"], "resample": RESAMPLE[cfg["interpolation"]]}
+    return found | {
+        "size": size[0] if mode == "center" else size,
+        "do_center_crop": mode == "center",
         "crop_size": size,
-        "resample": RESAMPLE[cfg["interpolation"]],
-        "image_mean": cfg["mean"],
-        "image_std": cfg["std"],
     }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.models.image_processor import read_processor
 
 if TYPE_CHECKING:
@@ -31,12 +31,8 @@ MODEL_TYPES = ("clip", "siglip")
 BOS, EOS = 49406, 49407  # ids of CLIP's own BPE
 CLIP_WORDS = {"in": 512, "core</w>": 5000, "christianity</w>": 20000, "cheek": 40000, "jekyll</w>": 49405}  # some of it
 # timm's names of SigLIP's image towers by width, layers, heads, and width of the perceptrons.
-_SIGLIP_SIZES = {
-    (768, 12, 12, 3072): "base",
-    (1024, 24, 16, 4096): "large",
-    (1152, 27, 16, 4304): "so400m",
-    (1536, 40, 16, 6144): "giantopt",
-}
+_SIGLIP_SIZES = {(768, 12, 12, 3072): "base", (1024, 24, 16, 4096): "large",
+                 (1152, 27, 16, 4304): "so400m", (1536, 40, 16, 6144): "giantopt"}  # fmt: skip
 # Towers of SigLIP that timm has no name for: width, depth, heads, width of the perceptrons, eps, activation, sizes.
 OWN_SIGLIP = re.compile(r"siglip_w(\d+)_d(\d+)_h(\d+)_m(\d+)_e([^_]+)_(\w+)_patch(\d+)_(\d+)")
 # Activations of timm by those of transformers.
@@ -171,9 +167,9 @@ def from_transformers(state: Mapping[str, torch.Tensor], path: Path) -> dict[str
         raise SettingsError(f"{path} is an adapter of peft: name its folder, with {ADAPTER_CONFIG}")
     siglip = any(name.endswith("head.probe") for name in state)
     state = {name: tensor for name, tensor in state.items() if not name.endswith(".position_ids")}
-    for prefix, part, other in ((_TEXT, "a text tower", "image"), (_IMAGE, "an image tower", "text")):
-        if not any(name.startswith(_IMAGE if prefix == _TEXT else _TEXT) for name in state):
-            raise SettingsError(f"{path} holds {part} of transformers alone, without the {other} tower: {WHOLE}")
+    for absent, part in ((_IMAGE, "a text tower"), (_TEXT, "an image tower")):
+        if not any(name.startswith(absent) for name in state):
+            raise SettingsError(f"{path} holds {part} of transformers alone: {WHOLE}")
     found, left = renamed(state, (*TEXT, *(TIMM_IMAGE if siglip else IMAGE), *SCALARS), reverse=True)
     if left:
         raise SettingsError(
@@ -240,20 +236,17 @@ def read_config(folder: Path) -> Config | None:
     Raises SettingsError: a configuration that open_clip cannot build, or an image processor that it does not have.
     """
     config = _json(folder)
-    if config.get("model_type") not in MODEL_TYPES:
+    if (kind := config.get("model_type")) not in MODEL_TYPES:
         return None
-    sections = {}
-    for name in ("vision_config", "text_config"):
+    with errors_as(SettingsError, str(folder / CONFIG), TypeError, ValueError, LookupError, ArithmeticError):
         # Files of transformers 4 may have a second section, which takes the place of the first.
-        sections[name] = config.get(f"{name}_dict") or config.get(name)
-        if not isinstance(sections[name], dict):
-            raise SettingsError(f"{folder / CONFIG} has no {name}: it is not of a whole model")
-    try:
-        found = (_siglip if config["model_type"] == "siglip" else _clip)(config | sections, folder)
-    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-        raise SettingsError(f"{folder / CONFIG} is no configuration of a model of transformers: {error}") from error
-    size = found["vision_cfg"]["image_size"]
-    return {"model_cfg": found, "preprocess_cfg": read_processor(folder, config["model_type"], size)}
+        image, text = (config.get(f"{name}_config_dict") or config.get(f"{name}_config") for name in ("vision", "text"))
+        if not isinstance(image, dict) or not isinstance(text, dict):
+            raise ValueError("without vision_config and text_config, it is not of a whole model")
+        found = _siglip(image, text) if kind == "siglip" else _clip(image, text, config.get("projection_dim") or 512)
+    if kind == "clip" and (found["text_cfg"]["vocab_size"] != 49408 or _has_other_words(folder)):
+        found["text_cfg"]["hf_tokenizer_name"] = "tokenizer"  # the files beside the configuration
+    return {"model_cfg": found, "preprocess_cfg": read_processor(folder, kind, found["vision_cfg"]["image_size"])}
 
 
 def other_model(folder: Path) -> str | None:
@@ -274,37 +267,39 @@ def _json(folder: Path, name: str = CONFIG) -> Config:
     return config if isinstance(config, dict) else {}
 
 
-def _sizes(section: Mapping[str, Any], defaults: Config, path: Path) -> Config:
-    """The values of a configuration of transformers that open_clip's has too; files leave out defaults."""
+def _sizes(section: Mapping[str, Any], width: int, own: Config) -> Config:
+    """The values of a configuration of transformers that open_clip's has too; files leave out defaults, which are those
+    of a tower of that width and `own`.
+    """
+    layers = {"num_hidden_layers": 12, "num_attention_heads": width // 64}
+    defaults = {"hidden_size": width, "intermediate_size": 4 * width, **layers, **own}
     found = defaults | {key: section[key] for key in defaults if section.get(key) is not None}
     for key in ("image_size", "patch_size"):
         if isinstance(sides := found.get(key), list):
             if len(set(sides)) != 1:
-                raise SettingsError(f"{path}: open_clip has no {key} {sides} for this model: it must be square")
+                raise ValueError(f"open_clip has no {key} {sides} for this model: it must be square")
             found[key] = sides[0]
     if section.get("num_channels", 3) != 3:
-        raise SettingsError(f"{path}: images have 3 channels, not num_channels {section['num_channels']}")
-    width, inner = found["hidden_size"], found["intermediate_size"]
-    ratio = inner / width
-    return found | {"mlp_ratio": ratio if int(width * ratio) == inner else (inner + 0.5) / width}
+        raise ValueError(f"images have 3 channels, not num_channels {section['num_channels']}")
+    ratio = found["intermediate_size"] / found["hidden_size"]
+    exact = int(found["hidden_size"] * ratio) == found["intermediate_size"]  # as open_clip and timm round it
+    return found | {"mlp_ratio": ratio if exact else ratio + 0.5 / found["hidden_size"]}
 
 
-def _clip(config: Config, folder: Path) -> Config:
-    path = folder / CONFIG
+def _clip(image: Config, text: Config, embed_dim: int) -> Config:
     common = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
-    vision = _sizes(
-        config["vision_config"],
-        {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-        | {"image_size": 224, "patch_size": 32, **common},
-        path,
-    )
-    own = {"vocab_size": 49408, "max_position_embeddings": 77, **common}
-    text = _text_sizes(config["text_config"], own, 512, path)
-    acts = {vision["hidden_act"], text["hidden_act"]}
+    vision = _sizes(image, 768, {"image_size": 224, "patch_size": 32, **common})
+    words = _sizes(text, 512, {"vocab_size": 49408, "max_position_embeddings": 77, **common})
+    acts = {vision["hidden_act"], words["hidden_act"]}
     if len(acts) > 1 or not acts <= {"quick_gelu", "gelu"}:
-        raise SettingsError(f"{path}: open_clip's CLIP has no activation {' and '.join(sorted(acts))}")
+        raise ValueError(f"open_clip's CLIP has no activation {' and '.join(sorted(acts))}")
+    # transformers takes a text's feature at the first eos_token_id, but at the largest id, as open_clip does, if that
+    # is 2, which files from before transformers 4.31 have for CLIP's own.
+    if type(eos := text.get("eos_token_id", EOS)) is not int:
+        raise ValueError(f"text_config.eos_token_id {eos} is not an id: no text has a feature")
+    at_eos = {} if eos in (2, words["vocab_size"] - 1) else {"pool_type": "eos", "eos_id": eos}
     found: Config = {
-        "embed_dim": config.get("projection_dim") or 512,
+        "embed_dim": embed_dim,
         "vision_cfg": {
             "image_size": vision["image_size"],
             "patch_size": vision["patch_size"],
@@ -313,24 +308,12 @@ def _clip(config: Config, folder: Path) -> Config:
             "head_width": vision["hidden_size"] // vision["num_attention_heads"],
             "mlp_ratio": vision["mlp_ratio"],
         },
-        "text_cfg": _text_cfg(text) | _pooling(config["text_config"], text["vocab_size"], path),
+        "text_cfg": {**_text_cfg(words), **at_eos},
     }
-    for key, section in (("vision_cfg", vision), ("text_cfg", text)):
+    for key, section in (("vision_cfg", vision), ("text_cfg", words)):
         if section["layer_norm_eps"] != 1e-5:
             found[key]["norm_kwargs"] = {"eps": section["layer_norm_eps"]}
-    if text["vocab_size"] != 49408 or _has_other_words(folder):
-        found["text_cfg"]["hf_tokenizer_name"] = "tokenizer"  # the files beside the configuration
     return found | ({"quick_gelu": True} if acts == {"quick_gelu"} else {})
-
-
-def _pooling(section: Mapping[str, Any], vocab_size: int, path: Path) -> Config:
-    """Where open_clip takes a text's feature, as transformers: at the first `eos_token_id`, but at the largest id if
-    that is 2, which files from before transformers 4.31 have for CLIP's own.
-    """
-    eos = section.get("eos_token_id", EOS)
-    if type(eos) is not int:
-        raise SettingsError(f"{path}: text_config.eos_token_id {eos} is not an id: no text has a feature")
-    return {} if eos == 2 or eos == vocab_size - 1 else {"pool_type": "eos", "eos_id": eos}
 
 
 def _has_other_words(folder: Path) -> bool:
@@ -347,11 +330,6 @@ def _has_other_words(folder: Path) -> bool:
     return False
 
 
-def _text_sizes(section: Mapping[str, Any], own: Config, width: int, path: Path) -> Config:
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 12}
-    return _sizes(section, {**sizes, "num_attention_heads": width // 64, **own}, path)
-
-
 def _text_cfg(text: Config) -> Config:
     return {
         "context_length": text["max_position_embeddings"],
@@ -363,36 +341,26 @@ def _text_cfg(text: Config) -> Config:
     }
 
 
-def _siglip(config: Config, folder: Path) -> Config:
-    path = folder / CONFIG
-    own = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
-    vision = _sizes(
-        config["vision_config"],
-        {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-        | {"image_size": 224, "patch_size": 16, "vision_use_head": True, **own},
-        path,
-    )
-    own = {"vocab_size": 32000, "max_position_embeddings": 64, "projection_size": None, **own}
-    text = _text_sizes(config["text_config"], own, 768, path)
-    embed_dim = text["projection_size"] or text["hidden_size"]
+def _siglip(image: Config, text: Config) -> Config:
+    common = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+    vision = _sizes(image, 768, {"image_size": 224, "patch_size": 16, "vision_use_head": True, **common})
+    own = {"vocab_size": 32000, "max_position_embeddings": 64, "projection_size": None}
+    words = _sizes(text, 768, {**own, **common})
+    embed_dim, act = words["projection_size"] or words["hidden_size"], words["hidden_act"]
     if not vision["vision_use_head"]:
-        raise SettingsError(f"{path}: vision_use_head is false: an image has no feature without a head")
+        raise ValueError("vision_use_head is false: an image has no feature without a head")
     if embed_dim != vision["hidden_size"]:
-        sizes = f"features of images have {vision['hidden_size']} numbers (vision_config.hidden_size)"
-        raise SettingsError(f"{path}: {sizes}, those of texts {embed_dim}: they cannot be compared")
-    activations: dict[str, Config] = {
-        "gelu_pytorch_tanh": {"text_cfg": {"act_kwargs": {"approximate": "tanh"}}},
-        "gelu": {},
-        "quick_gelu": {"quick_gelu": True},
-    }
-    if (act := activations.get(text["hidden_act"])) is None or vision["hidden_act"] not in _TIMM_ACTS:
-        acts = f"{vision['hidden_act']} in images, {text['hidden_act']} in texts"
-        raise SettingsError(f"{path}: open_clip's SigLIP has no such activation ({acts})")
+        raise ValueError(
+            f"vision_config.hidden_size is {vision['hidden_size']}, and features of texts have {embed_dim} numbers: "
+            "they cannot be compared"
+        )
+    if act not in ("gelu_pytorch_tanh", "gelu", "quick_gelu") or vision["hidden_act"] not in _TIMM_ACTS:
+        raise ValueError(f"open_clip's SigLIP has no such activation (images: {vision['hidden_act']}, texts: {act})")
     return {
         "embed_dim": embed_dim,
         "init_logit_bias": -10.0,
         "custom_text": True,
-        **act,
+        **({"quick_gelu": True} if act == "quick_gelu" else {}),  # of texts: timm's towers have their own
         "vision_cfg": {
             "image_size": vision["image_size"],
             "timm_model_name": _timm_name(vision),
@@ -401,14 +369,14 @@ def _siglip(config: Config, folder: Path) -> Config:
             "timm_proj": "none",
         },
         "text_cfg": {
-            **_text_cfg(text),
+            **_text_cfg(words),
             "hf_tokenizer_name": "tokenizer",
             "tokenizer_kwargs": {"clean": "canonicalize"},
             "no_causal_mask": True,
             "proj_bias": True,
             "pool_type": "last",
-            "norm_kwargs": {"eps": text["layer_norm_eps"]},
-            **act.get("text_cfg", {}),
+            "norm_kwargs": {"eps": words["layer_norm_eps"]},
+            **({"act_kwargs": {"approximate": "tanh"}} if act == "gelu_pytorch_tanh" else {}),
         },
     }
 
@@ -416,13 +384,13 @@ def _siglip(config: Config, folder: Path) -> Config:
 def _timm_name(vision: Config) -> str:
     """timm's name of a SigLIP image tower, or one of `OWN_SIGLIP`, which `build` registers."""
     width, depth, heads = vision["hidden_size"], vision["num_hidden_layers"], vision["num_attention_heads"]
-    inner, eps, patch, size = (
-        vision[key] for key in ("intermediate_size", "layer_norm_eps", "patch_size", "image_size")
-    )
+    inner, eps = vision["intermediate_size"], vision["layer_norm_eps"]
+    patch, size = vision["patch_size"], vision["image_size"]
     name = f"vit_{_SIGLIP_SIZES.get((width, depth, heads, inner))}_patch{patch}_siglip_{size}"
-    spec = importlib.util.find_spec("timm")  # its source is read, as importing it would import torch
-    assert spec is not None and spec.origin is not None
-    source = (Path(spec.origin).parent / "models" / "vision_transformer.py").read_text(encoding="utf-8")
+    timm = importlib.util.find_spec("timm")  # its source is read, as importing it would import torch
+    assert timm is not None and timm.origin is not None
+    source = Path(timm.origin).with_name("models").joinpath("vision_transformer.py").read_text(encoding="utf-8")
+    # Most of these have GELU without its approximation (timm 1.0.31): features differ by 1e-6 in cosine.
     if (vision["hidden_act"], eps) == ("gelu_pytorch_tanh", 1e-6) and f"def {name}(" in source:
         return name
     act = _TIMM_ACTS[vision["hidden_act"]]

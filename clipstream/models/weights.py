@@ -343,7 +343,11 @@ def read_weights(
     if adapter is not None:
         raise SettingsError(f"{adapter} is an adapter of peft: those on CLIPModel and SiglipModel are read, not {path}")
     taken = without_prefix(found, fits, path)
-    return _one_embedding({name: tensor for name, tensor in taken.items() if name not in NOT_WEIGHTS})
+    taken = {name: tensor for name, tensor in taken.items() if name not in NOT_WEIGHTS}
+    for name in TEXT_POSITIONS:  # those of Long-CLIP (its model_longclip.py) have the rest in a second embedding
+        if (rest := taken.pop(f"{name}_res", None)) is not None and name in taken:
+            taken[name] = torch.cat([taken[name][:KEPT_POSITIONS], rest[KEPT_POSITIONS:]])
+    return taken
 
 
 def _files(path: Path) -> list[Path]:
@@ -360,16 +364,6 @@ def _files(path: Path) -> list[Path]:
     if absent := next((file for file in files if not file.is_file()), None):
         raise ValueError(f"its file {absent.name} is missing")
     return files
-
-
-def _one_embedding(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict of Long-CLIP with one embedding of positions: beside its own, which has the first KEPT_POSITIONS, it
-    has `positional_embedding_res` with the others (model_longclip.py of its repository).
-    """
-    for name in TEXT_POSITIONS:
-        if (rest := state.pop(f"{name}_res", None)) is not None and name in state:
-            state[name] = torch.cat([state[name][:KEPT_POSITIONS], rest[KEPT_POSITIONS:]])
-    return state
 
 
 def without_prefix(found: Mapping[str, T], fits: Callable[[str], bool], path: Path) -> dict[str, T]:

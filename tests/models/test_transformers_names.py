@@ -250,7 +250,7 @@ def test_the_configuration_of_a_siglip_folder(tmp_path: Path) -> None:
         assert saved(vision=vision).model_cfg["vision_cfg"]["timm_model_name"].startswith("siglip_w768_d12_")
     for text, vision, said in (
         ({}, {"vision_use_head": False}, "vision_use_head is false"),
-        ({"projection_size": 12}, {}, "those of texts 12: they cannot be compared"),
+        ({"projection_size": 12}, {}, "features of texts have 12 numbers: they cannot be compared"),
         ({"hidden_act": "silu"}, {}, "no such activation"),
         ({}, {"hidden_act": "silu"}, "no such activation"),
         ({}, {"num_channels": 4}, "num_channels 4"),
@@ -398,5 +398,5 @@ def test_other_models_of_transformers_are_named(tmp_path: Path) -> None:
             with pytest.raises(SettingsError, match=rf"{said}.*only whole models are read"):
                 clipstream.load_model(name, device="cpu")
         if alone is not None:
-            with pytest.raises(SettingsError, match=f"holds {alone} of transformers alone"):
+            with pytest.raises(SettingsError, match=f"holds {alone} of transformers alone: only whole"):
                 read_weights(tmp_path / "other" / "model.safetensors")
