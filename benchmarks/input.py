@@ -104,7 +104,10 @@ def _runs(name: str) -> bool:
 
 
 def _captioned(work: Work, folder: Path) -> list[str]:
-    """The shards with the caption in a `txt` member besides, which is all that the peers read."""
+    """The shards with the caption as their `txt` member, which is all that the peers read.
+
+    Another `txt` is left out: webdataset ends at a suffix that occurs twice in a sample.
+    """
     folder.mkdir(parents=True)
     extract = build_caption(CaptionSettings.model_validate({"type": "json", "path": work.caption}))
     written = []
@@ -114,13 +117,15 @@ def _captioned(work: Work, folder: Path) -> list[str]:
             for member in source:
                 file = source.extractfile(member)
                 data = b"" if file is None else file.read()
-                target.addfile(member, io.BytesIO(data))
-                if member.name.endswith(".json"):
+                suffix = member.name.rpartition("/")[2].partition(".")[2]
+                if suffix.lower() != "txt":
+                    target.addfile(member, io.BytesIO(data))
+                if suffix.lower() == "json":
                     try:
                         text = extract({"__key__": "", "__url__": "", "json": data}, None).encode()
                     except Dropped:
                         continue
-                    about = tarfile.TarInfo(member.name.removesuffix("json") + "txt")
+                    about = tarfile.TarInfo(member.name[: -len(suffix)] + "txt")
                     about.size = len(text)
                     target.addfile(about, io.BytesIO(text))
         written.append(str(path))

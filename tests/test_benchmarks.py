@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
 import os
 import time
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import webdataset
 
 from clipstream.cli.verbs.precompute import main as precompute
 from clipstream.config.settings import Settings
@@ -38,6 +40,19 @@ def model(place: Path) -> tuple[str, str]:
 def test_the_input_path(shards: list[str]) -> None:
     more = ("--size", "16", "--batch-size", "4", "--workers", "1", "--rounds", "1", "--seconds", "0.1")
     assert "clipstream" in output_of("input", *shards, "--streams", "clipstream", *more)
+
+
+def test_a_caption_of_the_json_takes_the_place_of_a_text(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A suffix that occurs twice in a sample ends webdataset (0.2.86 to 1.0.2: "duplicate file name in tar file")."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module: Any = importlib.import_module("input")
+    written = module._captioned(module.Work("own", shards[:1], 16, "caption.alt"), tmp_path / "own")
+    found = list(webdataset.WebDataset(written, shardshuffle=False))
+    wanted = list(webdataset.WebDataset(shards[:1], shardshuffle=False))
+    assert [sample.keys() for sample in found] == [sample.keys() for sample in wanted] and len(found) > 3
+    assert [one["txt"] for one in found] == [json.loads(one["json"])["caption"]["alt"][0].encode() for one in wanted]
 
 
 def test_the_loss() -> None:
