@@ -62,9 +62,9 @@ bench-loss: .venv/.installed-dev
 bench-train: .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[bench]'
 	mkdir -p build
-	$(BIN)/python -m clipstream bench train --model configs/models/small.json --batch-size 128 --against open_clip \
+	$(BIN)/python -m clipstream bench train --model small --batch-size 128 --against open_clip \
 		--csv build/train.csv --yaml build/train.yaml
-	$(BIN)/python -m clipstream bench train --model configs/models/small-vit.json --batch-size 64 --against open_clip \
+	$(BIN)/python -m clipstream bench train --model small-vit --batch-size 64 --against open_clip \
 		--rungs fused,buckets,checkpointing,micro-batch,patch-dropout \
 		--csv build/train-vit.csv --yaml build/train-vit.yaml
 

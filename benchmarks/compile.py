@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shards", nargs="+")
     parser.add_argument("--caption", help="path in the json member, as caption.en; the txt member unless given")
-    parser.add_argument("--model", default=str(Path(__file__).parents[1] / "configs/models/small.json"))
+    parser.add_argument("--model", default="small")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)

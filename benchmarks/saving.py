@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     """Read the command line, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="configs/models/small.json")
+    parser.add_argument("--model", default="small")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--micro-batch", type=int, default=None)
     parser.add_argument("--precision", default="fp32")

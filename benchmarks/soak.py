@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shards", nargs="+")
     parser.add_argument("--caption", help="path in the json member, as caption.en; the txt member unless given")
-    parser.add_argument("--model", default="configs/models/small-vit.json")
+    parser.add_argument("--model", default="small-vit")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--every", type=int, default=100)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from clipstream.text import Lines, message, printable
@@ -130,6 +133,20 @@ def did_you_mean(wrong: str, known: Iterable[str], most: int = 1) -> str:
     """`; did you mean 'x'?` with up to `most` of `known`; empty if none is similar."""
     near = nearest(wrong, known, most)
     return f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+
+
+def absent(path: str | os.PathLike[str]) -> str:
+    """`PATH does not exist`, and what its folder has instead: a similar name, but no other number, or some names."""
+    lost, there = Path(path), ""
+    lost = next((part for part in (*reversed(lost.parents), lost) if not os.path.lexists(part)), lost)
+    with suppress(OSError), os.scandir(lost.parent) as entries:
+        names = sorted(entry.name for entry in islice(entries, 10_000) if not entry.name.startswith("."))
+        form = re.sub(r"\d", "", lost.name)
+        if near := nearest(lost.name, [name for name in names if re.sub(r"\d", "", name) != form]):
+            there = f"; did you mean {str(lost.parent / near[0])!r}?"
+        elif names and lost.parent != Path("/"):
+            there = f": {lost.parent.absolute()} has {', '.join(map(printable, names[:5]))}{', …' * (len(names) > 5)}"
+    return f"{printable(path)} does not exist{there}"
 
 
 def nearest(wrong: str, known: Iterable[str], most: int = 1) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from clipstream.config.settings import Settings, open_sources
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError
+from clipstream.errors import ClipstreamError, SettingsError, absent
 
 LARGE = 100_000  # samples
 COUNTED = 256  # shards at most whose samples are counted for this
@@ -126,7 +126,18 @@ def _samples(settings: Settings) -> int | None:
     if any(source.keep or source.probability for source in settings.data.sources.values()):
         return None
     try:
-        for source in open_sources(settings).values():
+        sources = open_sources(settings)
+    except ClipstreamError as error:
+        settings._unread = error
+        return None
+    unset = all(getattr(settings.train, key.rpartition(".")[2]) is None for key in LENGTHS)
+    for source in sources.values() if unset else ():
+        if missing := source.missing:
+            some = f"{len(missing):,} of {len(source.names):,} shards: " if len(source.names) > 1 else ""
+            settings._unread = SettingsError(f"{source.context.key}.shards: {some}{absent(missing[0])}")
+            return None
+    try:
+        for source in sources.values():
             if source.samples is None and len(source.names) > COUNTED:
                 return None
             total += sum(count_samples(source)) if source.samples is None else source.samples

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from clipstream.errors import did_you_mean
+from clipstream.errors import absent, did_you_mean
 from clipstream.text import Lines, message, printable
 from clipstream.utils.section import (
     Path,
@@ -227,7 +227,7 @@ def read_yaml(file: str, problems: list[str]) -> Node:
         if node is not None:
             problems.append(f"{file}:1: expected a mapping of sections, not {type(node).__name__[:-4].lower()}")
     except FileNotFoundError:
-        problems.append(f"--config: {named} does not exist")
+        problems.append(f"--config: {absent(file)}")
     except UnicodeDecodeError as error:
         problems.append(f"--config: {named} is not UTF-8 (byte {error.start:,})")
     except RecursionError:

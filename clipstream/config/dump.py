@@ -22,7 +22,7 @@ import braceexpand
 
 from clipstream.checkpoint import store
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.settings import Settings, by_key, changed, open_sources, shown, with_own_split
+from clipstream.config.settings import SHIPPED, Settings, by_key, changed, open_sources, shown, with_own_split
 from clipstream.data.settings import SPLIT_FILE, SourceSettings
 from clipstream.data.text_settings import PathTokenizer
 from clipstream.distributed.world import World
@@ -251,7 +251,9 @@ def print_summary(
     count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
     for tower, until in (("image", settings.model.unlock_image_at), ("text", settings.model.unlock_text_at)):
         count += "" if until is None else f", the {tower} tower from step {until}"
-    announce(f"model    {settings.model.name}, {count}, {towers.loss_type} loss")
+    model = settings.model.name
+    model = Path(model).stem if model.startswith(SHIPPED) else model
+    announce(f"model    {model}, {count}, {towers.loss_type} loss")
     for tower, folder in data.stored_towers.items():
         announce(f"features {redact(folder)}, instead of the {tower} tower")
     teachers = [redact(folder) for folder in data.teacher_features]

@@ -7,7 +7,10 @@ Lists are written `'[a, b]'`; a flag given again replaces its earlier value. A f
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -102,12 +105,16 @@ def flag_tree(
         if before is not None and path not in (CAPTION, ("tokenizer",)) and before.place != flag:
             problems.append(f"{flag} and {before.place} both set {dotted(path)}: use one of them")
         tree.put_keys(path, node)
-    if "--val-data" in aliased:  # it is read as the training source, unless its own settings say otherwise
-        train = merged(root, [*files, tree])
+    # The data of --val-data, and without training those of each evaluator of the command line, are read as the training
+    # source, unless their own settings say otherwise.
+    train = merged(root, [*files, tree])
+    read = [name for name in evaluators if not trains and tree.at(("evals", name, "data", "shards")) is not None]
+    for name in [*read, *(["val"] if "--val-data" in aliased else [])]:
         for key in ("caption", "image_key", "folder", "separator", "background"):
-            path, found = ("evals", "val", "data", key), train.at((*SOURCE, key))
+            path, found = ("evals", name, "data", key), train.at((*SOURCE, key))
             if found is not None and not any(one.at(path) for one in (*files, tree)):
                 tree.put(path, found)
+    if "--val-data" in aliased:
         kept = train.at(("evals", "val", "data", "keep"))
         if kept is not None and str(kept.value).endswith(f"/{SPLIT_FILE}"):  # of the run's own training data
             tree.put(("evals", "val", "data", "keep"), Node.of(None, "--val-data"))
@@ -141,14 +148,52 @@ def advice(root: type[Section], flag: str) -> str:
     if (text := refusal(flag.replace("_", "-"))) is not None:
         return text
     name = flag.removeprefix("--").replace("-", "_")
-    flags = {key: f"--{key.replace('_', '-')}" for key, _ in leaves(root) if "NAME" not in key}
+    fields = {key: field for key, field in leaves(root) if "NAME" not in key}
+    flags = {key: f"--{key.replace('_', '-')}" for key in fields}
     if same := [known for key, known in flags.items() if key.rpartition(".")[2] == name]:
         return f"unknown flag; did you mean {' or '.join(map(repr, same))}?"
     names = {known.rpartition(".")[2]: known for known in flags.values()}
     names |= {known.removeprefix("--"): known for known in (*BY_FLAG, "--config", "--help", "--print-config")}
-    if near := nearest(name, names):
-        return f"unknown flag; did you mean {names[near[0]]!r}?"
+    about = {alias.flag: f"{alias.flag} {alias.value} {alias.meaning}" for alias in BY_FLAG.values()}
+    short = {key for alias in BY_FLAG.values() for key in alias.keys}
+    about |= {flags[key]: f"{flags[key]} {field.description}" for key, field in fields.items() if key not in short}
+    typed = [names[one] for one in difflib.get_close_matches(name.replace("_", "-"), names, 1, 0.85)]
+    near = [names[one] for one in nearest(name, names)]
+    if found := typed or list(dict.fromkeys([*described(name, about), *near])):
+        return f"unknown flag; did you mean {' or '.join(map(repr, found))}?"
     return "unknown flag; see --help all"
+
+
+def described(name: str, about: Mapping[str, str]) -> list[str]:
+    """Up to two flags whose names and descriptions have the words of `name`, or most of them: those of other trainers.
+
+    A word is found if one begins as the other, by at least three letters; rare words count more (inverse document
+    frequency), and words of a flag's own name twice.
+
+    Args:
+        about: flag -> its name and description.
+    """
+
+    def words(text: str) -> set[str]:
+        return {word[:6] for word in re.findall(r"[a-z]{2,}[0-9]*", text.lower().replace("_", " "))}
+
+    def hits(wanted: set[str], there: set[str]) -> set[str]:
+        longer = tuple(word for word in there if len(word) > 2)
+        begun = {word[:size] for word in there for size in range(3, len(word) + 1)}
+        return {word for word in wanted if word in there or word in begun or word.startswith(longer)}
+
+    wanted = words(name)
+    found = {flag: hits(wanted, words(text)) for flag, text in about.items()}
+    count = Counter(word for there in found.values() for word in there)
+    weight = {word: min(math.log(len(about) / count[word]) if count[word] else 3, 3) for word in wanted}
+
+    def score(flag: str) -> float:
+        share = sum(weight[word] for word in found[flag]) / sum(weight.values())
+        own = sum(weight[word] for word in hits(found[flag], words(flag))) / sum(weight.values())
+        return share + own / 2 - len(about[flag]) / 1000 - 0.2 * ("." in flag) if share > 0.65 else 0
+
+    best = sorted(about, key=score, reverse=True)
+    return [flag for flag in best[:2] if score(flag) > 0.8 * score(best[0])]
 
 
 def output_file(own: Mapping[str, str], flag: str) -> FilePath | None:

@@ -38,7 +38,7 @@ from clipstream.data.sources import Source, SourceContext
 from clipstream.data.text_settings import TokenizerSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError, each, errors_as, wrong_type
+from clipstream.errors import ClipstreamError, SettingsError, each, errors_as, wrong_type
 from clipstream.evals.settings import EvalSettings
 from clipstream.losses.settings import START, DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
@@ -118,6 +118,7 @@ class Settings(Section):
     _epoch_from_data: bool = PrivateAttr(default=False)  # whether the data determined `train.epoch_samples`
     _epochs: EpochPlan | None = PrivateAttr(default=None)
     _chosen: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)  # by key: what `by_size` chose, the usual
+    _unread: ClipstreamError | None = PrivateAttr(default=None)  # why `by_size` could not list the training data
     _split: FilePath | None = PrivateAttr(default=None)  # names of the samples that `data.val_split` holds out
 
     @property
@@ -179,7 +180,9 @@ def load(argv: Sequence[str], *, trees: Sequence[Node] = (), ranks: int | None =
         problems += [line for line in lines if line.partition(":")[0] not in said]
     if problems:
         raise SettingsError(enumerate_words(problems))
-    files_used = [*configs, *([settings.model.name] if settings.model.config is None else [])]
+    named, model = places.at(("model", "name")), settings.model
+    by_path = named is not None and str(named.value).endswith(".json") and model.config is None
+    files_used = [*configs, *([model.name] if by_path else [])]
     shipped = [f"{file} is used, of the installed package" for file in files_used if file.startswith(SHIPPED)]
     places.notices = list(dict.fromkeys([*flags.notices, *shipped]))
     settings._places = places

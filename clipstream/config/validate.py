@@ -243,6 +243,8 @@ def validate_run(settings: Settings, world: World) -> None:
     parts = _length(settings), _batches(settings, world), _shards(settings), _val_split(settings), _evals(settings)
     rest = found(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
     _conclude(settings, world, *parts, _short(settings), *rest)
+    if settings._unread is not None:
+        raise settings._unread
     tell(settings, world, (*_notices(settings), *found(PAIRS, settings, notices=True)))
 
 
@@ -318,7 +320,8 @@ def _length(settings: Settings) -> Problems:
     if _evaluates_only(settings):
         return
     if train.steps is train.samples is train.epochs is None:
-        yield ("train",), "the length of the run is not set: set --steps, --train.samples or --epochs"
+        if settings._unread is None:
+            yield ("train",), "the length of the run is not set: set --steps, --train.samples or --epochs"
         return
     if train.epochs is not None and train.epoch_samples is None:
         text = "the length of an epoch is unknown: set --train-num-samples, or use --steps"

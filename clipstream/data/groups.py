@@ -7,22 +7,25 @@ cache. Imports no torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from clipstream.data.decode.captions import RawSample
 from clipstream.data.decode.key_lists import forms, read_key_table
-from clipstream.data.decode.labels import GroupField, SampleProbability, compare_groups
+from clipstream.data.decode.labels import GroupField, LabelField, SampleProbability, compare_groups
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
-from clipstream.data.scan import file_state, scanned
+from clipstream.data.scan import ShardPass, ShardSamples, file_state, scanned
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
-from clipstream.errors import SettingsError
+from clipstream.errors import Dropped, SettingsError
 from clipstream.text import counted, listed, printable
 from clipstream.utils.logs import logger
+from clipstream.utils.processes import Failed
 
 FORM = 1  # of what is kept: another one is another identity
 
@@ -76,6 +79,32 @@ def probabilities(source: Source, data: DataSettings) -> list[np.ndarray[Any, An
     one, how = SampleProbability(where, _name(source)), (FORM, where, file_state(where), *_reading(source))
     setting = f"{source.context.key}.probability"
     return scanned(setting, source, data, one.members, one, float("nan"), "probabilities", *how)
+
+
+def label_names(source: Source, label: str, data: DataSettings) -> tuple[str, list[str]]:
+    """Where labels are, `label` or else this field of the JSON member, and the labels that occur, as `LabelField` reads
+    them, sorted; of spellings that differ in case, the most frequent one.
+
+    Raises SettingsError: no sample has a label.
+    """
+    field = LabelField(label)
+
+    def do(number: int, samples: ShardSamples) -> Counter[str]:
+        found = Counter[str]()
+        for _, _, sample in samples:
+            with suppress(Dropped):  # as in the evaluation, which counts it
+                found.update([] if isinstance(sample, Dropped) else [field(sample, None).strip()])
+        return found
+
+    each = ShardPass(source, data, field.members, do).run("labels", Counter.total)
+    found = sum((one for one in each if not isinstance(one, Failed)), Counter[str]())
+    if not found and field.of_member:
+        return label_names(source, f"json:{label}", data)
+    if not found:
+        name = label.removeprefix("json:")
+        raise SettingsError(f"no sample has a label in {name!r}: `clipstream check` lists the members and fields")
+    spellings = {name.casefold(): name for name, _ in reversed(found.most_common())}
+    return label, [spellings[name] for name in sorted(spellings)]
 
 
 def _check_groups(labels: Sequence[Numbers], field: str, told: bool) -> None:

@@ -8,7 +8,10 @@ that all nodes have the same. Imports no torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +20,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipstream.data.decode.key_lists import NOT_KEPT
+from clipstream.data.decode.sample_profile import TRIED, Profile
 from clipstream.data.duplicates import NEAR, group
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
 from clipstream.data.sample_table import sample_table
-from clipstream.data.scan import cached, identity
+from clipstream.data.scan import ShardPass, ShardSamples, cached, identity
 from clipstream.data.settings import DataSettings, SourceSettings, split_counts
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.folders import with_split
 from clipstream.data.text_settings import LabelCaption
 from clipstream.distributed.world import World
+from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.download import ShardError
-from clipstream.text import counted
+from clipstream.text import counted, lines
 from clipstream.utils.logs import announce, logger
 from clipstream.utils.plugins import is_plugin
 
@@ -59,15 +64,17 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
             again = "" if data.cache else ", and again at each evaluation unless --data.cache names a folder for them"
             logger.info(f"val_split: {counted(remote, 'remote shard', ',')} are downloaded to compare samples{again}")
         rows = compared(source, data)
-        rows = rows.filter(pc.equal(rows["reason"], ""))
+        reasons, rows = rows["reason"].to_pylist(), rows.filter(pc.equal(rows["reason"], ""))
+        if not len(rows):
+            raise _nothing_usable(source, data, Counter(reasons))
         seen = [f"{shard}/{key}" for shard, key in zip(rows["shard"].to_pylist(), rows["key"].to_pylist(), strict=True)]
         names, said = choose(seen, rows, share)
         if names is None:
             raise ShardError("val_split", said)
         announce(f"val_split {said}")
         made.append(said)
-        lines = [f"# {len(names)} of {len(seen)} usable samples", *names, ""]
-        part.write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
+        content = [f"# {len(names)} of {len(seen)} usable samples", *names, ""]
+        part.write_text("\n".join(content), encoding="utf-8", errors="surrogateescape")
 
     how = [FORM, NEAR, share, data.max_image_pixels, reading_of(section)]
     path = cached("data.val_split", "splits", identity(source, *how), fill)
@@ -75,6 +82,22 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
         held = counted(split_counts(path)[0], "sample", ",")
         announce(f"val_split {held} held out for the evaluator val, chosen before")
     return path
+
+
+def _nothing_usable(source: Source, data: DataSettings, drops: Counter[str]) -> SettingsError:
+    """The error on data without a usable sample: why they are dropped, and the flags that help."""
+    profile, section = Profile(), source.settings
+
+    def look(number: int, samples: ShardSamples) -> None:
+        for _, _, sample in islice(samples, TRIED):
+            if not isinstance(sample, Dropped):
+                profile.add(sample)
+
+    with closing(ShardPass(source, data, None, look)) as one:
+        one(0)
+    why = ", ".join(f"{count:,} x {reason}" for reason, count in drops.most_common())
+    said = f"data.val_split: none of {counted(drops.total(), 'sample', ',')} is usable: {why}"
+    return SettingsError(lines(said, profile.advice(section.image_key, section.caption)))
 
 
 def evaluated(source: SourceSettings) -> SourceSettings:

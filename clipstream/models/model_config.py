@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat
 from typing_extensions import NotRequired, TypedDict
 
-from clipstream.errors import SettingsError, did_you_mean, errors_as
+from clipstream.errors import SettingsError, absent, did_you_mean, errors_as
 from clipstream.models import transformers_names
-from clipstream.utils.section import checked
+from clipstream.utils.section import checked, shipped_models
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
 CONFIG_FILE = "open_clip_config.json"
@@ -180,10 +180,12 @@ def builtin(name: str) -> Config:
         known, config = list(files), None
         if name in files:
             config = json.loads(files[name].read_text())
+    if config is None and name.startswith((".", "/")):
+        raise SettingsError(absent(name))
     if config is None:
         raise SettingsError(
             f"open_clip has no model {name!r}: model.name is open_clip's name, a JSON configuration, a run, "
-            f"a checkpoint, {HUB}ORG/NAME or {LOCAL}PATH{did_you_mean(name, known, 3)}"
+            f"a checkpoint, {HUB}ORG/NAME or {LOCAL}PATH{did_you_mean(name, (*known, *shipped_models()), 3)}"
         )
     found: Config = config
     return found

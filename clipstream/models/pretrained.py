@@ -190,7 +190,11 @@ def _config(settings: ModelSettings, weights: _Weights, cache: HubCache) -> Mode
     elif name.startswith(LOCAL):
         config = ModelConfig.beside(Path(name[len(LOCAL) :]))
     else:
-        config = ModelConfig.read(Path(name)) if own else ModelConfig(builtin(name.replace("/", "-")), {})
+        config = (
+            ModelConfig.read(Path(name))
+            if own
+            else ModelConfig(builtin(name if name.startswith((".", "/")) else name.replace("/", "-")), {})
+        )
     if weights.config is None and (settings.pretrained or "").startswith(HUB):
         return None
     model_cfg, preprocess = deepcopy(config.model_cfg), _preprocess_only(config)
@@ -357,7 +361,7 @@ def _text_model(settings: ModelSettings, text_cfg: Config, weights: _Weights, ca
     if settings.text_model is not None and not name:
         raise SettingsError(
             f"model.text_model: the text tower of {_label(settings)} is open_clip's own; choose a model whose text_cfg "
-            "has hf_model_name, such as configs/models/lite0-minilm.json"
+            "has hf_model_name, such as lite0-minilm"
         )
     if not name:
         return None
@@ -499,7 +503,7 @@ def not_cached(missing: Missing, folder: str | None, label: str, reason: str) ->
             f"  looked in:  {cache_folder(folder) / f'models--{repo_id}'.replace('/', '--')}",
             f"  to download them: {' '.join(words)}",
         ]
-    told.append("to train without a network: leave --pretrained out, and set --model configs/models/small.json")
+    told.append("to train without a network: leave --pretrained out, and set --model small-vit")
     return SettingsError(lines(*told))
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import Self
 
-from clipstream.utils.section import GIVEN, SET, ConfigPathText, Conflict, Is, PathText, Section
+from clipstream.utils.section import GIVEN, SET, Conflict, Is, ModelText, PathText, Section
 
 Tower = Literal["image", "text"]
 TOWERS: tuple[Tower, ...] = ("image", "text")
@@ -121,9 +121,10 @@ class TowerSettings(Section):
 class ModelSettings(Section):
     """A CLIP-like model of open_clip."""
 
-    name: ConfigPathText = Field(
+    name: ModelText = Field(
         "ViT-B-32",
-        description="model name of open_clip, a JSON config, a run's or checkpoint's folder, ORG/NAME of the Hub, or "
+        description="model name of open_clip, small or small-vit (to train in minutes), a JSON config, a run's or "
+        "checkpoint's folder, ORG/NAME of the Hub, or "
         "local-dir:PATH; if only pretrained is set, the model of these weights",
     )
     config: dict[str, Any] | None = Field(

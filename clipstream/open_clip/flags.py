@@ -152,10 +152,11 @@ ALIASES = (
            "--warmup 10000 --workers 4 and others", together=True, switch=True),
     _alias("--dataset-type", f"{_TRAIN}.shards", "NAME", "synthetic: generated samples, without --train-data; "
            "webdataset, csv, auto: detected from file names", together=True),
-    _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "shards, a table or a folder to train on (source train)"),
+    _alias("--train-data", f"{_TRAIN}.shards", "SHARDS", "images and captions to train on: shards, a table or a "
+           "directory"),
     _alias("--train-data-upsampling-factors", f"{_TRAIN}.upsampling_factors", "F::F", "relative sampling "
            "frequency of the shards in each '::'-separated part of --train-data"),
-    _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards to evaluate on; retrieval unless "
+    _alias("--val-data", "evals.val.data.shards", "SHARDS", "shards or directory to evaluate on; retrieval unless "
            "evals.val.type is set"),
     _alias("--val-split", "data.val_split", "SHARE", "hold out this share of --train-data for the evaluator val, "
            "without near-duplicates in training"),
@@ -179,7 +180,7 @@ ALIASES = (
     _alias("--dataset-resampled", "data.sampling.mode", "", "sample shards with replacement (default)",
            _words("data.sampling.mode", true="resampled", false="epoch"), switch=True),
     _alias("--workers", "data.workers", "INT", "data workers per rank, or auto"),
-    _alias("--model", "model.name", "NAME", "open_clip's name, a JSON config, a run, or ORG/NAME of the Hub"),
+    _alias("--model", "model.name", "NAME", "open_clip's name, small-vit, path of a run or JSON, or ORG/NAME"),
     _alias("--pretrained", "model.pretrained", "TAG", "a tag, a weights file, a run, or ORG/NAME of the Hub"),
     _alias("--pretrained-image", "model.image_pretrained", "FILE", "weights of the timm image tower: a file, a "
            "timm tag, or without a value timm's default tag",
@@ -188,7 +189,8 @@ ALIASES = (
     _alias("--cache-dir", "model.cache_dir", "FOLDER", "cache of the Hugging Face Hub"),
     _alias("--force-image-size", "model.image_size", "INT", "image size in pixels, overriding the model config",
            image_size_sets, many=True),
-    _alias("--force-context-length", "tokenizer.context_length", "INT", "tokens per caption, overriding the model "
+    _alias("--force-context-length", "tokenizer.context_length", "INT", "maximum length of a caption in tokens, "
+           "overriding the model "
            "config; position embeddings are resampled, or stretched for longer texts"),
     _alias("--force-quick-gelu", "model.quick_gelu", "", "use QuickGELU instead of GELU", switch=True),
     _alias("--force-custom-text", "model.custom_text", "", "build the text tower as a separate module", switch=True),
@@ -221,11 +223,11 @@ ALIASES = (
     _alias("--distill-pretrained", "distill.pretrained", "TAG", "teacher weights; same forms as --pretrained"),
     _alias("--tokenizer", "tokenizer", "NAME", "model, a name on the Hub, a local path, or package.module:Name",
            tokenizer_sets),
-    _alias("--batch-size", "data.global_batch_size", "INT", "samples per rank and micro-batch; the global batch is "
-           "this x --accum-freq x ranks", together=True),
+    _alias("--batch-size", "data.global_batch_size", "INT", "samples per rank (device) and micro-batch; "
+           "global batch: this x --accum-freq x ranks", together=True),
     _alias("--accum-freq", "data.global_batch_size train.micro_batch_size", "INT",
-           "micro-batches of --batch-size samples per step", together=True),
-    _alias("--steps", "train.steps", "INT", "training steps in total"),
+           "gradient accumulation: micro-batches of --batch-size samples per step", together=True),
+    _alias("--steps", "train.steps", "INT", "maximum number of training steps"),
     _alias("--epochs", "train.epochs", "NUMBER", "passes over --train-num-samples samples"),
     _alias("--train-num-samples", "train.epoch_samples", "INT", "samples per epoch"),
     _alias("--lr", "optim.lr", "NUMBER", "peak learning rate"),
@@ -233,7 +235,8 @@ ALIASES = (
     _alias("--beta1", "optim.betas", "NUMBER", "beta1 of AdamW", together=True),
     _alias("--beta2", "optim.betas", "NUMBER", "beta2 of AdamW", together=True),
     _alias("--eps", "optim.eps", "NUMBER", "epsilon of AdamW"),
-    _alias("--opt", "optim.type optim.name", "NAME", "adamw, nadamw, timm/NAME or module:Name", together=True),
+    _alias("--opt", "optim.type optim.name", "NAME", "optimizer: adamw, nadamw, timm/NAME or module:Name",
+           together=True),
     _alias("--opt-kwargs", "optim.kwargs", "NAME=VALUE …", "additional arguments of the optimizer class",
            many=True, together=True, switch=True),
     _alias("--opt-fallback-list", "optim.fallback", "PATTERN …", "patterns of parameter names that timm's Muon "
@@ -273,11 +276,13 @@ ALIASES = (
            "task) or step", together=True),
     _alias("--torchcompile-backend", "train.compile_backend", "NAME", "backend of torch.compile", together=True),
     _alias("--torchcompile-mode", "train.compile_mode", "NAME", "mode of torch.compile's inductor", together=True),
-    _alias("--save-frequency", "checkpoint.every_epochs", "NUMBER", "epochs between checkpoints",
+    _alias("--save-frequency", "checkpoint.every_epochs", "NUMBER", "epochs between saved checkpoints; in steps: "
+           "--checkpoint.every",
            _frequency("checkpoint")),
     _alias("--delete-previous-checkpoint", "checkpoint.keep_last", "", "keep the newest checkpoint only",
            _true(checkpoint__keep_last=1), switch=True),
-    _alias("--val-frequency", "evals.val.every_epochs", "NUMBER", "epochs between evaluations on --val-data",
+    _alias("--val-frequency", "evals.val.every_epochs", "NUMBER", "epochs between evaluations on --val-data; in "
+           "steps: --evals.val.every",
            _frequency("evals.val")),
     _alias("--imagenet-val", "evals.imagenet.data.shards", "FOLDER", "zero-shot on ImageNet; one folder per class",
            _imagenet("imagenet")),
@@ -300,7 +305,7 @@ ALIASES = (
     _alias("--wandb-notes", "log.sinks", "TEXT", "notes of the run in wandb", together=True),
     _alias("--seed", "run.seed", "INT", "seed of order, augmentation, initial weights and dropout"),
     _alias("--device", "run.device", "NAME", "auto, cpu, cuda or cuda:N"),
-    _alias("--logs", "run.logs", "FOLDER", "parent folder of run folders", logs_sets),
+    _alias("--logs", "run.logs", "FOLDER", "output directory, in which each run saves its own folder", logs_sets),
     _alias("--name", "run.name", "NAME", "name of the run's folder"),
     _alias("--remote-sync", "checkpoint.remote_sync", "URL", "copy checkpoints to this URL: s3://…, gs://…"),
     _alias("--resume", "checkpoint.resume", "WHAT", "path or URL of a checkpoint, latest (must exist) or auto"),

@@ -28,7 +28,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPSHandler, OpenerDirector, Request, build_opener
 
-from clipstream.errors import ClipstreamError
+from clipstream.errors import ClipstreamError, absent
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
 from clipstream.utils import atomic_write
@@ -66,7 +66,7 @@ class ShardError(Exception):
 def unreadable(path: str | Path, error: OSError) -> ShardError:
     """The error of a local shard that cannot be read."""
     if isinstance(error, FileNotFoundError):
-        return ShardError("missing", f"{path} does not exist")
+        return ShardError("missing", absent(path))
     return ShardError("unreadable", f"{path}: {error.strerror}")
 
 

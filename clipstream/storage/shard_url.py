@@ -21,7 +21,7 @@ from urllib.request import url2pathname
 
 import braceexpand
 
-from clipstream.errors import SettingsError, errors_as
+from clipstream.errors import SettingsError, absent, errors_as
 from clipstream.text import listed
 from clipstream.utils.section import mapped, with_home
 
@@ -253,7 +253,7 @@ def expand_pattern(pattern: str) -> list[str]:
             found = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))
         if not found:
             folder = next(parent for parent in Path(path).parents if not glob.has_magic(str(parent)))
-            where = f": the folder {folder} does not exist" if not folder.is_dir() else _suggestion(folder)
+            where = f": the folder {absent(folder)}" if not folder.is_dir() else _suggestion(folder)
             raise SettingsError(f"no file matches {path}{where}")
         paths += found
     return paths

@@ -35,6 +35,7 @@ from clipstream.text import printable
 from clipstream.utils.plugins import load_plugin
 
 PACKAGE = FilePath(__file__).parents[1]
+SHIPPED_MODELS = PACKAGE / "configs" / "models"
 Path = tuple[str | int, ...]
 Tree = dict[str, Any]  # settings as YAML has them, not validated
 T = TypeVar("T")
@@ -145,9 +146,20 @@ def with_shipped(text: str) -> str:
     return str(copy) if text.startswith("configs/") and not os.path.exists(text) and copy.is_file() else text
 
 
+def with_shipped_model(text: str) -> str:
+    """As `with_shipped`, also of the name alone of a model's configuration in the package, such as small-vit."""
+    return str(SHIPPED_MODELS / f"{text}.json") if text in shipped_models() else with_shipped(text)
+
+
+@functools.cache
+def shipped_models() -> tuple[str, ...]:
+    """The names of the models whose configurations the package has."""
+    return tuple(sorted(path.stem for path in SHIPPED_MODELS.glob("*.json")))
+
+
 # Text that is, or may be, a path.
 PathText = Annotated[str, AfterValidator(with_home)]
-ConfigPathText = Annotated[PathText, AfterValidator(with_shipped)]
+ModelText = Annotated[PathText, AfterValidator(with_shipped_model)]
 
 
 def names_path(field: FieldInfo) -> bool:

@@ -111,7 +111,8 @@ TABLE: list[tuple[str | list[str], str]] = [
     ("--warmup-steps=1", "did you mean '--warmup'?"),
     ("--global-batchsize=1", "did you mean '--data.global-batch-size'?"),
     ("--every=1", "'--checkpoint.every' or '--log.every'"),
-    ("--learning-rate=1", "see --help all"),
+    ("--learning-rate=1", "--learning-rate: unknown flag; did you mean '--lr'"),
+    ("--xyzzy=1", "see --help all"),
     # names, folders and numbers that fail late or take all memory
     (f"--name={'n' * 300}", "it has 300 bytes, more than 255"),
     (f"--name={'é' * 140}", "it has 280 bytes"),

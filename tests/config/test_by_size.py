@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from clipstream.cli import main
 from clipstream.config import by_size
@@ -14,6 +15,7 @@ from clipstream.config.dump import dump
 from clipstream.config.settings import load, open_sources
 from clipstream.config.validate import prepare_run
 from clipstream.data.order_plan import epoch_plan
+from clipstream.errors import ClipstreamError
 from tests.support.runs import furnish
 
 USUAL = {BATCH: 512, MODE: "resampled", REMAINDER: "drop", LR: 5e-4, WARMUP: 0, EVERY: 0} | dict.fromkeys(LENGTHS)
@@ -80,3 +82,34 @@ def test_a_run_has_them_and_its_configuration_repeats_them(
         with monkeypatch.context() as patch:
             patch.setattr(by_size, name, value)
             assert by_size.by_size(load(argv), 1) == (load(argv), [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--train-data piars", "data.sources.train.shards: piars does not exist; did you mean 'pairs'?"),
+        ("--train-data piars/*.tar", "the folder piars does not exist; did you mean 'pairs'?"),
+        ("--train-data pairs/{00000..00009}.tar", "6 of 10 shards: pairs/00004.tar does not exist"),
+        ("--train-data pairs.tsv", "pairs.tsv does not exist; did you mean 'pairs.csv'?"),
+        ("--train-data pairs.tsv --steps 3", "pairs.tsv does not exist; did you mean 'pairs.csv'?"),
+        ("--train-data pairs.csv --image-key pciture", "set the column of image paths with --image-key; did you mean "
+         "'picture'?"),
+        ("--train-data pairs.csv --caption-key desc", "none of 12 samples is usable: 12 x no_caption"),
+        ("--train-data pairs.csv --caption-key desc --steps 3", "use --caption-key title"),
+        ("--train-data pairs/00000.tar --image-key gif", "none of 21 samples is usable: 21 x no_image"),
+        ("--train-data pairs/00000.tar --image-key gif --steps 3", "use --image-key jpg"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_read_come_first(
+    flags: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = furnish(tmp_path)
+    images = [f"{number}.png" for number in range(12)]
+    for number, name in enumerate(images):
+        Image.new("RGB", (16, 16), (20 * number, 0, 0)).save(tmp_path / name)
+    rows = [f"{name},a picture of {name}" for name in images]
+    (tmp_path / "pairs.csv").write_text("\n".join(["picture,title", *rows, ""]))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ClipstreamError) as error:
+        prepare_run(load([*flags.split(), "--model", f"{place}/model.json", "--val-split", "0.2"]))
+    assert told in str(error.value) and "length" not in str(error.value)

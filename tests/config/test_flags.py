@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clipstream.config.dump import dump
+from clipstream.config.flags import advice
 from clipstream.config.settings import Settings, load, resolve
 from clipstream.config.validate import validate_run
 from clipstream.data.text_settings import JsonCaption, TextCaption
@@ -239,3 +240,40 @@ def test_epochs_become_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", ["opt", "fsdp", "adam", "rate", "x", "momentum"])
 def test_far_words_are_no_guess(wrong: str) -> None:
     assert nearest(wrong, ["eps", "seed", "lr", "wd", "data", "name", "train", "augment"]) == []
+
+
+@pytest.mark.parametrize(
+    "names",
+    [  # of transformers' TrainingArguments, Lightning's Trainer, timm's train.py, and of habit
+        ("--lr", "learning-rate", "base-learning-rate"),
+        ("--wd", "weight-decay"),
+        ("--epochs", "num-train-epochs", "num-epochs", "max-epochs", "epochs-num"),
+        ("--steps", "max-steps", "num-steps"),
+        ("--logs", "output-dir", "save-dir", "log-dir", "output"),
+        ("--train-data", "data-dir", "train-dir", "train-dataset", "image-dir"),
+        ("--val-data", "eval-data", "val-dir", "eval-dataset"),
+        ("--val-split", "validation-split", "train-split"),
+        ("--batch-size", "per-device-train-batch-size", "train-batch-size", "batch"),
+        ("--accum-freq", "gradient-accumulation-steps", "accumulate-grad-batches"),
+        ("--grad-clip-norm", "max-grad-norm", "gradient-clip-val", "clip-grad"),
+        ("--grad-checkpointing", "gradient-checkpointing"),
+        ("--warmup", "warmup-steps", "warmup-ratio"),
+        ("--workers", "num-workers", "dataloader-num-workers"),
+        ("--precision", "bf16", "fp16", "mixed-precision"),
+        ("--resume", "resume-from-checkpoint"),
+        ("--opt", "optimizer"),
+        ("--beta1", "adam-beta1"),
+        ("--device", "devices"),
+        ("--name", "run-name"),
+        ("--csv-img-key", "image-column"),
+        ("--csv-caption-key", "caption-column"),
+        ("--log-every-n-steps", "logging-steps"),
+        ("--lock-image", "freeze-image"),
+        ("--force-context-length", "max-length"),
+    ],
+    ids=lambda names: names[0],
+)
+def test_names_of_other_trainers_are_known_by_the_descriptions(names: tuple[str, ...]) -> None:
+    for name in names[1:]:
+        assert f"'{names[0]}'" in advice(Settings, f"--{name}"), name
+    assert advice(Settings, "--push-to-hub") == advice(Settings, "--xyzzy") == "unknown flag; see --help all"

@@ -240,3 +240,13 @@ def test_each_new_setting_is_a_decision() -> None:
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]
     assert sorted(key for key, _ in leaves(Settings)) == sorted(known)
     assert len(known) <= 256
+
+
+def test_models_of_the_package_are_named_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()  # a folder that is no model
+    for name in ("small", "small-vit", "lite0-minilm"):
+        by_name, by_path = (load(["--model", one]) for one in (name, f"configs/models/{name}.json"))
+        assert by_name.model == by_path.model and Path(by_name.model.name).is_file()
+        assert [name in notice for notice in by_path.places.notices] == [True] and not by_name.places.notices
+    assert load(["--model", "ViT-B-32"]).model.name == "ViT-B-32"

@@ -193,3 +193,21 @@ def test_long_captions_and_several_languages_are_told(tmp_path: Path, capsys: py
     assert "1 captions (20%) are in several languages" in out and out.rstrip().endswith(
         "pairs.jsonl --caption-lines first --val-split 0.1 --model ViT-B-32 --pretrained openai"
     )
+
+
+def shouted(sample: dict[str, bytes]) -> str | None:
+    """A user's function for captions."""
+    return None if sample["txt"].startswith(b"a") else sample["txt"].decode().upper()
+
+
+def test_all_settings_of_the_source_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(4):
+        Image.new("RGB", (32, 32), (60 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.txt").write_text("abc"[number % 3])
+    own = f"--data.sources.train.caption.type={__name__}:shouted"
+    for words in ([own, str(tmp_path)], [str(tmp_path), *own.split("=")], [str(tmp_path), own, "--all"]):
+        assert main(words) == 0
+        told = capsys.readouterr().out
+        assert "no_caption" in told and "train on them with" in told and f"{__name__}:shouted" in told
+    assert main([str(tmp_path), "--data.sources.train.captoin.type", "json"]) == 2
+    assert "did you mean 'caption'" in capsys.readouterr().err

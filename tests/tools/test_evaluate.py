@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.store import locate, named
@@ -31,7 +34,7 @@ from clipstream.training.state import TrainState
 from tests.support import hubtree
 from tests.support.browser import look, needs_browser
 from tests.support.evaluating import CONFIG, context_of, tiny_towers
-from tests.support.pictures import ByteTokenizer, make_shards
+from tests.support.pictures import ByteTokenizer, make_shards, photo
 from tests.support.runs import flags as run_flags
 from tests.support.runs import furnish
 from tests.support.runs import lines as run_lines
@@ -193,12 +196,13 @@ def test_files_that_cannot_be_written_are_told_before_and_cost_no_other_figures(
 def test_what_fails_is_told_at_the_end_and_by_the_exit_code(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = ["--evals.bad", f"{{type: retrieval, data: {{shards: {run}/none.tar}}}}"]
     kinds = ["--evals.kinds", "null", "--output", str(run / "some.jsonl")]
-    assert main(["--checkpoint", str(run), *kinds, *bad]) == 3
+    val = ["--val-data", f"{run.parent}/pairs/*.tar"]
+    assert main(["--checkpoint", str(run), *val, *kinds, *bad]) == 3
     shown = capsys.readouterr()
     assert "image_to_text_R@10" in shown.out and shown.err.count("evaluation 'bad' failed") == 1
     assert shown.err.splitlines()[-1].startswith("error: evals.bad: ")
-    val, failed = lines(run / "some.jsonl")
-    assert val["n"] == 21 and failed["eval"] == "bad" and "none.tar does not exist" in failed["error"]
+    made, failed = lines(run / "some.jsonl")
+    assert made["n"] == 21 and failed["eval"] == "bad" and "none.tar does not exist" in failed["error"]
     assert main(["--checkpoint", str(run), *kinds, *bad, "--evals.val", "null"]) == 3
     alone = capsys.readouterr()
     assert "metric" not in alone.out, "no table without figures"
@@ -307,3 +311,48 @@ def test_losses_places_and_counts_are_no_shares() -> None:
     assert [line.split()[1:] for line in table([record]).splitlines()[1:]] == [
         ["val_loss", "0.5"], ["text_to_image_median_rank", "1"], ["batches", "1"], ["top1", "100.0%"],
     ]  # fmt: skip
+
+
+def test_a_run_and_data_are_named_as_in_search(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The data are read as the run's, alone, without the run's own evaluators; classes by name from a column."""
+    kinds = ["red thing", "Blue thing", "green"]
+    rows = []
+    for number in range(12):
+        Image.new("RGB", (16, 16), (20 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        name = kinds[number % 3]
+        rows.append(f"{number}.png,{name.upper() if number == 1 else name},{number % 3},words {number}")
+    (tmp_path / "t.csv").write_text("\n".join(["picture,kind,number,said", *rows, ""]))
+    trained = tmp_path / "logs" / "tiny"
+    shutil.copytree(run, trained, symlinks=True)
+    reading = ["--evals.val", "null", "--train-data", "none.tar", "--image-key", "picture", "--caption-key", "said"]
+    (trained / "config.yaml").write_text(dump(load(["--config", str(run / "config.yaml"), *reading])))
+    data, out = str(tmp_path / "t.csv"), ["--output", str(tmp_path / "out.jsonl")]
+    assert main([str(trained), data, *out]) == 0
+    assert main([str(trained), data, "--classes-from", "kind", *out]) == 0
+    assert main([str(trained), f"--evals.other.data.shards={data}", *out]) == 0
+    made = lines(tmp_path / "out.jsonl")
+    assert [one["eval"] for one in made] == ["val", "val", "other"] and all(one["n"] == 12 for one in made)
+    assert made[1]["settings"]["classes"] == ["Blue thing", "green", "red thing"]
+    capsys.readouterr()
+    for words, said in (
+        ([str(trained), data, "--classes-from", "number"], "--classes-from: number has numbers, such as 0"),
+        ([str(trained), data, "--classes-from", "nothing"], "--classes-from: no sample has a label in 'nothing'"),
+        ([str(trained.parent / "tinny"), data], "did you mean"),
+        (["--classes-from", "kind", "--model", "ViT-B-32"], "--classes-from requires data"),
+    ):
+        assert main(words) == 2 and said in capsys.readouterr().err
+
+
+def test_classes_are_taken_from_a_field_of_the_json_member(run: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number in range(8):
+            photo(number).save(file := io.BytesIO(), "PNG")
+            fields = json.dumps({"kind": "cat" if number % 2 else "dog"}).encode()
+            for suffix, content in (("png", file.getvalue()), ("json", fields)):
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    out = tmp_path / "out.jsonl"
+    assert main([str(run), str(tmp_path / "a.tar"), "--classes-from", "kind", "--output", str(out)]) == 0
+    (made,) = lines(out)
+    assert made["settings"]["classes"] == ["cat", "dog"] and made["settings"]["label"] == "json:kind"

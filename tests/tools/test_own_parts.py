@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from clipstream.cli.main import main as cli
 from clipstream.cli.verbs import train
 from tests.support.pictures import make_shards, picture
 from tests.support.ranks import ROOT
@@ -31,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     section = PAGE.read_text(encoding="utf-8")
     files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", section, re.DOTALL)
-    assert len(files) == 10
+    assert len(files) == 11
     for name, code in files:
         (tmp_path / name).write_text(code)
     for name, _ in files:
@@ -76,3 +77,14 @@ def test_a_run_takes_all_of_the_pages_parts_together(folder: Path) -> None:
     read = [line["health"] for line in lines if "health" in line]
     assert read and set(read[-1]) == {"database", "train"}
     assert settings["data"]["sources"]["train"]["image_transform"]["flip"] == 0.25
+
+
+def test_the_pages_function_for_captions_is_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(4):
+        (folder / f"{number}.jpg").write_bytes(picture(number))
+    rows = ["image,title,category", "0.jpg,red car,cars", "1.jpg,,boats", "2.jpg,blue car,cars", "3.jpg,ship,boats"]
+    Path("products.csv").write_text("\n".join([*rows, ""]))
+    command = re.search(r"^clipstream (check products.csv .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert command is not None and cli(command[1].split()) == 0
+    told = capsys.readouterr().out
+    assert "red car, cars" in told and "returned None" in told

@@ -212,7 +212,7 @@ def test_a_list_is_chosen_again_where_a_file_has_changed(tmp_path: Path, monkeyp
         assert held_out(source, 0.2, DataSettings(), "data.sources.train") == before
         (folder / "0.txt").write_text(f"another text {keep}")
         assert held_out(source, 0.2, DataSettings(), "data.sources.train") != before
-    with pytest.raises(SettingsError, match="only 0 of 0 usable"):
+    with pytest.raises(SettingsError, match="none of 20 samples is usable: 20 x image_too_large"):
         held_out(source, 0.2, DataSettings(max_image_pixels=100), "data.sources.train")
     for file in folder.glob("*.txt"):
         file.write_text("the same")

@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -43,7 +44,7 @@ from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source,
 from clipstream.data.sources.folders import contents, named_folder
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.text_settings import CaptionSettings
-from clipstream.errors import ClipstreamError, DataError, Dropped, SettingsError, each, wrong_type
+from clipstream.errors import ClipstreamError, DataError, Dropped, SettingsError, absent, each, wrong_type
 from clipstream.features.byte_pairs import BytePairs
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
@@ -101,6 +102,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--samples", type=int, metavar="N", help="samples to read; 0: all (default: 500, or all of 2,000 or fewer)"
     )
+    more = "as of clipstream train: caption.type my_module:my_function, transform, background and others"
+    parser.add_argument(f"--{SHORT_FLAGS}.KEY", metavar="VALUE", help=more)
     group = parser.add_argument_group("the whole of a data set")
     group.add_argument("--all", action="store_true", help="read all samples: captions, images, duplicates, problems")
     group.add_argument("--headers", action="store_true", help="read the headers of images only: faster, no duplicates")
@@ -121,6 +124,7 @@ def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if no sample is usable."""
     parser = build_parser()
     every, argv = take_flag(argv)
+    reading, argv = _reading_flags(argv)
     options = parser.parse_args(argv)
     if options.strict is not None and not 0 <= options.strict < 1:
         parser.error(f"--strict: expected a share from 0 to below 1, not {options.strict:g}")
@@ -131,7 +135,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--{given[0]} needs --all")
     if options.all and options.samples is not None:
         parser.error("--samples does not go with --all, which reads all samples")
-    shards, flags = "::".join(in_braces(options.shards)), _flags(vars(options))
+    shards, flags = "::".join(in_braces(options.shards)), [*_flags(vars(options)), *reading]
     settings = load(["--train-data", shards, *flags])
     if every is not None:
         return print_config(settings, "check", every)
@@ -141,6 +145,19 @@ def main(argv: list[str]) -> int:
         return 0
     print_checked(settings.data.sources["train"], command, options.samples)
     return 0
+
+
+def _reading_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flags of training's source with their values, and the rest of a command line."""
+    reading: list[str] = []
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word.startswith(f"--{SHORT_FLAGS}."):
+            reading += [word] if "=" in word else [word, *islice(words, 1)]
+        else:
+            rest.append(word)
+    return reading, rest
 
 
 class ReadingFlags(TypedDict, total=False):
@@ -531,7 +548,8 @@ def print_checked(source: SourceSettings, command: Sequence[str], samples: int |
     if note := profile.layout():
         console.print(f"note: {note}", soft_wrap=True)
     if not view.tried:
-        raise DataError(f"no sample of {view.shards} could be read: see the faults in the table above")
+        why = absent(view.missing[0]) if view.missing else "see the faults in the table above"
+        raise DataError(f"no sample of {view.shards} could be read: {why}")
     if view.used:
         for warning in _warnings(view, source.caption):
             console.print(f"warning: {warning}", soft_wrap=not console.is_terminal)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -20,20 +21,21 @@ from clipstream.config.entry import CommandLine, command_line, entry_point
 from clipstream.config.flags import choice_flag, own_flags
 from clipstream.config.settings import Config, Settings, load, require_equal, settings_from
 from clipstream.config.validate import validate_evals
+from clipstream.data import sources as of_data
+from clipstream.data.decode.class_names import number_of
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import expand
 from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError, each
-from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, sources_of
+from clipstream.errors import ClipstreamError, SettingsError, each, errors_as
+from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, ZeroShotSettings, sources_of
 from clipstream.models.model_config import HUB
 from clipstream.models.pretrained import preflight
 from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, TABLES, add, traced
 from clipstream.report.html_report import RunContents, take, write_page
 from clipstream.report.sinks import Page, Record
 from clipstream.report.terminal import table
-from clipstream.storage.shard_url import ShardURL
-from clipstream.text import lines
+from clipstream.storage.shard_url import ShardURL, in_braces
+from clipstream.text import lines, listed, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger, on_terminal, set_level
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table
 
 ROOT = "CLIPSTREAM_EVALS"
+CLASSES_FROM = "--classes-from"
 SUITE, FOLDER, MISSING = "--suite", "--evals-root", "--missing"
 OWN_FLAGS = {
     "--checkpoint": "run folder (its latest checkpoint), checkpoint folder, or RUN/checkpoints/best (default: the "
@@ -49,6 +52,8 @@ OWN_FLAGS = {
     "--weights": "trained (default) or averaged (train.ema) weights of the checkpoint",
     "--output": "append results to this file: a table (.csv, .md), with data and settings in a .jsonl beside it, "
     f"or one JSON line per evaluation (default: {FIGURES_FILE} and {TABLE_FILE} in the run folder)",
+    CLASSES_FROM: "column, member or JSON field with the name of each image's class, for zero-shot classification of "
+    "--val-data among these names",
     "--report": "write an HTML page with the results and images to this file",
     SUITE: "file with evaluators, such as configs/evals/robustness.yaml; can be repeated; replaces the evaluators of "
     "the run",
@@ -60,7 +65,10 @@ NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
 
 @entry_point
 def main(argv: list[str]) -> int:
-    tokens = [f"--output{token[5:]}" if token.partition("=")[0] == "--out" else token for token in argv]
+    names = [*takewhile(lambda token: not token.startswith("-"), argv)]  # RUN DATA …, as `search` takes them
+    data = ["--val-data", "::".join(in_braces(names[1:]))] if names[1:] else []
+    tokens = [f"--output{token[5:]}" if token.partition("=")[0] == "--out" else token for token in argv[len(names) :]]
+    tokens = [*([f"--model={names[0]}"] if names else []), *data, *tokens]
     command = command_line("evaluate", tokens, OWN_FLAGS, many=(SUITE,))
     return _evaluate(command, Suites.of(command.own))
 
@@ -153,9 +161,12 @@ class Suites:
         settings = load([*configs, *flags], trains=False)
         set_level(settings.log.level)
         settings.log_notices()
-        if not self.files:
-            return settings
         own = tuple(f"{file}:" for file in run)
+        if not self.files:  # beside evaluators with data of the command line, those of the run are not wanted
+            data = {name: settings.places.place_of(("evals", name, "data", "shards")) for name in settings.evals}
+            given = {name: settings.evals[name] for name, place in data.items() if not place.startswith(own)}
+            alone = any(section.data is not None for section in given.values())
+            return settings.model_copy(update={"evals": given}) if alone else settings
         places = {name: settings.places.place_of(("evals", name)) for name in settings.evals}
         evals = {name: section for name, section in settings.evals.items() if not places[name].startswith(own)}
         sources = {name: list(sources_of(section).values()) for name, section in evals.items()}
@@ -188,7 +199,7 @@ class Suites:
 def _missing(source: SourceSettings) -> str | None:
     """Why a data set cannot be read; None if it exists, is remote, as only a download would tell, or of a plug-in."""
     try:
-        shards = expand(source.shards, source.type, write=False, evaluates=True, image_key=source.image_key)
+        shards = of_data.expand(source.shards, source.type, write=False, evaluates=True, image_key=source.image_key)
     except SettingsError as error:
         return str(error)
     local = () if ":" in source.type else (path for shard in shards if (path := ShardURL(shard).path) is not None)
@@ -206,6 +217,8 @@ def _evaluate(command: CommandLine, suites: Suites) -> int:
     alone = "--checkpoint" not in own and not any(flag.partition("=")[0] in NAMING_FLAGS for flag in rest)
     if alone and (text := model_flag.get("--model")) is not None and model_at(Path(text)) is not None:
         own, flags = {**own, "--checkpoint": text}, rest
+    if (label := own.get(CLASSES_FROM)) is not None:
+        flags = [*flags, "--evals.val.type=zero_shot"]
     if (checkpoint := own.get("--checkpoint")) is not None:
         if given := [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]:
             raise SettingsError(f"{given[0]} and --checkpoint are mutually exclusive")
@@ -215,6 +228,7 @@ def _evaluate(command: CommandLine, suites: Suites) -> int:
             subject = locate(checkpoint)
     trained = [] if subject.run is None else [str(subject.run / "config.yaml")]
     settings = suites.load(trained, flags)
+    settings = settings if label is None else _with_classes(settings, label)
     command.print_settings(settings)
     report = Path(own["--report"]) if "--report" in own else None
     _check_settings(settings, subject, trained, report)
@@ -267,6 +281,31 @@ def _evaluate(command: CommandLine, suites: Suites) -> int:
 def has_own_tokenizer(settings: Settings, config: str) -> bool:
     """Whether the tokenizer is that of a run's settings, which fits the run's weights."""
     return load(["--config", config]).tokenizer == settings.tokenizer
+
+
+def _with_classes(settings: Settings, label: str) -> Settings:
+    """The settings in which the classes of the evaluator `val` are the labels of its data.
+
+    Raises SettingsError: there are no data, no labels, or labels that are numbers.
+    """
+    from clipstream.data.groups import label_names  # imports NumPy and the decoders
+
+    val = settings.evals.get("val")
+    if not isinstance(val, ZeroShotSettings) or val.data is None:
+        raise SettingsError(f"{CLASSES_FROM} requires data: clipstream evaluate RUN DATA {CLASSES_FROM} {label}")
+    source = of_data.Source(val.data, of_data.SourceContext(cache=settings.data.cache, key="evals.val.data"))
+    with errors_as(SettingsError, CLASSES_FROM, SettingsError):
+        place, names = label_names(source, label, settings.data)
+    if numbers := [name for name in names if number_of(name) is not None]:
+        more = f"--evals.val.type zero_shot --evals.val.label {place} --evals.val.classes FILE"
+        text = f"{label} has numbers, such as {numbers[0]}: name the classes in a file, one a line, and use {more}"
+        raise SettingsError(f"{CLASSES_FROM}: {text}")
+    if len(names) < 2:
+        raise SettingsError(f"{CLASSES_FROM}: all images have the class {names[0]!r}")
+    if World.from_env().is_main:
+        announce(f"classes  {len(names):,} in {label}: {listed([printable(name, 40) for name in names], 5)}")
+    own = val.model_copy(update={"classes": names, "label": place, "labels": "one"})
+    return settings.model_copy(update={"evals": {**settings.evals, "val": own}})
 
 
 def _check_settings(settings: Settings, subject: Subject, trained: Sequence[str], report: Path | None) -> None:

@@ -7,6 +7,7 @@ member, or on which the user's code raises, becomes `Dropped` with a reason.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import re
@@ -25,7 +26,7 @@ from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonC
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import printable
 from clipstream.utils.content import HEAD, PRINTED, kind
-from clipstream.utils.plugins import called, load_function, make_plugin
+from clipstream.utils.plugins import called, load_function, load_plugin, make_plugin
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG, SampleRNGs
@@ -203,7 +204,10 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
         return cast(CaptionExtractor, field)
     if isinstance(settings, LabelCaption):
         return LabelText(settings)
-    with errors_as(SettingsError, "caption", TypeError):
+    with errors_as(SettingsError, "caption", TypeError, ValueError):
+        found = load_plugin(settings.type)
+        if inspect.isfunction(found) and not hasattr(found, "Settings"):
+            return _OwnExtractor(found, _takes_rng(found))
         return _OwnExtractor(make_plugin("caption", settings))
 
 
@@ -436,17 +440,29 @@ class LabelText(_Field):
         return self._names[number]
 
 
-class _OwnExtractor:
-    """A user's extractor; its exceptions and wrong results drop the sample."""
+def _takes_rng(function: Callable[..., Any]) -> bool:
+    """Whether a user's function takes (sample, rng); else (sample). Raises TypeError: neither."""
+    signature = inspect.signature(function)
+    several = len(signature.parameters) > 1
+    with errors_as(TypeError, f"{function.__name__}{signature}: expected (sample) or (sample, rng)", TypeError):
+        signature.bind(*"xx"[: 1 + several])
+    return several
 
-    def __init__(self, extractor: CaptionExtractor) -> None:
-        self._extractor = extractor
+
+class _OwnExtractor:
+    """A user's extractor or function; its exceptions and wrong results drop the sample."""
+
+    def __init__(self, extractor: Callable[..., Any], takes_rng: bool = True) -> None:
+        self._extractor, self._takes_rng = extractor, takes_rng
         members = getattr(extractor, "members", None)
         names = members if isinstance(members, str) or members is None else ";".join(members)
         self.members = None if names is None else split_keys(names)
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
-        caption = called("extractor_error", "the caption extractor", self._extractor, sample, rng)
+        given = (sample, rng) if self._takes_rng else (sample,)
+        caption = called("extractor_error", "the caption extractor", self._extractor, *given)
+        if caption is None and inspect.isfunction(self._extractor):
+            raise Dropped("no_caption", f"{self._extractor.__name__} returned None")
         if not isinstance(caption, str):
             raise Dropped("extractor_error", f"expected str, not {type(caption).__name__}")
         return usable_text(caption)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from clipstream.data.text_settings import HubTokenizer, PathTokenizer, TokenizerSettings
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, absent
 from clipstream.text import shortened
 from clipstream.utils.plugins import make_plugin, not_trusted, raised
 
@@ -263,7 +263,7 @@ def _hugging_face(
         path = Path(settings.name).absolute()
         folder = path.parent if path.is_file() else path
         if not folder.is_dir():
-            raise SettingsError(f"tokenizer.name: {path} does not exist")
+            raise SettingsError(f"tokenizer.name: {absent(path)}")
         if not _holds_tokenizer(folder):
             files = ", ".join(TOKENIZER_FILES)
             raise SettingsError(f"tokenizer.name: no tokenizer in {folder}: none of {files} exists")

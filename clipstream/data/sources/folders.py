@@ -42,7 +42,7 @@ from clipstream.data.sources.beside import (
 )
 from clipstream.data.sources.splits import SPLIT, SPLITS, TEST, TRAIN, preferred, split_in
 from clipstream.data.text_settings import LabelCaption
-from clipstream.errors import Dropped, SettingsError
+from clipstream.errors import Dropped, SettingsError, absent
 from clipstream.storage.shard_url import ShardURL, table_format, with_variables
 from clipstream.storage.tar import Place, SampleRef, ShardIndex
 from clipstream.text import counted, listed, printable
@@ -147,7 +147,7 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
     """As `contents`; the folders that it depends on are added to `seen`, with their times of change."""
     folder = divided(path)[0]
     if not os.path.isdir(folder):
-        raise SettingsError(f"folder:{path}: the folder {folder} does not exist")
+        raise SettingsError(f"folder:{path}: the folder {absent(folder)}")
     try:
         files: list[str] = []
         for names in levels(folder, seen):
@@ -371,7 +371,7 @@ class FolderSource(SourceType):
             self.cheap = True
             return list(named)
         if not root.is_dir():
-            raise SettingsError(f"{spec}: the folder {root} does not exist")
+            raise SettingsError(f"{spec}: the folder {absent(root)}")
         numbers = _numbers(scheme, root, self._image_keys)
         if scheme == "folder" and isinstance(self._caption, LabelCaption) and self._caption.classes is not None:
             check_folders({name for name in numbers if name.isdecimal()}, class_names(self._caption.classes))

@@ -30,7 +30,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
 from clipstream.data.sources.splits import COLUMNS, SPLITS, TRAIN, preferred, split_of_cell
 from clipstream.data.sources.text_rows import SEPARATORS, csv_rows, json_rows
-from clipstream.errors import DataError, Dropped, SettingsError
+from clipstream.errors import DataError, Dropped, SettingsError, did_you_mean
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact, table_format
@@ -142,7 +142,7 @@ class TableSource(SourceType):
             raise DataError(
                 f"{key}.shards: {redact(url)}: {what}no column has images: looked for {', '.join(self._keys)} among "
                 f"{listed(names, 20) or 'no columns'} (the first row of a CSV, or the keys of a JSON object); set the "
-                f"column of image paths with {flag}"
+                f"column of image paths with {flag}{did_you_mean(self._keys[0], names)}"
             )
         # Relative paths start from the setting, the table's folder, or the working folder if only it fits.
         folders = [own, ""] if settings.folder is None else []

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from clipstream.data.decode.captions import (
     LabelField,
@@ -332,6 +333,35 @@ def test_a_users_extractor() -> None:
         extractor(raw(), None)
     with pytest.raises(SettingsError, match="bad prefix"):
         caption({**settings, "prefix": "bad"}, raw())
+
+
+def of_text(sample: Mapping[str, Any]) -> str | None:
+    """A user's function."""
+    return None if sample["txt"] == b"none" else sample["txt"].decode()
+
+
+def drawn(sample: Mapping[str, Any], rng: SampleRNG | None = None) -> Any:
+    """A user's function of a generator."""
+    return 3 if rng is None else f"{sample['txt'].decode()} {rng.integer(1)}"
+
+
+def odd(a: int, b: int, c: int) -> str:
+    """A function that is no caption extractor."""
+    return f"{a}{b}{c}"
+
+
+def test_a_users_function() -> None:
+    plain = build_caption(CaptionSettings(type=f"{__name__}:of_text"))
+    assert plain.members is None and plain(raw(txt=b"cat"), SampleRNG(1)) == plain(raw(txt=b"cat"), None) == "cat"
+    for content, reason in ((b"none", "no_caption"), (b"\xff", "extractor_error"), (b"", "empty_caption")):
+        assert caption({"type": f"{__name__}:of_text"}, raw(txt=content)) == f"dropped: {reason}"
+    draws = build_caption(CaptionSettings(type=f"{__name__}:drawn"))
+    assert draws(raw(txt=b"cat"), SampleRNG(1)) == "cat 0"
+    assert caption({"type": f"{__name__}:drawn"}, raw(txt=b"cat")) == "dropped: extractor_error"
+    with pytest.raises(SettingsError, match=r"odd\(.*\).*: expected \(sample\) or \(sample, rng\)"):
+        build_caption(CaptionSettings(type=f"{__name__}:odd"))
+    with pytest.raises(ValidationError, match="prefix"):  # which only a class of its own settings has
+        CaptionSettings.model_validate({"type": f"{__name__}:of_text", "prefix": "a"})
 
 
 def change(sample: Mapping[str, Any]) -> Any:
