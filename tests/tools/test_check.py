@@ -163,6 +163,33 @@ def test_pictures_are_used_and_dropped_as_training_does(tmp_path: Path) -> None:
     assert view.used == len(samples) - 8
 
 
+@pytest.mark.parametrize(
+    ("modes", "said"),
+    [
+        ("ACAA", "note: images: 75% transparent, laid on white"),
+        ("A" + 299 * "C", "images: less than 1% transparent"),
+        ("CSC", ""),
+    ],
+)
+def test_transparent_pictures_are_told(
+    modes: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With an alpha channel (A) that is not 255 throughout (S)."""
+    files = {
+        "A": save(Image.fromarray(smooth(9, 9, 4))),
+        "C": save(Image.fromarray(smooth(9, 9))),
+        "S": save(Image.fromarray(smooth(9, 9)).convert("RGBA")),
+    }
+    path = write_tar(
+        tmp_path / "0.tar", [{"__key__": str(i), "png": files[mode], "txt": "a"} for i, mode in enumerate(modes)]
+    )
+    assert main([str(path)]) == 0
+    text = capsys.readouterr().out
+    assert said in text and ("transparent, laid" in text) == bool(said)
+    black = look(SourceSettings(shards=[str(path)], background="black"), None)
+    assert ("laid on black" in str(black)) == bool(said)
+
+
 def test_pictures_of_one_colour_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pictures = [
         Image.fromarray(smooth(20, 20)) if n % 9 == 0 else Image.new("RGB", (20, 20), (200, n, 7)) for n in range(30)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +18,7 @@ import numpy as np
 import pytest
 import timm
 import transformers
+from PIL import Image
 from timm.models.vision_transformer import VisionTransformer, _create_vision_transformer
 
 import clipstream
@@ -24,9 +29,11 @@ from clipstream.cli.verbs.export.proof import Line, _end, drawn, prove, read
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import ClipstreamError, SettingsError
 from tests.support import hubserver, hubtree, model_files
+from tests.support.image_files import png, save, smooth, tiff
 from tests.support.model_files import TEXT, VIT
 from tests.support.pictures import make_shards
 from tests.support.ranks import python
+from tests.support.tars import write_tar
 
 
 @timm.models.register_model
@@ -118,6 +125,69 @@ def test_preprocessing_in_the_graph_and_int8(preprocess: str, models: Any, tmp_p
     told = {line["what"]: line["worst"] for line in json.loads((out / "check.json").read_text())["lines"]}
     assert all(told[f"int8, {name}, end to end: lowest cosine"] > 0.95 for name in ("images", "texts"))
     assert (out / "image-int8.onnx").stat().st_size < 0.9 * (out / "image.onnx").stat().st_size
+
+
+def files_of_each_mode() -> dict[str, tuple[bytes, str]]:
+    """A file of each mode of Pillow, with hidden colours where it is transparent, and its suffix."""
+    colours, alpha = smooth(90, 70), (smooth(90, 70, 1, seed=5) > 150) * np.uint8(255)
+    rgb, deep = Image.fromarray(colours), smooth(90, 70).astype(np.uint16)
+    grey = deep[..., :1] * 16
+    found = {
+        "rgb": save(rgb), "grey": save(rgb.convert("L")), "bits": save(rgb.convert("1")),
+        "palette": save(rgb.convert("P")),
+        "rgba": save(Image.fromarray(np.dstack([colours, alpha]))),
+        "la": save(Image.fromarray(np.dstack([colours[..., 1], alpha]))),
+        "palette and tRNS": save(rgb.convert("P"), transparency=bytes(range(256))),
+        "grey 16": png(grey, 16), "grey 16 and tRNS": png(grey, 16, int(grey[3, 3, 0]).to_bytes(2, "big")),
+        "rgb 16, low": png(deep * 16, 16),
+        "rgb 16 and tRNS": png(deep * 256, 16, (deep[3, 3] * 256).astype(">u2").tobytes()),
+    }  # fmt: skip
+    return {name: (data, "png") for name, data in found.items()} | {
+        "cmyk": (save(rgb.convert("CMYK"), "JPEG"), "jpg"),
+        "float": (tiff((colours[..., :1] / 255).astype(np.float32), photometric=1), "tif"),
+    }
+
+
+@pytest.mark.parametrize("target", ["transformers", "open_clip", "onnx", "sentence-transformers"])
+def test_the_example_of_the_card_gives_the_models_features_of_images_of_each_mode(
+    target: str, models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it is printed in README.md: transparent pixels on white, where convert("RGB") shows the colours under them."""
+    needs(target)
+    files, out, work = files_of_each_mode(), tmp_path / "out", tmp_path / "work"
+    samples = [{"__key__": f"{i:02d}", end: data, "txt": name} for i, (name, (data, end)) in enumerate(files.items())]
+    shard = write_tar(tmp_path / "0.tar", samples)
+    assert main([str(models("vit")), "--to", target, str(out), "--data", str(shard)]) == 0
+    assert "images: 38% transparent, laid on white by pixels.py" in capsys.readouterr().out  # 5 of 13
+    (work / "images").mkdir(parents=True)
+    for sample, (content, end) in zip(samples, files.values(), strict=True):
+        (work / "images" / f"{sample['__key__']}.{end}").write_bytes(content)
+    (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
+    script = code + "import numpy; numpy.savez('found.npz', images=images, texts=texts)\n"
+    env = {**os.environ, "PYTHONPATH": str(out), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", script], cwd=work, env=env, check=True, capture_output=True)
+    found, model = np.load(work / "found.npz"), clipstream.load_model(models("vit"), device="cpu")[0]
+    paths = sorted((work / "images").iterdir())
+    own = model.encode_image(paths).numpy()
+    cosines = dict(zip(files, (own * found["images"]).sum(1), strict=True))
+    assert min(cosines.values()) > 0.99999, cosines
+    under = model.encode_image([Image.open(path).convert("RGB") for path in paths]).numpy()
+    assert (own * under).sum(1)[[4, 5, 6, 7]].max() < 0.999  # so features tell
+    texts = model.encode_text(["a photo of a cat", "a photo of a dog"]).numpy()
+    assert (texts * found["texts"]).sum(1).min() > 0.99999
+
+
+def test_the_samples_of_an_export_are_of_all_modes_of_the_data(tmp_path: Path) -> None:
+    clear, solid = ((smooth(20, 20, 4, seed=3), 4), (np.full((20, 20, 4), 255, np.uint8), 5))
+    pictures = [save(Image.fromarray(smooth(20, 20, seed=i))) for i in range(150)]
+    pictures[140] = save(Image.fromarray(clear[0]))
+    pictures[141] = save(Image.fromarray(solid[0]))  # with an alpha channel, and opaque
+    path = write_tar(
+        tmp_path / "0.tar", [{"__key__": f"{i:03d}", "png": one, "txt": "a"} for i, one in enumerate(pictures)]
+    )
+    found = read(SourceSettings(shards=[str(path)]))
+    assert {pictures[140], pictures[141]} <= set(found.images) and len(found.images) == 100
+    assert (found.transparent, found.looked_at) == (1, 150)
 
 
 def test_a_wrong_processor_is_found(

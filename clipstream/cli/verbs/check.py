@@ -35,7 +35,16 @@ from clipstream.config.flags import output_file
 from clipstream.config.settings import PathLike, Settings, changed, load
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
-from clipstream.data.decode.images import check_shape, converted, loaded, lost_area, opaque, opened
+from clipstream.data.decode.images import (
+    check_shape,
+    converted,
+    is_transparent,
+    loaded,
+    lost_area,
+    opaque,
+    opened,
+    transparency_note,
+)
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile
 from clipstream.data.image_settings import rgb
 from clipstream.data.loader.health import Captions, lost_area_note
@@ -257,6 +266,8 @@ class CheckReport:
     long: int = 0  # number of captions of more than `CONTEXT` tokens
     # of the images used, the share of the area that the centre crop of a model with square images leaves out
     lost: list[float] = field(default_factory=list)
+    transparent: int = 0  # of `used`
+    background: str = "white"
     total: int | None = None  # number of samples, if it is known
     figures: dict[str, Any] = field(default_factory=dict)  # of all samples, as JSON values, if they were asked for
 
@@ -295,7 +306,7 @@ def look(source: SourceSettings, samples: int | None) -> CheckReport:
         shards = Source(source, SourceContext(store, key=SHORT_FLAGS))
         folders = [path for part in source.parts if (path := named_folder(part, source.type)) is not None]
         held = [f"{path} holds {contents(path, source.image_key).what}" for path in folders]
-        view = CheckReport("; ".join([*held, shards.summary()]), shards.missing)
+        view = CheckReport("; ".join([*held, shards.summary()]), shards.missing, background=source.background)
         view.total = shards.samples
         if view.total is None and len(shards.names) <= SHARDS_READ:
             with contextlib.suppress(ClipstreamError):
@@ -342,7 +353,8 @@ def _look_at(
         image = opened(data)
         check_shape(image.size)
         lost = lost_area(image.size, SQUARE)
-        pixels = np.asarray(converted(opaque(loaded(image), rgb("white"))))
+        transparent = is_transparent(loaded(image))
+        pixels = np.asarray(converted(opaque(image, rgb(source.background))))
     except Dropped as drop:
         view.drops[drop.reason] += 1
         shown = printable(where, 200)
@@ -352,6 +364,7 @@ def _look_at(
         view.first_captions.add(where, text, pixels)
         view.long += _TOKENS.count(text) > CONTEXT
         view.lost.append(lost)
+        view.transparent += transparent
         if len(view.captions) < 3:
             view.captions[where] = text
 
@@ -393,8 +406,10 @@ def show(view: CheckReport, console: Console) -> None:
     for reason, count in view.drops.most_common():
         found.append((f"{count:,}", f"{count / read:.1%}", f"dropped: {reason}", view.examples[reason]))
     _table(console, "With these settings", ("samples", "share", "result", "example"), found)
-    if view.lost and (share := fmean(view.lost)) >= SAID:
-        console.print(f"note: {lost_area_note(share)}", soft_wrap=not console.is_terminal)
+    notes = [lost_area_note(share)] if view.lost and (share := fmean(view.lost)) >= SAID else []
+    notes += filter(None, [transparency_note(view.transparent, view.used, view.background)])
+    for note in notes:
+        console.print(f"note: {note}", soft_wrap=not console.is_terminal)
 
 
 def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

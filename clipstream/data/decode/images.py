@@ -145,16 +145,20 @@ class EvalTransform:
     def fit(self, image: Image.Image, out: Pixels | None = None) -> Pixels:
         """uint8 [H, W, 3] of an image that is decoded. Raises Dropped: as `__call__`."""
         image = opaque(image, self.background)
-        height, width = _target(image.size, self.spec)
         self.lost = (lost_area(image.size, self.spec),) * 2
-        if height * width > MAX_PIXELS:
-            raise Dropped("image_too_large", f"a strip of {image.size[0]} x {image.size[1]} pixels")
-        if image.size != (width, height):
-            # open_clip ignores the filter in mode 'shortest' if the target is not square.
-            oblong = self.spec.resize_mode == "shortest" and self.spec.size[0] != self.spec.size[1]
-            image = image.resize((width, height), FILTERS["bicubic" if oblong else self.spec.interpolation])
-        fill = self.spec.fill if self.spec.resize_mode == "longest" else 0
-        return written(_centre(image, self.spec.size, fill), out)
+        return written(fitted(image, self.spec), out)
+
+
+def fitted(image: Image.Image, spec: ImageSpec) -> Image.Image:
+    """An opaque image of the model's size, in its own mode. Raises Dropped: `image_too_large`, for an extreme strip."""
+    height, width = _target(image.size, spec)
+    if height * width > MAX_PIXELS:
+        raise Dropped("image_too_large", f"a strip of {image.size[0]} x {image.size[1]} pixels")
+    if image.size != (width, height):
+        # open_clip ignores the filter in mode 'shortest' if the target is not square.
+        oblong = spec.resize_mode == "shortest" and spec.size[0] != spec.size[1]
+        image = image.resize((width, height), FILTERS["bicubic" if oblong else spec.interpolation])
+    return _centre(image, spec.size, spec.fill if spec.resize_mode == "longest" else 0)
 
 
 def check_shape(size: tuple[int, int]) -> None:
@@ -218,6 +222,20 @@ def opaque(image: Image.Image, background: Colour) -> Image.Image:
     ground = Image.new("RGB", image.size, background)
     ground.paste(image, mask=image)
     return ground
+
+
+def is_transparent(image: Image.Image) -> bool:
+    """Whether a loaded image has pixels that are not opaque. Raises Dropped."""
+    image = _narrow(image) if _is_wide(image) else image
+    has = image.mode in _WITH_ALPHA or "transparency" in image.info
+    return has and converted(image, "RGBA").getchannel("A").getextrema()[0] != 255
+
+
+def transparency_note(transparent: int, images: int, background: str) -> str:
+    """What is done with transparent images, if there are any."""
+    share = transparent / max(images, 1)
+    told = f"{share:.0%}" if share >= 0.005 else "less than 1%"
+    return f"images: {told} transparent, laid on {background}" if transparent else ""
 
 
 def _narrow(image: Image.Image) -> Image.Image:

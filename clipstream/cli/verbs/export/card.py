@@ -12,6 +12,7 @@ import yaml
 from clipstream.api.model import Model
 from clipstream.checkpoint.store import Subject
 from clipstream.cli.verbs.export.proof import Line, Samples
+from clipstream.cli.verbs.export.shipped import EXAMPLE
 from clipstream.config.settings import Settings
 from clipstream.report.eval_results import FIGURES_FILE, table_lines
 from clipstream.report.sinks import lines, markdown_table
@@ -19,11 +20,6 @@ from clipstream.storage.shard_url import redact_tree
 
 LIBRARIES = {"transformers": "transformers", "open_clip": "open_clip", "sentence-transformers": "sentence-transformers"}
 RECIPE = ("model", "data", "tokenizer", "loss", "optim", "schedule", "train", "distill")
-
-
-def script(target: str) -> Path:
-    """The script that uses a target's files."""
-    return Path(__file__).parent / "use" / f"with_{target.replace('-', '_')}.py"
 
 
 def changed(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -68,11 +64,14 @@ class Exported:
             "pipeline_tag": "zero-shot-image-classification",
             "tags": ["clip", "clipstream", self.target],
         }
-        code = script(self.target).read_text(encoding="utf-8")
+        code = EXAMPLE.read_text(encoding="utf-8").replace("  # type: ignore[import-not-found]", "")
         sections = {
             f"# {self.name}": f"{self.note} It gives images and texts features of {self.model.embed_dim} numbers, "
             "whose cosine says how well they match.",
-            "## Use": f"`encoder.py` beside this file:\n\n```python\n{code}```",
+            "## Use": f"Images of the folder `images`, with this folder as working directory or on `PYTHONPATH`:\n\n"
+            f"```python\n{code}```\n\n`encoder.py` calls {self.target.replace('-', ' ')} on images that `pixels.py` "
+            "prepares as in training: transparent pixels are laid on white, 16 bits scaled. Code that does not use it "
+            'has to do so itself: `convert("RGB")` shows what lies under transparent pixels.',
             "## Data": self._data(),
             "## Recipe": self._recipe(),
             "## Evaluation": self._evaluations(),
@@ -120,5 +119,5 @@ class Exported:
             "- Features reflect what the training data show and say, with their gaps and biases: evaluate the model on "
             "your own task before you rely on it. Texts in languages that the captions lack are not understood.\n"
             "- Texts in a wrong encoding (mojibake) and rare HTML entities are repaired in training, not by exported "
-            "tokenizers. Convert images with a palette or in CMYK to RGB, and lay transparent ones on white."
+            "tokenizers."
         )

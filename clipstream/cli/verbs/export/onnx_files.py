@@ -10,7 +10,6 @@ All give features [n, D] with rows of length 1.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +78,6 @@ def write_onnx(towers: Towers, folder: Path, options: argparse.Namespace) -> str
         quant_pre_process(source, target, skip_symbolic_shape=True)
         quantize_dynamic(target, target, **kinds, extra_options={"MatMulConstBOnly": True})
     backend.save(str(folder / "tokenizer.json"))
-    spec, cfg = towers.image, towers.config.preprocess_cfg
-    told: dict[str, Any] = {
-        "size": list(spec.size),
-        "resize_mode": spec.resize_mode,
-        "interpolation": spec.interpolation,
-    }
-    told |= {"fill": spec.fill, "mean": list(cfg["mean"]), "std": list(cfg["std"])}
-    (folder / "preprocess.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     scale, bias = (None if value is None else float(value.detach()) for value in towers.scalars())
     return f"ONNX graphs of both towers. Logits are {scale:.6g} * cosine" + ("." if bias is None else f" + {bias:.6g}.")
 

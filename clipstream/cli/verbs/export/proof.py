@@ -11,8 +11,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,8 @@ from PIL import Image
 from clipstream.api.model import Model
 from clipstream.cli.verbs.export.files import unescaped
 from clipstream.data.decode.captions import build_caption, image_bytes
-from clipstream.data.decode.images import is_smooth, loaded, opened
+from clipstream.data.decode.image_files import EXTRAS
+from clipstream.data.decode.images import is_transparent, loaded, opened
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
@@ -41,6 +43,18 @@ COSINE = 0.9999  # smallest cosine from end to end
 # the cosine little. Without their mean they are compared as well.
 CENTRED = 0.999
 HARDLY = 1e-3  # features that are nearer to their mean have no direction from it that could be compared
+FILES: tuple[tuple[int, str, str, dict[str, Any]], ...] = (  # bands, mode, format
+    (3, "RGB", "JPEG", {}),
+    (3, "RGB", "PNG", {}),
+    (4, "RGBA", "PNG", {}),
+    (1, "L", "PNG", {}),
+    (2, "LA", "PNG", {}),
+    (3, "P", "PNG", {"transparency": 7}),
+    (3, "P", "PNG", {}),
+    (1, "I;16", "PNG", {}),
+    (3, "CMYK", "JPEG", {}),
+    (1, "1", "PNG", {}),
+)
 BLOCK = (
     "import runpy, sys; sys.modules['clipstream'] = None; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[2:]; "
 )
@@ -56,12 +70,15 @@ class Samples:
         texts: a text for each image, as it is in the data.
         origin: describes them.
         left_out: how many were not taken, by reason.
+        transparent: how many images of the data have transparent pixels, of the `looked_at`.
     """
 
     images: Sequence[bytes]
     texts: Sequence[str]
     origin: str
-    left_out: dict[str, int]
+    left_out: dict[str, int] = field(default_factory=dict)
+    transparent: int = 0
+    looked_at: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,66 +111,72 @@ def drawn(seed: int = 0) -> Samples:
     ]
     for number in range(SAMPLES):
         width, height = (int(side) for side in rng.integers(17, 260, 2))
-        mode, form = (("RGB", "JPEG"), ("RGB", "PNG"), ("RGBA", "PNG"), ("L", "PNG"))[number % 4]
-        coarse = rng.integers(0, 256, (4 + number % 37, 3 + number % 41, len(mode)), dtype=np.uint8).squeeze()
-        file = BytesIO()  # with hard edges, of which each filter makes others
-        Image.fromarray(coarse).resize((width, height), Image.Resampling.NEAREST).save(file, form)
+        bands, mode, form, more = FILES[number % len(FILES)]
+        coarse = rng.integers(0, 256, (4 + number % 37, 3 + number % 41, bands), dtype=np.uint8).squeeze()
+        image = Image.fromarray(coarse if mode != "I;16" else coarse.astype(np.uint16) << number % 9)
+        image = image.resize((width, height), Image.Resampling.NEAREST)  # hard edges, of which each filter makes others
+        file = BytesIO()
+        (image if image.mode == mode else image.convert(mode)).save(file, form, **more)
         images.append(file.getvalue())
         texts.append(" ".join(rng.choice(words, int(rng.integers(1, 9 if number % 10 else 120)))))
-    return Samples(images, texts, f"{SAMPLES} drawn images and texts", {})
+    return Samples(images, texts, f"{SAMPLES} drawn images and texts")
 
 
 def read(section: SourceSettings) -> Samples:
-    """The first samples of each shard of a source, spread over its shards, and drawn ones where they are too few.
+    """Samples from the first ones of each shard of a source, of all modes of images there, and drawn ones where these
+    are too few.
 
     Raises SettingsError: it has no usable sample.
     """
     shards = redact_tree(section.shards)
     origin = shards if isinstance(shards, str) else ", ".join(shards)
-    extract, images, texts, left = build_caption(section.caption), list[bytes](), list[str](), dict[str, int]()
+    extract, chosen, left = build_caption(section.caption), list[tuple[bytes, str]](), Counter[str]()
+    transparent, looked_at, plugins = 0, 0, [extra[-1] for extra in EXTRAS.values()]
     with contextlib.closing(ShardCache(None)) as cache:
         source = Source(section, SourceContext(cache))
         names = source.names[:: max(1, len(source.names) // SAMPLES)]
         for number, name in enumerate(names):
-            if len(images) >= SAMPLES:
+            if len(chosen) >= SAMPLES:
                 break  # before another shard is downloaded
             try:
                 shard = source.open(name)
             except (OSError, ShardError):
                 continue
-            wanted = -(-(SAMPLES - len(images)) // (len(names) - number))
+            wanted, modes, found = -(-(SAMPLES - len(chosen)) // (len(names) - number)), Counter[Any](), []
             for ref in shard.index.samples[: 4 * wanted]:
-                if wanted <= 0:
+                if len(found) >= 2 * wanted:
                     break
                 try:
                     sample = {"__key__": ref.key, "__url__": "", **shard.load(ref)}
                     data, text = image_bytes(sample, keys=section.image_key), extract(sample, None)
-                    smooth = is_smooth(loaded(opened(data)))
+                    image = loaded(opened(data))
+                    clear = is_transparent(image)
                 except (OSError, ShardError, Dropped):
                     continue
-                if not smooth:
-                    why = "images with a palette or in CMYK, which other programs convert before they are resized"
+                transparent, looked_at = transparent + clear, looked_at + 1
+                if image.format in plugins:
+                    left[f"images in {image.format}, which Pillow reads with a plug-in"] += 1
                 elif ftfy.fix_encoding(text) != text or html.unescape(unescaped(text)) != unescaped(text):
-                    why = "texts in a wrong encoding or with rare HTML entities, which open_clip repairs"
+                    left["texts in a wrong encoding or with rare HTML entities, which open_clip repairs"] += 1
                 else:
-                    images.append(data)
-                    texts.append(text)
-                    wanted -= 1
-                    continue
-                left[why] = left.get(why, 0) + 1
+                    modes[image.mode, clear] += 1  # those that are rare come before more of the others
+                    found.append((modes[image.mode, clear], len(found), data, text))
+            chosen += [(data, text) for _, _, data, text in sorted(found)[:wanted]]
             shard.close()
-    if not images:
+    if not chosen:
         raise SettingsError(f"{origin} holds no image with a text: name other data with --data, or leave it out")
-    about, missing, more = f"{len(images)} images and texts of {origin}", SAMPLES - len(images), drawn()
+    about, missing, more = f"{len(chosen)} images and texts of {origin}", SAMPLES - len(chosen), drawn()
     about += f" and {missing} drawn ones" if missing else ""
-    return Samples([*images, *more.images[:missing]], [*texts, *more.texts[:missing]], about, left)
+    images, texts = ([one[part] for one in chosen] for part in (0, 1))
+    images, texts = [*images, *more.images[:missing]], [*texts, *more.texts[:missing]]
+    return Samples(images, texts, about, dict(left), transparent, looked_at)
 
 
 def prove(model: Model, folder: Path, samples: Samples, target: str, variants: Sequence[str]) -> list[Line]:
     """The lines of the table, which is written to `check.json` as well.
 
     Args:
-        folder: with the exported files, `encoder.py` and `check.py`.
+        folder: with the exported files and their code (`shipped`).
         variants: names of further graphs, which have no bar.
 
     Raises ClipstreamError: the exported files cannot be loaded.
@@ -192,11 +215,10 @@ TOWERS, ENDS = (("image", "pixels"), ("text", "ids")), (("image", "images"), ("t
 def _run(folder: Path, work: Path, variant: str) -> dict[str, Any]:
     """What `check.py` finds in a process that cannot import clipstream, nor reach the Hub."""
     out = work / f"out{variant}.npz"
+    folder = folder.resolve()
     code = [sys.executable, "-I", "-B", "-W", "ignore", "-c", BLOCK, str(folder), str(folder / "check.py")]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
-    done = subprocess.run(
-        [*code, str(folder), str(work), str(out), variant], env=env, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*code, str(work), str(out), variant], env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not out.is_file():
         last = (done.stderr.strip() or "no output").splitlines()[-1]
         raise ClipstreamError(f"the exported files cannot be used without clipstream: {last}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,10 +21,12 @@ from rich.console import Console
 
 from clipstream.api.model import load_model
 from clipstream.checkpoint.store import Subject, locate, model_at, named, with_own_config
-from clipstream.cli.verbs.export.card import Exported, script, shown
+from clipstream.cli.verbs.export.card import Exported, shown
 from clipstream.cli.verbs.export.proof import Samples, drawn, prove, read
+from clipstream.cli.verbs.export.shipped import write_use
 from clipstream.cli.verbs.precompute.images import StoredImages
 from clipstream.config.settings import Settings, load
+from clipstream.data.decode.images import transparency_note
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.evals.settings import sources_of
 from clipstream.features.tables import Column, FeatureStore, export
@@ -44,7 +45,6 @@ WRITERS = {
 }
 SIDE = 256  # pixels of a thumbnail's longer side
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])  # as Hugging Face datasets have images in Parquet
-CHECK = Path(__file__).parent / "use" / "check.py"  # copied to each export
 EXTRAS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "sentence-transformers": ("sentence_transformers",)}
 
 
@@ -80,13 +80,14 @@ def export_model(options: argparse.Namespace) -> None:
     transformers.utils.logging.disable_progress_bar()
     module = import_module(f"{__package__}.{WRITERS[options.to]}")  # on use: it may import an extra
     with _replacing(out) as draft:
-        note = getattr(module, f"write_{options.to.replace('-', '_')}")(model.towers, draft, options)
-        shutil.copyfile(script(options.to), draft / "encoder.py")  # without its mode, which not each file system takes
-        shutil.copyfile(CHECK, draft / Path(CHECK).name)
+        about = getattr(module, f"write_{options.to.replace('-', '_')}")(model.towers, draft, options)
+        write_use(model.towers, draft, options.to)
         proof = prove(model, draft, samples, options.to, ("int8",) if options.int8 else ())
         console = Console(highlight=False, soft_wrap=True)
         console.print(f"{samples.origin}, in a process without clipstream:", markup=False)
         console.print(shown(proof), markup=False)
+        if note := transparency_note(samples.transparent, samples.looked_at, "white"):
+            console.print(f"{note} by pixels.py", markup=False)
         for why, count in samples.left_out.items():
             console.print(f"left out: {count} {why}", markup=False)
         if broken := [line for line in proof if not line.holds]:
@@ -94,7 +95,7 @@ def export_model(options: argparse.Namespace) -> None:
                 f"the exported files give other features than the model: {broken[0].what} is {broken[0].worst:.6g}, "
                 f"{broken[0].bar} is wanted; {out} is left as it was"
             )
-        exported = Exported(name, options.to, note, model, subject, settings, samples, proof)
+        exported = Exported(name, options.to, about, model, subject, settings, samples, proof)
         (draft / "README.md").write_text(exported.card(options.license), encoding="utf-8")
     print(out)
     if options.push_to_hub:

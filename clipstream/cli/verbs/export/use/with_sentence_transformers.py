@@ -1,20 +1,23 @@
-"""Features by sentence-transformers: `Encoder(folder).images([Image.open(path).convert("RGB")])`."""
+"""Features by sentence-transformers: `Encoder(folder).images(["a.png", "b.jpg"])`."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from pixels import Pixels  # type: ignore[import-not-found]
 from sentence_transformers import SentenceTransformer
 
 
 class Encoder:
     """The model in a folder, of which `self.model.encode` takes both. Features [n, D] have rows of length 1."""
 
-    def __init__(self, folder: str, variant: str = "") -> None:
-        self.model = SentenceTransformer(folder, device="cpu")
+    def __init__(self, folder: str | Path = Path(__file__).parent, variant: str = "") -> None:
+        self.model = SentenceTransformer(str(folder), device="cpu")
+        self.prepared = Pixels(folder)
 
     def images(self, images: list[Any]) -> Any:
-        """Features of images of Pillow, in mode RGB."""
-        return self.model.encode(images)
+        """Features of image files, or of images as Pillow opens them."""
+        return self.model.encode([self.prepared(image) for image in images])
 
     def texts(self, texts: list[str]) -> Any:
         """Features of texts."""

@@ -1,22 +1,28 @@
-"""Features of images and texts by transformers: `Encoder(folder).images([Image.open(path).convert("RGB")])`."""
+"""Features of images and texts by transformers: `Encoder(folder).images(["a.png", "b.jpg"])`."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from pixels import Pixels  # type: ignore[import-not-found]
 from transformers import AutoModel, AutoProcessor
 
 
 class Encoder:
     """The model in a folder. Features are arrays [n, D] with rows of length 1."""
 
-    def __init__(self, folder: str, variant: str = "") -> None:
+    def __init__(self, folder: str | Path = Path(__file__).parent, variant: str = "") -> None:
         self.model = AutoModel.from_pretrained(folder).eval()
         self.processor = AutoProcessor.from_pretrained(folder)
         self.tokenizer = self.processor.tokenizer
+        self.prepared = Pixels(folder)
 
     def images(self, images: list[Any]) -> Any:
-        """Features of images of Pillow, in mode RGB."""
-        return self.pixels(self.processor.image_processor(images, return_tensors="pt").pixel_values)
+        """Features of image files, or of images as Pillow opens them."""
+        parts = [[self.prepared(image) for image in images[i : i + 16]] for i in range(0, len(images), 16)]
+        processed = (self.processor.image_processor(part, return_tensors="pt").pixel_values for part in parts)
+        return np.concatenate([self.pixels(part) for part in processed])
 
     def texts(self, texts: list[str]) -> Any:
         """Features of texts, padded to the length that the model was trained with."""
