@@ -142,7 +142,11 @@ def read(section: SourceSettings) -> Samples:
                 shard = source.open(name)
             except (OSError, ShardError):
                 continue
-            wanted, modes, found = -(-(SAMPLES - len(chosen)) // (len(names) - number)), Counter[Any](), []
+            wanted, modes, found = (
+                -(-(SAMPLES - len(chosen)) // (len(names) - number)),
+                Counter[Any](),
+                list[tuple[int, int, bytes, str]](),
+            )
             for ref in shard.index.samples[: 4 * wanted]:
                 if len(found) >= 2 * wanted:
                     break
@@ -167,8 +171,8 @@ def read(section: SourceSettings) -> Samples:
         raise SettingsError(f"{origin} holds no image with a text: name other data with --data, or leave it out")
     about, missing, more = f"{len(chosen)} images and texts of {origin}", SAMPLES - len(chosen), drawn()
     about += f" and {missing} drawn ones" if missing else ""
-    images, texts = ([one[part] for one in chosen] for part in (0, 1))
-    images, texts = [*images, *more.images[:missing]], [*texts, *more.texts[:missing]]
+    images = [*(image for image, _ in chosen), *more.images[:missing]]
+    texts = [*(text for _, text in chosen), *more.texts[:missing]]
     return Samples(images, texts, about, dict(left), transparent, looked_at)
 
 

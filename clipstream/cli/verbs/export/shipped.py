@@ -56,11 +56,11 @@ def _inlined(script: str) -> str:
     found, constants, wanted = dict[str, ast.stmt](), {"Dropped": "ValueError"}, set(names.split(", "))
     while wanted:
         name = wanted.pop()
-        if (node := defined.get(name)) is None:
+        if name not in defined:
             if isinstance(value := getattr(images, name, None), int | str | tuple):
                 constants[name] = repr(value)
         elif name not in found:
-            found[name] = node
+            found[name] = node = defined[name]
             notes = {id(n) for part in ast.walk(node) for note in _annotations(part) for n in ast.walk(note)}
             wanted |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and id(n) not in notes}
     imports = {ast.unparse(node) for node in found.values() if isinstance(node, ast.Import | ast.ImportFrom)}
