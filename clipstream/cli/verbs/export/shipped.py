@@ -29,7 +29,7 @@ def write_use(towers: Towers, folder: Path, target: str) -> None:
     spec, cfg = towers.image, towers.config.preprocess_cfg
     told = {**asdict(spec), "mean": list(cfg["mean"]), "std": list(cfg["std"])}
     (folder / "preprocess.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    shutil.copyfile(USE / f"with_{target.replace('-', '_')}.py", folder / "encoder.py")  # no file system refuses its mode
+    shutil.copyfile(USE / f"with_{target.replace('-', '_')}.py", folder / "encoder.py")  # without its mode
     for path in (EXAMPLE, USE / "check.py"):
         shutil.copyfile(path, folder / path.name)
     (folder / "pixels.py").write_text(_inlined((USE / "pixels.py").read_text(encoding="utf-8")), encoding="utf-8")
