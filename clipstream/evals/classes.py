@@ -13,10 +13,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.class_names import OF_OPEN_CLIP, class_names, unreadable_names
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources.folders import check_folders, class_folders
 from clipstream.data.sources.tars import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings, sources_of
@@ -105,12 +103,14 @@ class Labelling:
     @classmethod
     def of(cls, settings: LabelledSettings) -> Labelling:
         """From settings. Raises SettingsError: a file of names is missing or invalid."""
+        from clipstream.data.sources.folders import check_folders, class_folders  # not for --help, which imports this
+
         benchmark, spec = benchmark_of(settings), class_spec(settings)
         labels: Labels | None = getattr(settings, "labels", None)
         if labels is None:
             labels = "multi_hot" if benchmark is not None and benchmark.kind == MULTILABEL else "one"
         names, label = None if spec is None else class_names(spec), settings.label
-        sources = sources_of(settings).values() if "cls" in split_keys(label) else ()
+        sources = sources_of(settings).values() if "cls" in label.lower().split(";") else ()
         if folders := [found for one in sources if (found := class_folders(one)) is not None]:
             every = sorted({*chain(*folders)})
             named = not all(map(str.isdecimal, every))  # the names of the folders are the labels

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import try_to_load_from_cache
-
 from clipstream.errors import SettingsError, errors_as
 from clipstream.models.image_processor import read_processor
 
@@ -190,6 +188,8 @@ def base_of(folder: Path) -> Path:
     for path in (Path(base), folder / base):
         if (path / CONFIG).is_file():
             return path
+    from huggingface_hub import try_to_load_from_cache  # on use, as --help imports this module
+
     cached = try_to_load_from_cache(base, CONFIG) if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
     if isinstance(cached, str):
         return Path(cached).parent
