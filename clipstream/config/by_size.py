@@ -44,6 +44,11 @@ class Facts:
     group: int = 1  # samples whose multiple a batch is
 
 
+def batch_of(samples: int) -> int:
+    """The batch for data of so many samples."""
+    return max(min(1 << max(samples // PASS, 1).bit_length() - 1, BATCHES[1]), BATCHES[0])
+
+
 def choose(facts: Facts) -> Iterator[Choice]:
     """The settings that differ from `facts.values`; each follows from those before it."""
     n, values = facts.samples, dict(facts.values)
@@ -53,7 +58,7 @@ def choose(facts: Facts) -> Iterator[Choice]:
             values[key] = value
             yield key, value, reason
 
-    batch = max(min(1 << max(n // PASS, 1).bit_length() - 1, BATCHES[1]), BATCHES[0], facts.ranks)
+    batch = max(batch_of(n), facts.ranks)
     batch = batch + -batch % facts.group if BATCH in facts.free else values[BATCH]
     pads = values[MODE] == "indexed" and n % batch > LEFT_OUT * n and REMAINDER in facts.free
     drops = values[MODE] == "indexed" and values[REMAINDER] == "drop" and not pads

@@ -114,6 +114,8 @@ def _check_groups(labels: Sequence[Numbers], field: str, told: bool) -> None:
     shared, few = compare_groups(setting, field, found)
     if not shared:
         raise SettingsError(f"{setting}: no two of the {len(found):,} samples have the same {field!r}")
+    if told:
+        logger.info(f"groups   {len(np.unique(found)):,} of {len(found):,} samples, by {field}")
     if told and few:
         logger.warning(few)
 

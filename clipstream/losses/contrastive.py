@@ -44,6 +44,7 @@ from torch.autograd.function import once_differentiable
 
 from clipstream.data.batch import Batch, hash_rows
 from clipstream.data.decode.labels import compare_groups
+from clipstream.data.duplicates import warning_of_equal
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -287,11 +288,19 @@ def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> No
     if getattr(settings, "duplicates", "") != "negatives":
         return
     images = [None] * len(batch) if batch.pictures is None else batch.pictures.tolist()
-    named = {key for key in zip(batch.keys, images, strict=True) if key[0]}
-    keys = set().union(*world.gather_objects(named))
-    if world.is_main and len(keys) < FEW_DISTINCT * batch.global_size:
+    captions = hash_rows(batch.ids).tolist()
+    named = {(key, image): caption for key, image, caption in zip(batch.keys, images, captions, strict=True) if key}
+    seen = {one: caption for part in world.gather_objects(named) for one, caption in part.items()}
+    if not world.is_main:
+        return
+    texts = np.array(list(seen.values()), np.int64)
+    files = np.arange(len(seen)) if batch.pictures is None else np.array([image for _, image in seen], np.int64)
+    # Masks take one text of a sample.
+    if batch.roles is None and (text := warning_of_equal(texts, files, batch.global_size)):
+        logger.warning(text)
+    elif len(seen) < FEW_DISTINCT * batch.global_size:
         logger.warning(
-            f"the first batch of {batch.global_size:,} samples holds only {len(keys):,} different "
+            f"the first batch of {batch.global_size:,} samples holds only {len(seen):,} different "
             "ones, and copies of a sample are negatives of each other: use a smaller --data.global-batch-size,"
             " or --loss.duplicates mask --loss.duplicates-by pictures"
         )
@@ -305,6 +314,8 @@ def _check_groups(field: str, batch: Batch, world: World) -> None:
         return
     setting = "loss.positives.by"
     shared, few = compare_groups(setting, field, np.array(found, dtype=np.int64), " of the first batch")
+    if world.is_main and shared:
+        logger.info(f"groups   {len(set(found)):,} of {len(found):,} samples in the first batch, by {field}")
     if world.is_main and few:
         logger.warning(few)
     elif world.is_main and not shared:

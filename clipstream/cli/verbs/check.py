@@ -28,6 +28,7 @@ from rich.console import Console
 from typing_extensions import TypedDict, Unpack
 
 from clipstream.cli.verbs import check_all as whole
+from clipstream.config.by_size import LARGE, batch_of
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.dump import portable, print_config, secrets, take_flag
 from clipstream.config.entry import entry_point
@@ -46,6 +47,7 @@ from clipstream.data.decode.images import (
     transparency_note,
 )
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile
+from clipstream.data.duplicates import caption_hash, file_hash, warning_of_equal
 from clipstream.data.image_settings import rgb
 from clipstream.data.loader.health import Captions, lost_area_note
 from clipstream.data.settings import IMAGE_KEY, SourceSettings
@@ -269,6 +271,9 @@ class CheckReport:
     transparent: int = 0  # of `used`
     background: str = "white"
     total: int | None = None  # number of samples, if it is known
+    hashes: list[tuple[int, int]] = field(default_factory=list)  # of caption and image file, of the samples used
+    of_shards: list[int] = field(default_factory=list)  # the number of the shard of each of these
+    each: float = 1.0  # number of shards for each one that was opened
     figures: dict[str, Any] = field(default_factory=dict)  # of all samples, as JSON values, if they were asked for
 
     @property
@@ -317,6 +322,7 @@ def look(source: SourceSettings, samples: int | None) -> CheckReport:
         there = [name for name in shards.names if name not in missing]
         chosen = _spread([name for name in there if not shards.types[name].cheap], SHARDS_READ if samples else 0)
         chosen += _spread([name for name in there if shards.types[name].cheap], samples)
+        view.each = len(there) / max(1, len(chosen))
         for number, name in enumerate(chosen):
             if samples and view.tried >= samples:
                 break
@@ -331,6 +337,7 @@ def look(source: SourceSettings, samples: int | None) -> CheckReport:
                 view.faults[redact(name)] = str(shard.index.fault)
             for ref in _spread(shard.index.samples, wanted):
                 _look_at(view, shard, ref, f"{Path(shards.types[name].title(name)).name}/{ref.key}", source, extract)
+            view.of_shards += [number] * (len(view.hashes) - len(view.of_shards))
             shard.close()
             shards.types[name].release(name)
     return view
@@ -365,6 +372,7 @@ def _look_at(
         view.long += _TOKENS.count(text) > CONTEXT
         view.lost.append(lost)
         view.transparent += transparent
+        view.hashes.append((caption_hash(text), file_hash(data)))
         if len(view.captions) < 3:
             view.captions[where] = text
 
@@ -428,6 +436,9 @@ def _warnings(view: CheckReport, caption: CaptionSettings) -> Iterator[str]:
     if warning := view.first_captions.warning():
         others = view.profile.captions(caption)
         yield warning + (f"; members and fields with text: {', '.join(others[:5])}" if others else "")
+    captions, images = np.array(view.hashes, np.uint64).reshape(-1, 2).T
+    if warning := warning_of_equal(captions, images, batch_of(view.total or LARGE), view.of_shards, view.each):
+        yield warning
     if warning := view.first_captions.flat_warning():
         yield warning
     if view.long:

@@ -125,8 +125,7 @@ class Captions:
             return ""
         return (
             f"the captions of {number:,} samples are {', and '.join(found)}. If these are not the captions, choose "
-            f"another field with --caption-json or another member with --caption-key (`clipstream check` lists them). "
-            f"If they are classes, set --loss.duplicates mask, so that equal captions are not negatives of each other"
+            f"another field with --caption-json or another member with --caption-key (`clipstream check` lists them)"
         )
 
 
