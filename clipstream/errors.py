@@ -137,13 +137,15 @@ def did_you_mean(wrong: str, known: Iterable[str], most: int = 1) -> str:
 
 def absent(path: str | os.PathLike[str]) -> str:
     """`PATH does not exist`, and what its folder has instead: a similar name, but no other number, or some names."""
-    lost, there = Path(path), ""
-    lost = next((part for part in (*reversed(lost.parents), lost) if not os.path.lexists(part)), lost)
+    whole, there = Path(path), ""
+    lost = next((part for part in (*reversed(whole.parents), whole) if not os.path.lexists(part)), whole)
     with suppress(OSError), os.scandir(lost.parent) as entries:
         names = sorted(entry.name for entry in islice(entries, 10_000) if not entry.name.startswith("."))
         form = re.sub(r"\d", "", lost.name)
         if near := nearest(lost.name, [name for name in names if re.sub(r"\d", "", name) != form]):
-            there = f"; did you mean {str(lost.parent / near[0])!r}?"
+            found = lost.parent / near[0]
+            rest = found / whole.relative_to(lost)
+            there = f"; did you mean {str(rest if rest.exists() else found)!r}?"
         elif names and lost.parent != Path("/"):
             there = f": {lost.parent.absolute()} has {', '.join(map(printable, names[:5]))}{', …' * (len(names) > 5)}"
     return f"{printable(path)} does not exist{there}"

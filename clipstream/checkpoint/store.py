@@ -32,7 +32,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError, did_you_mean, errors_as, nearest
+from clipstream.errors import SettingsError, absent, errors_as, nearest
 from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, HUB, LOCAL, WEIGHT_FILES, is_model
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.models.transformers_names import other_model
@@ -404,15 +404,9 @@ def named(text: str) -> str:
         return f"{LOCAL}{folder}"
     if not _REPOSITORY.fullmatch(text) or path.suffix in _FILES or path.exists():
         return text
-    folders = [path.parent.name] if path.parent.exists() else nearest(path.parent.name, map(str, _folders(Path())))
-    near = did_you_mean(text, (str(one) for folder in folders for one in _folders(Path(folder))), most=3)
-    if near or path.parent.exists():
-        raise SettingsError(f"{text} does not exist{near}")
+    if path.parent.exists() or nearest(path.parent.name, (one.name for one in Path().glob("*") if one.is_dir())):
+        raise SettingsError(absent(text))
     return HUB + text
-
-
-def _folders(path: Path) -> list[Path]:
-    return [one for one in path.glob("*") if one.is_dir()]
 
 
 def with_own_config(model: Mapping[str, Any], name: str = "name") -> dict[str, Any]:

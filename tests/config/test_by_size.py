@@ -89,6 +89,7 @@ def test_a_run_has_them_and_its_configuration_repeats_them(
     [
         ("--train-data piars", "data.sources.train.shards: piars does not exist; did you mean 'pairs'?"),
         ("--train-data piars/*.tar", "the folder piars does not exist; did you mean 'pairs'?"),
+        ("--train-data piars/00000.tar", "piars/00000.tar does not exist; did you mean 'pairs/00000.tar'?"),
         ("--train-data pairs/{00000..00009}.tar", "6 of 10 shards: pairs/00004.tar does not exist"),
         ("--train-data pairs.tsv", "pairs.tsv does not exist; did you mean 'pairs.csv'?"),
         ("--train-data pairs.tsv --steps 3", "pairs.tsv does not exist; did you mean 'pairs.csv'?"),
