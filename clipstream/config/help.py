@@ -72,8 +72,9 @@ _READING = ("Training data", "Captions and images")
 VERBS = {
     "train": Verb("Train, evaluate and save a model.", tuple(THEMES)),
     "evaluate": Verb(
-        "Evaluate a checkpoint, the checkpoints of a run as they appear, or a pretrained model.",
+        "Evaluate a run, a checkpoint or a pretrained model, with its own evaluators or on DATA.",
         ("Evaluation", "Captions and images", "Model", "Device and precision"),
+        "[RUN [DATA]...] ",
     ),
     "interpolate": Verb(
         "Evaluate weights between those that a run started from, or START, and those of END (WiSE-FT), and write the "

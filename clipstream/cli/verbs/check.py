@@ -88,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="clipstream check",
         description="Inspect a data set: its shards, members and JSON fields, the samples that these settings use and "
         "drop, and the flags to train on it. Exit code 3 if no sample is usable.",
+        epilog=f"--{SHORT_FLAGS}.KEY VALUE is that of clipstream train, e.g. caption.type my_module:my_function.",
     )
     shards = "tar files: braces, '::', globs, pipe:, http(s):; a table; or a local folder"
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
@@ -113,8 +114,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--samples", type=int, metavar="N", help="samples to read; 0: all (default: 500, or all of 2,000 or fewer)"
     )
-    more = "as of clipstream train: caption.type my_module:my_function, transform, background and others"
-    parser.add_argument(f"--{SHORT_FLAGS}.KEY", metavar="VALUE", help=more)
     group = parser.add_argument_group("the whole of a data set")
     group.add_argument("--all", action="store_true", help="read all samples: captions, images, duplicates, problems")
     group.add_argument("--headers", action="store_true", help="read the headers of images only: faster, no duplicates")
