@@ -140,9 +140,12 @@ class ImageSpec:
         interpolation: 'bicubic' or 'bilinear'.
         resize_mode: 'shortest' (then a centre crop), 'longest' (then padding) or 'squash'.
         fill: value from 0 to 255 of padding in mode 'longest'.
+        floor_crop: whether the offset of the centre crop is rounded down, as transformers does; open_clip, and
+            torchvision, round half to even.
     """
 
     size: tuple[int, int]
     interpolation: str = "bicubic"
     resize_mode: str = "shortest"
     fill: int = 0
+    floor_crop: bool = False

@@ -79,6 +79,8 @@ def build_towers(
     preprocess |= {name: value for name, value in own.items() if value is not None}
     preprocess["size"] = clip.visual.image_size
     open_clip.model.set_model_preprocess_cfg(clip, preprocess)
+    if files.preprocess_cfg.get("floor_crop") and settings.image_resize_mode is None:
+        preprocess["floor_crop"] = True
     towers = Towers(
         clip,
         ModelConfig(cfg, preprocess),

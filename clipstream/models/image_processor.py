@@ -58,7 +58,7 @@ def read_processor(folder: Path, model_type: str, image_size: int) -> dict[str, 
             values = json.loads(path.read_text(encoding="utf-8")) if (path := folder / name).is_file() else {}
             if (name == PREPROCESSOR and path.is_file()) or "image_processor" in values:  # which transformers 4 lacks
                 return _of(values["image_processor"] if name == PROCESSOR else values, path, model_type, image_size)
-    return {} if model_type == "clip" else _of({"size": image_size}, folder, model_type, image_size)
+    return _of({"size": image_size, "crop_size": image_size}, folder, model_type, image_size)
 
 
 def _of(values: Mapping[str, Any], path: Path, model_type: str, image_size: int) -> dict[str, Any]:
@@ -104,8 +104,11 @@ def _of(values: Mapping[str, Any], path: Path, model_type: str, image_size: int)
             raise refused(key, why)
     mean, std = (fields["image_mean"], fields["image_std"]) if fields["do_normalize"] else (0, 1)
     channels = (values if isinstance(values, list) else [values] * 3 for values in (mean, std))
-    found = dict(zip(("mean", "std"), ([float(one) / scale for one in values] for values in channels), strict=True))
-    return {**found, "interpolation": _FILTERS[fields["resample"]], "resize_mode": "squash" if squash else "shortest"}
+    found: dict[str, Any] = dict(
+        zip(("mean", "std"), ([float(one) / scale for one in values] for values in channels), strict=True)
+    )
+    found |= {"interpolation": _FILTERS[fields["resample"]], "resize_mode": "squash" if squash else "shortest"}
+    return found if squash or short == _TIMM else found | {"floor_crop": True}
 
 
 def _size(value: Any, *, square: bool) -> dict[str, int]:

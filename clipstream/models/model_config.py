@@ -86,6 +86,7 @@ class _Preprocess(TypedDict, total=False):
     interpolation: Literal["bicubic", "bilinear", "random"] | None
     resize_mode: Literal["shortest", "longest", "squash"] | None
     fill_color: int | list[int] | None
+    floor_crop: bool | None  # of ours: see ImageSpec
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class Towers(nn.Module):
             interpolation=preprocess["interpolation"],
             resize_mode=preprocess["resize_mode"],
             fill=preprocess["fill_color"],
+            floor_crop=preprocess.get("floor_crop", False),
         )
         self.context_length: int = int(text_cfg.get("context_length", 77))
         self.vocab_size: int = int(self.clip.vocab_size)

@@ -127,6 +127,7 @@ def image_fingerprint(towers: Towers, *, precision: str, transform: Mapping[str,
     """
     spec, preprocess = towers.image, towers.config.preprocess_cfg
     resize = {"interpolation": spec.interpolation, "resize_mode": spec.resize_mode, "fill": spec.fill}
+    resize |= {"floor_crop": True} if spec.floor_crop else {}
     return _fingerprint(
         towers,
         "image",

@@ -8,12 +8,14 @@ default of its class, and fields that the class does not have are kept and have 
 
 from __future__ import annotations
 
+import argparse
 import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 import transformers
@@ -22,7 +24,9 @@ from torch.nn.functional import normalize
 from transformers.processing_utils import ImagesKwargs
 
 import clipstream
+from clipstream.cli.verbs.export.files import write_transformers
 from clipstream.errors import SettingsError
+from tests.support.model_files import build
 
 SIZE = 32
 SIZES = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -51,8 +55,8 @@ def clip_model() -> Any:
 
 @cache
 def pictures() -> list[Image.Image]:
-    """Of sizes whose centre crop begins at the same pixel in open_clip and in transformers."""
-    draw, sizes = np.random.default_rng(0), ((48, 32), (64, 80), (37, 37), (96, 64))
+    """Also of sizes that the centre crop leaves 3 and 7 pixels of, whose half transformers rounds down."""
+    draw, sizes = np.random.default_rng(0), ((48, 32), (64, 80), (37, 37), (70, 64), (32, 39))
     waves = [np.add.outer(np.arange(h), np.arange(w))[..., None] * draw.uniform(0.05, 0.4, 3) for w, h in sizes]
     return [Image.fromarray((127 + 120 * np.sin(wave + 3 * draw.random(3))).astype(np.uint8)) for wave in waves]
 
@@ -197,3 +201,22 @@ def test_the_nested_form_goes_first_and_a_processor_without_one_is_passed_over(t
         (tmp_path / "processor_config.json").write_text(damaged)
         with pytest.raises(SettingsError, match=r"processor_config.json is no configuration of an image processor"):
             clipstream.load_model(tmp_path, device="cpu")
+
+
+def test_the_centre_crop_of_transformers_stays(tmp_path: Path) -> None:
+    """In saved models, which open_clip 3.3 loads without this field, and in exports; unless a resize mode is set."""
+    clip_model().save_pretrained(tmp_path / "clip")
+    (tmp_path / "clip" / "preprocessor_config.json").write_text(json.dumps(NEW))
+    model, _, _ = clipstream.load_model(tmp_path / "clip", device="cpu")
+    towers = build(f"local-dir:{tmp_path / 'clip'}")
+    towers.save_pretrained(tmp_path / "saved")
+    write_transformers(towers, tmp_path / "exported", argparse.Namespace())
+    for name in ("saved", "exported"):
+        again, _, _ = clipstream.load_model(tmp_path / name, device="cpu")
+        torch.testing.assert_close(again.encode_image(pictures()), model.encode_image(pictures()))
+    pixels = pil_class("CLIPImageProcessor").from_pretrained(tmp_path / "exported")(pictures(), return_tensors="pt")
+    torch.testing.assert_close(model.encode_image(pixels["pixel_values"]), model.encode_image(pictures()))
+    plain = build(f"local-dir:{tmp_path / 'clip'}", image_resize_mode="shortest")
+    assert towers.image.floor_crop and not plain.image.floor_crop
+    _, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{tmp_path / 'saved'}")
+    assert preprocess(pictures()[0]).shape == (3, SIZE, SIZE)

@@ -158,7 +158,7 @@ def fitted(image: Image.Image, spec: ImageSpec) -> Image.Image:
         # open_clip ignores the filter in mode 'shortest' if the target is not square.
         oblong = spec.resize_mode == "shortest" and spec.size[0] != spec.size[1]
         image = image.resize((width, height), FILTERS["bicubic" if oblong else spec.interpolation])
-    return _centre(image, spec.size, spec.fill if spec.resize_mode == "longest" else 0)
+    return _centre(image, spec.size, spec.fill if spec.resize_mode == "longest" else 0, spec.floor_crop)
 
 
 def check_shape(size: tuple[int, int]) -> None:
@@ -361,12 +361,14 @@ def lost_area(size: tuple[int, int], spec: ImageSpec) -> float:
     return 1 - min(height, spec.size[0]) * min(width, spec.size[1]) / (height * width or 1)
 
 
-def _centre(image: Image.Image, size: tuple[int, int], fill: int) -> Image.Image:
-    """The centre [H, W] of an image, padded with `fill` (for a palette, an index) if the image is smaller."""
+def _centre(image: Image.Image, size: tuple[int, int], fill: int, floor: bool = False) -> Image.Image:
+    """The centre [H, W] of an image, padded with `fill` (for a palette, an index) if the image is smaller; `floor` is
+    `ImageSpec.floor_crop`.
+    """
     height, width = size
     # The start of the window in the image; negative for padding, whose odd pixel is at the end.
     left, top = (
-        round((have - want) / 2.0) if have >= want else -((want - have) // 2)
+        (round((have - want) / 2.0) if not floor else (have - want) // 2) if have >= want else -((want - have) // 2)
         for have, want in zip(image.size, (width, height), strict=True)
     )
     if image.size[0] >= width and image.size[1] >= height:

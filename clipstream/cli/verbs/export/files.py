@@ -139,7 +139,7 @@ def write_processor(towers: Towers, folder: Path, kind: str) -> None:
     """Write the image processor as transformers reads it; `kind` is the class of a model of both towers, or empty.
 
     Its CLIPImageProcessor rounds the centre crop down where torchvision's, and so open_clip's, rounds half to even;
-    images that are cropped, or padded, are left to timm's transforms, which transformers wraps. Programs that do not
+    images that are cropped so, or padded, are left to timm's transforms, which transformers wraps. Programs that do not
     know these read CLIPImageProcessor from preprocessor_config.json.
     """
     spec, preprocess = towers.image, towers.config.preprocess_cfg
@@ -161,7 +161,7 @@ def write_processor(towers: Towers, folder: Path, kind: str) -> None:
         "image_std": std,
     }
     exact = plain
-    if mode != "squash":
+    if mode != "squash" and not spec.floor_crop:
         crop = {"crop_pct": 1.0, "crop_mode": "center" if mode == "shortest" else "border"}
         cfg = {"input_size": [3, height, width], "interpolation": spec.interpolation, "mean": mean, "std": std, **crop}
         exact = {"image_processor_type": "TimmWrapperImageProcessor", "architecture": None, "pretrained_cfg": cfg}

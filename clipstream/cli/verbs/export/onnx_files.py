@@ -105,9 +105,10 @@ def _resizing(towers: Towers) -> onnx.ModelProto:
     """The graph of an image's resize and centre crop, as torchvision does them on images of Pillow."""
     spec = towers.image
     (height, width), filters = spec.size, {"bicubic": "cubic", "bilinear": "linear"}
-    if spec.resize_mode == "longest" or (spec.resize_mode == "shortest" and height != width):
+    if spec.resize_mode == "longest" or spec.floor_crop or (spec.resize_mode == "shortest" and height != width):
         raise SettingsError(
-            f"--preprocess resize: images of {height} x {width} pixels by model.image_resize_mode {spec.resize_mode} "
+            f"--preprocess resize: images of {height} x {width} pixels by model.image_resize_mode {spec.resize_mode}"
+            f"{' as in transformers' * spec.floor_crop} "
             "are not resized in the graph: use --preprocess normalize"
         )
     goal = f"size = Constant <value_ints = [{height}, {width}]> ()"
