@@ -57,6 +57,7 @@ from clipstream.report.outputs import Ending, Outputs
 from clipstream.report.precision_audit import audit_run
 from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import RunInfo
+from clipstream.training.optim import rate_change
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
 from clipstream.training.settings import INTERPOLATED, EarlyStop, Metric
@@ -64,7 +65,7 @@ from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
 from clipstream.training.stored_features import check_stores, open_stores, remove_towers, teacher_scales
 from clipstream.training.trainer import Hooks, Length, Rollback, Trainer
-from clipstream.utils.logs import loading, logger
+from clipstream.utils.logs import announce, loading, logger
 from clipstream.utils.timing import StepProfiler
 
 
@@ -291,6 +292,9 @@ def fit(
         outputs.show_batch(number, batch, tokenizer)
 
     lr = settings.schedule.build(peak=settings.optim.lr, total_steps=total)
+    continues = resumed.checkpoint is not None and resumed.checkpoint.is_dir() and not ended
+    if world.is_main and continues and (change := rate_change(step.optimizer, lr, state.step)):
+        announce(f"changed  {change}")
     trainer = Trainer(
         step,
         loader,

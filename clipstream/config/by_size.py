@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from clipstream.config.settings import Settings, open_sources
+from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, absent
+from clipstream.evals.settings import sources_of
 
 LARGE = 100_000  # samples
 COUNTED = 256  # shards at most whose samples are counted for this
@@ -23,7 +26,8 @@ PASS = 10  # batches of a pass over the data, at least
 FRESH = 20_000, (10, 40)  # samples of a run without weights, and passes at least and at most
 TUNED = 10_000, (3, 10)  # the same of a run that begins with weights
 TUNED_LR = 1e-5
-EVALS = 10  # evaluations of `val` in a run
+EVALS = 10  # evaluations of `val` in a run, at most
+TRAINED = 4  # samples of training between two evaluations, for each one that is evaluated
 LONG = 20_000  # steps of a run that is planned by itself, whatever the size of its data
 LEFT_OUT = 0.05  # share of the samples that a pass may leave out
 BATCH, MODE, REMAINDER = "data.global_batch_size", "data.sampling.mode", "data.sampling.remainder"
@@ -42,6 +46,7 @@ class Facts:
     values: Mapping[str, Any]  # of the user, or else the defaults, by key
     free: frozenset[str]  # keys that the user did not set
     group: int = 1  # samples whose multiple a batch is
+    evaluated: int = 0  # samples of `val`
 
 
 def batch_of(samples: int) -> int:
@@ -80,8 +85,10 @@ def choose(facts: Facts) -> Iterator[Choice]:
     if steps > LONG:
         return
     yield from chosen(WARMUP, steps // 20, f"warm-up {steps // 20} steps: 5% of the run; --warmup")
-    every = steps // EVALS  # at the end only, of a run of a few steps
-    yield from chosen(EVERY, every, f"val evaluated every {every} steps: {EVALS} times; --{EVERY}")
+    every = steps // EVALS and max(steps // EVALS, -(-TRAINED * facts.evaluated // batch))
+    every = every if every < steps else 0  # at the end only, of a run of a few steps
+    told = f"every {every} steps: {-(-steps // every)} times" if every else "at the end"
+    yield from chosen(EVERY, every, f"val evaluated {told}; --{EVERY}")
 
 
 def by_size(settings: Settings, ranks: int, samples: int | None = None) -> tuple[Settings, list[str]]:
@@ -104,7 +111,8 @@ def by_size(settings: Settings, ranks: int, samples: int | None = None) -> tuple
     if samples is None or samples > LARGE:
         return settings, []
     group = settings.data.groups.samples if settings.data.groups.by is not None else 1
-    choices = [*choose(Facts(samples, ranks, settings.model.is_fresh, values, frozenset(free), group))]
+    evaluated = _evaluated(settings, samples) if EVERY in free else 0
+    choices = [*choose(Facts(samples, ranks, settings.model.is_fresh, values, frozenset(free), group, evaluated))]
     for key, value, _ in choices:
         settings = _with(settings, *key.split("."), value)
     settings._chosen = {key: (value, values[key]) for key, value, _ in choices}
@@ -143,12 +151,31 @@ def _samples(settings: Settings) -> int | None:
             return None
     try:
         for source in sources.values():
-            if source.samples is None and len(source.names) > COUNTED:
+            if (found := _count(source)) is None:
                 return None
-            total += sum(count_samples(source)) if source.samples is None else source.samples
+            total += found
     except ClipstreamError:  # it is raised again where the data are needed
         return None
     return round(total * (1 - (settings.data.val_split or 0))) or None
+
+
+def _count(source: Source) -> int | None:
+    """Samples of a source; None where counting takes long."""
+    if source.samples is None and len(source.names) > COUNTED:
+        return None
+    return sum(count_samples(source)) if source.samples is None else source.samples
+
+
+def _evaluated(settings: Settings, samples: int) -> int:
+    """Samples of the evaluator `val`, beside `samples` of training; 0 if they are not known."""
+    share, val, found = settings.data.val_split, settings.evals["val"], 0
+    if share is not None:
+        found = round(samples * share / (1 - share))
+    else:
+        for key, section in sources_of(val).items():
+            with suppress(ClipstreamError):  # it is raised again where they are needed
+                found += _count(Source(section, SourceContext(cache=settings.data.cache, key=f"evals.val.{key}"))) or 0
+    return min(found, getattr(val, "max_samples", None) or found)
 
 
 def _section(settings: Settings, key: str) -> Any:

@@ -498,6 +498,14 @@ def _pull_to_start(optimizer: torch.optim.Optimizer, strength: float) -> None:
     optimizer.register_step_post_hook(pull)
 
 
+def rate_change(optimizer: torch.optim.Optimizer, lr: Callable[[int], float], done: int) -> str:
+    """How the learning rate goes on after a resume at step `done`, where the schedule is another one than before."""
+    group = optimizer.param_groups[0]
+    if not (scale := group.get("lr_scale", 1.0)) or not done or math.isclose(group["lr"], lr(done - 1) * scale):
+        return ""
+    return f"learning rate: {group['lr'] / scale:.2g} at step {done} -> {lr(done):.2g} at step {done + 1}"
+
+
 def _build(
     key: str, builtin: Mapping[str, Callable[..., Any]], settings: OptimSettings | ScheduleSettings
 ) -> Callable[..., Any]:

@@ -104,7 +104,7 @@ def groups_to_json(optimizer: torch.optim.Optimizer) -> str:
     found = []
     for group, now, then in zip(groups, _encoded_groups(groups, before), before, strict=True):
         changed = {key: now[key] for key in sorted(now) if key not in then or now[key] != then[key]}
-        found.append({"params": group["params"], **changed, CHANGED: [*changed]})
+        found.append({"params": group["params"], "lr": group["lr"], **changed, CHANGED: [*changed]})
     return json.dumps(found)
 
 
@@ -120,7 +120,7 @@ def groups_from_json(text: str, optimizer: torch.optim.Optimizer) -> list[dict[s
     # load_state_dict refuses another number of groups
     for number, (saved, group, then) in enumerate(zip(found, groups, before, strict=False)):
         changed = saved.get(CHANGED, saved.keys() - then.keys() - {"params", "lr"})
-        own = {"params": saved["params"], "lr": group["lr"]}
+        own = {"params": saved["params"], "lr": saved.get("lr", group["lr"])}
         for key, value in {**then, **{key: saved[key] for key in changed}}.items():
             if isinstance(value, dict) and SAME in value:
                 own[key] = found[value[SAME]][key]

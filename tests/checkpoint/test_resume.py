@@ -87,6 +87,24 @@ folder """.strip(),
         said,
         re.MULTILINE,
     ), said
+    lr = [line["lr"] for line in lines(place, "told")]
+    assert f"changed  learning rate: {lr[1]:.2g} at step 2 -> {lr[2]:.2g} at step 3\n" in said and lr[1] != lr[2]
+
+
+def test_a_longer_schedule_is_told_with_the_rates_and_the_same_one_is_not(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cosine down to nearly 0 at step 4, and up again where the same run is to have 8 steps."""
+    own = ["--optim.image-lr", "0.002", "--schedule.warmup", "0"]
+    assert main(flags(place, "longer", *own, "--checkpoint.every", "2", steps=4)) == 0
+    shutil.copytree(place / "runs" / "longer", place / "runs" / "same")
+    shutil.rmtree(place / "runs" / "same" / "checkpoints" / "step_00000004")
+    (place / "runs" / "same" / "checkpoints" / "latest").write_text("step_00000002\n")
+    capsys.readouterr()
+    assert main(flags(place, "same", *own, "--resume", "auto", steps=4)) == 0
+    assert "learning rate: " not in capsys.readouterr().out
+    assert main(flags(place, "longer", *own, "--resume", "latest", steps=8)) == 0
+    assert "changed  learning rate: 0.00015 at step 4 -> 0.0005 at step 5\n" in capsys.readouterr().out
 
 
 def on_a_node(world: World, argv: list[str]) -> int:

@@ -43,6 +43,21 @@ def test_what_is_chosen(samples: int, fresh: bool, given: dict[str, Any], chosen
     assert grouped.get(BATCH, 64) % 64 == 0 or BATCH in given, "samples of a group fill a batch"
 
 
+@pytest.mark.parametrize(
+    ("steps", "batch", "evaluated", "every"),
+    [(20, 32, 60, 8), (20, 32, 6, 2), (20, 32, 200, 0), (1000, 64, 300, 100), (1000, 64, 3000, 188), (5, 32, 1, 0)],
+)
+def test_training_sees_four_samples_for_each_that_is_evaluated(
+    steps: int, batch: int, evaluated: int, every: int
+) -> None:
+    """At the end alone where the run is too short for that."""
+    values = USUAL | {STEPS: steps, BATCH: batch, EVERY: 999}
+    found = {
+        key: value for key, value, _ in choose(Facts(60, 1, True, values, frozenset({EVERY}), evaluated=evaluated))
+    }
+    assert found == {EVERY: every}
+
+
 def test_a_run_has_them_and_its_configuration_repeats_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,7 +66,12 @@ def test_a_run_has_them_and_its_configuration_repeats_them(
     argv += ["--model", f"{place}/model.json"]
     settings = prepare_run(load(argv))
     assert (settings.data.global_batch_size, settings.data.sampling.mode) == (32, "resampled")
+    # `val` has 20 samples
     assert (settings.total_steps, settings.schedule.warmup, settings.evals["val"].every) == (80, 4, 8)
+    assert (
+        by_size._evaluated(settings, 100) == 20
+        and by_size._evaluated(load([*argv, "--evals.val.max-samples", "7"]), 1) == 7
+    )
     file = tmp_path / "config.yaml"
     file.write_text(dump(settings))
     again = load(["--config", str(file)])
