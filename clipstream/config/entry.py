@@ -14,6 +14,7 @@ import io
 import itertools
 import os
 import pkgutil
+import re
 import signal
 import sys
 import traceback
@@ -92,12 +93,16 @@ def command_line(
     return CommandLine(verb, *own_flags(rest, meanings or {}, many), print_all)
 
 
+# What a disk answers to a write, as the C library and Rust's standard library word it.
+_REFUSED = re.compile("No space left on device|File too large|Disk quota exceeded|Read-only file system")
+
+
 def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
     """Run a verb and return its exit code.
 
     A `ClipstreamError` is printed to stderr as `error: …`, with the rank if there are several, and with a traceback
     only if `run.debug` is set; of the ranks of a node that have the same error, one prints it. `Stopped` is printed
-    without `error:`. Any other exception is a bug and is not caught.
+    without `error:`. A disk that refuses a write is one line as well. Any other exception is a bug and is not caught.
 
     Args:
         main: the verb: command line without the program's name -> exit code.
@@ -125,11 +130,16 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         said, code = "interrupted", INTERRUPTED
     except BrokenPipeError:
         drop_output(sys.stdout)  # the reader (`| head`) has gone
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            said = f"error: invalid file name {printable(error.filename, 60)}: {error.strerror}"
+            code = SettingsError.exit_code
+        elif found := _REFUSED.search(str(error)):  # also of libraries that raise errors of their own
+            name = printable(getattr(error, "filename", None) or "a file", 200)
+            said = f"error: cannot write {name}: {found[0]}; choose a place with more room"
+            code = ClipstreamError.exit_code
+        else:
             raise
-        said = f"error: invalid file name {printable(error.filename, 60)}: {error.strerror}"
-        code = SettingsError.exit_code
     if _own_process:
         _keep_exit_code(code, alone=rank is None)
     if said is not None:

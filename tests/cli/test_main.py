@@ -156,6 +156,29 @@ def test_errors_end_with_their_code(
         assert ("Traceback" in capsys.readouterr().err) == (code != 130)
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "some/where"), "some/where: No space left on device"),
+        (OSError(27, "File too large"), "a file: File too large"),
+        (OSError(122, "Disk quota exceeded", "a"), "a: Disk quota exceeded"),
+        (OSError(30, "Read-only file system", b"a"), "Read-only file system"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "a file: No space left on device"),
+    ],
+)
+def test_a_disk_that_refuses_a_write_is_one_line(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As errors of Python, and of libraries: safetensors 0.7 and tokenizers 0.23 raise those of Rust as texts."""
+
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    assert entry.run_main(fail, []) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: cannot write ") and said in text and len(text.splitlines()) == 1
+
+
 def test_bugs_keep_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         entry.run_main(lambda argv: 1 // 0, [])

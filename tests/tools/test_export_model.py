@@ -33,6 +33,7 @@ from tests.support.image_files import png, save, smooth, tiff
 from tests.support.model_files import TEXT, VIT
 from tests.support.pictures import make_shards
 from tests.support.ranks import python
+from tests.support.savers import small_files
 from tests.support.tars import write_tar
 
 
@@ -188,6 +189,19 @@ def test_the_samples_of_an_export_are_of_all_modes_of_the_data(tmp_path: Path) -
     found = read(SourceSettings(shards=[str(path)]))
     assert {pictures[140], pictures[141]} <= set(found.images) and len(found.images) == 100
     assert (found.transparent, found.looked_at) == (1, 150)
+
+
+@pytest.mark.parametrize("target", ["transformers", "open_clip", "onnx", "sentence-transformers"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    target: str, models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs(target)
+    argv = [str(models("vit")), "--to", target, str(tmp_path / "out")]
+    with small_files(50_000):
+        assert main(argv) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert "File too large; choose a place with more room" in said[-1] and "Traceback" not in "".join(said)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_wrong_processor_is_found(

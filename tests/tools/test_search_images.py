@@ -33,6 +33,7 @@ from clipstream.models.numpy_text import NumpyText
 from tests.support.browser import look, needs_browser
 from tests.support.model_files import TEXT, build, write
 from tests.support.ranks import ROOT, TIMEOUT
+from tests.support.savers import small_files
 from tests.support.tars import write_tar
 
 HOSTILE = '</script><img src=x onerror="alert(1)"> “quoted” & \x1b[31m'
@@ -221,6 +222,14 @@ def test_the_gallery_is_one_safe_page(place: Path) -> None:
     cards = json.loads(re.findall(r'id="cards">(.*?)</script>', page, re.S)[0])
     assert {len(card["near"]) for card in cards.values()} == {5} and all(card["width"] for card in cards.values())
     assert "<iframe" in found._repr_html_() and repr(found) == "SearchResults(3 queries, 18 matches)"
+
+
+def test_a_page_that_the_disk_does_not_take(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search("local-dir:model", "table.csv", "a red bird", capsys=capsys)
+    with small_files(2000):
+        (said,) = search("local-dir:model", "table.csv", "a red bird", "--html", "full.html", capsys=capsys, code=1)
+    assert said == "error: cannot write full.html.tmp: File too large; choose a place with more room"
+    assert not [*place.glob("full*")]
 
 
 def test_thumbnails_end_where_the_page_would_exceed_5_mb(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,19 +86,12 @@ def _export(module: nn.Module, example: torch.Tensor, name: str, path: Path) -> 
     shapes: Any = ({0: torch.export.Dim("n", min=1)},)
     names: dict[str, Any] = {"input_names": [name], "output_names": ["features"], "dynamic_shapes": shapes}
     try:
-        torch.onnx.export(
-            module.eval(),
-            (example,),
-            path,
-            dynamo=True,
-            opset_version=OPSET,
-            external_data=False,
-            verbose=False,
-            **names,
-        )
+        program = torch.onnx.export(module.eval(), (example,), dynamo=True, opset_version=OPSET, verbose=False, **names)
     except Exception as error:  # torch's exporter raises its own and those of the code that it follows
         why = " ".join(str(error).split())[:300]
         raise SettingsError(f"torch cannot export the tower of {path.name} to ONNX: {why}") from error
+    assert program is not None, "the exporter of dynamo returns its result"
+    program.save(path, external_data=False)
 
 
 def _resizing(towers: Towers) -> onnx.ModelProto:
