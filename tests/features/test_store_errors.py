@@ -6,11 +6,10 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import re
 import resource
 import shutil
-import time
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -221,7 +220,7 @@ def test_other_folders_versions_and_names(tmp_path: Path) -> None:
             FeatureStore(folder)
         with pytest.raises(SettingsError, match=r"incomplete .*texts/train/00001-0000.* is missing"):
             writer.finish()
-        assert end_at_random(write_in_child, folder, seconds=60)
+        assert ends_before(None, write_in_child, folder)
     manifest = SMALL.make(folder)
     store = FeatureStore(folder)
     with pytest.raises(SettingsError, match=r"no source 'trian'.*did you mean 'train'"):
@@ -314,24 +313,34 @@ def test_a_full_disk_loses_nothing(content: Content, made: Path, tmp_path: Path)
         assert files_of(tmp_path / "store") == files_of(made)
 
 
-def end_at_random(target: Callable[..., object], *args: object, seconds: float) -> bool:
-    """Run a function in a process that is killed after some time; whether it ended before, without an error."""
-    process = multiprocessing.get_context("fork").Process(target=target, args=args)
+def ends_before(flush: int | None, target: Callable[..., object], *args: object) -> bool:
+    """Run a function in a process that is killed when it flushes a file or folder for the so manieth time; whether it
+    ended before, without an error.
+    """
+
+    def run() -> None:
+        numbers, fsync = itertools.count(1), os.fsync
+
+        def flush_or_die(handle: int) -> None:
+            if next(numbers) == flush:
+                os.kill(os.getpid(), signal.SIGKILL)
+            fsync(handle)
+
+        os.fsync = flush_or_die
+        target(*args)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    process.join(seconds)
-    ended = process.exitcode is not None
-    process.kill()
     process.join()
-    return ended and process.exitcode == 0
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode == 0
 
 
 def test_a_killed_writer_is_continued_to_the_same_bytes(tmp_path: Path) -> None:
     content = Content({"train": [300, 4500, 0, 20]}, {**PARTS, "image": PartInfo(64, "float16", "view", zstd=True)})
-    began = time.monotonic()
     content.make(tmp_path / "whole")
-    took, random_ = time.monotonic() - began, random.Random(0)
-    while not end_at_random(content.make, tmp_path / "killed", seconds=random_.uniform(0.3, 1.1) * took):
-        pass
+    flush = next(n for n in itertools.count(1) if ends_before(n, content.make, tmp_path / "killed"))
+    assert flush > 5, "it was killed before and after files got their names"
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
     read_all(tmp_path / "killed")
 
