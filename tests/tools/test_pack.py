@@ -119,6 +119,20 @@ def test_each_sample_once_in_the_same_bytes(shards: str, tmp_path: Path, capsys:
     assert check(tmp_path / "1/x", samples=0).used == 68
 
 
+def test_a_shard_for_each_of_the_sources(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With smaller images, as a copy to train on; other members stay."""
+    before = [samples(path) for path in sorted(Path(shards).glob("*.tar"))]
+    argv = [shards, "--shard-size", "source", "--size", "9", "--format", "webp"]
+    packed(tmp_path / "x", *argv)
+    after = [samples(path) for path in sorted((tmp_path / "x").glob("*.tar"))]
+    assert "| images resized | 68 |" in (tmp_path / "x/README.md").read_text()
+    for old, new in zip(before, after, strict=True):
+        assert list(old) == list(new)
+        for key, members in new.items():
+            assert min(Image.open(io.BytesIO(members.pop("webp"))).size) == 9
+            assert members == {name: data for name, data in old[key].items() if name != "jpg"}
+
+
 def test_killed_at_any_time_it_goes_on_to_the_same_bytes(
     shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -424,6 +438,9 @@ def test_a_plan_covers_all_samples_in_bounded_memory() -> None:
         (["{tmp}/x"], "missing SOURCE"),
         (["{tmp}/x", "0.tar", "--shard-size", "5XB"], "--shard-size: expected"),
         (["{tmp}/x", "0.tar", "--quality", "5"], "--quality requires"),
+        (["{tmp}/x", "0.tar", "--size", "0"], "--size"),
+        (["{tmp}/x", "0.tar", "--format", "gif"], "--format: expected keep, jpg, webp, png"),
+        (["{tmp}/x", "0.tar", "--shard-size", "source", "--order", "shuffled"], "--order is not supported with"),
         (["{tmp}/x", "0.tar", "--group", "json:a"], "--group requires --val-split"),
         (["{tmp}/x", "0.tar", "--val-split", "0.2", "--merge", "0.csv"], "does not compare the captions of --merge"),
         (["{tmp}/x", "0.tar", "--val-split", "2"], "--val-split: expected a share"),

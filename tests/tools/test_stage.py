@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import re
@@ -17,17 +16,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
 
 from clipstream.checkpoint.store import held
 from clipstream.cli.verbs.stage import main
 from clipstream.config.settings import load
 from clipstream.data.sources import expand, indexes
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.tar import Shard, scan
+from clipstream.storage.tar import scan
 from tests.support.forks import ROOT, TIMEOUT, wait_until
 from tests.support.loaders import data, digests, loader
-from tests.support.pictures import make_shards, picture
+from tests.support.pictures import make_shards
 from tests.support.ranks import command_ends, command_runs
 from tests.support.savers import small_disk
 from tests.support.sites import Site
@@ -247,34 +245,12 @@ def test_a_broken_shard_is_fetched_again_and_then_taken_as_it_is(
 ) -> None:
     site.bodies["00002.tar"] = site.bodies["00002.tar"][:9000]
     site.damaged["00001.tar"] = 1
-    argv = [str(tmp_path), "--train-data", f"{site.root}/{{00000..00002}}.tar", "--size", "8"]
+    argv = [str(tmp_path), "--train-data", f"{site.root}/{{00000..00002}}.tar"]
     assert main(argv) == 0
     assert gets(site) == {"00000.tar": 1, "00001.tar": 2, "00002.tar": 2}
     out = capsys.readouterr().out
     assert re.search(r"warning: .*00002\.tar: truncated_member", out) and "00001.tar" not in out
     assert tars(tmp_path)["sources/train/00002.tar"] == site.bodies["00002.tar"]
-    assert "20 resized" in out
-
-
-def test_smaller_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples = [{"__key__": f"{n}", "jpg": picture(n, 90), "txt": f"text {n}", "json": "{}"} for n in range(6)]
-    path = write_tar(tmp_path / "0.tar", [*samples, {"__key__": "6", "jpg": b"broken", "txt": "x"}])
-    argv = [str(tmp_path / "fast"), "--train-data", str(path), "--size", "40", "--format", "webp"]
-    assert main(argv) == 0
-    assert "6 resized, 1 undecodable" in capsys.readouterr().out
-    assert main(argv) == 0
-    assert "0 were copied now" in capsys.readouterr().out
-    shard = Shard(tmp_path / "fast/sources/train/0.tar")
-    assert shard.index.fault is None and [ref.key for ref in shard.index.samples] == [str(n) for n in range(7)]
-    for ref in shard.index.samples[:6]:
-        members = shard.load(ref)
-        assert Image.open(io.BytesIO(members.pop("webp"))).size[0] == 40
-        assert members == {"txt": f"text {ref.key}".encode(), "json": b"{}"}
-    shard.close()
-    assert main([*argv[:-4], "--size", "30"]) == 0
-    assert "6 resized" in capsys.readouterr().out, "other options make it anew"
-    assert main([*argv, "--image-key", "jpg;png"]) == 2
-    assert "--data.sources.train.image-key 'jpg;png;webp'" in capsys.readouterr().err
 
 
 def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,8 +269,7 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("argv", "told"),
     [
         ([], "missing FOLDER"),
-        (["{tmp}", "--size", "0"], "--size"),
-        (["{tmp}", "--train-data", "0.tar", "--format", "gif"], "--format: expected keep, jpg, webp, png"),
+        (["{tmp}", "--train-data", "0.tar", "--size", "8"], "--size"),
         (["{tmp}"], "nothing to stage"),
         (["{tmp}/busy", "--train-data", "0.tar"], "process"),
         (["{tmp}", "--train-data", "synthetic:"], "nothing to stage"),
@@ -315,11 +290,10 @@ def test_copies_are_plain_have_an_index_and_follow_the_umask(site: Site, shards:
     before = os.umask(0o027)
     try:
         assert main([str(tmp_path / "fast"), "--train-data", "::".join(parts)]) == 0
-        assert main([str(tmp_path / "small"), "--train-data", str(packed), "--size", "9"]) == 0
         cached = ShardCache(str(tmp_path / "shards")).local(parts[0])
     finally:
         os.umask(before)
-    found = [*(tmp_path / "fast").rglob("*.tar"), *(tmp_path / "small").rglob("*.tar")]
-    assert {path.stat().st_mode & 0o777 for path in [*found, cached]} == {0o640} and len(found) == 5
+    found = [*(tmp_path / "fast").rglob("*.tar")]
+    assert {path.stat().st_mode & 0o777 for path in [*found, cached]} == {0o640} and len(found) == 4
     assert all(indexes.opened_by(str(path), None) == scan(path) for path in found), "the mode indexed finds it"
     assert (tmp_path / "fast/sources/train/9.tar").read_bytes() == Path(shards[0]).read_bytes()

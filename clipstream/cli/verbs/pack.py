@@ -19,15 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 from rich.filesize import decimal
 
 from clipstream.checkpoint.remote_sync import RemoteDir, with_retries
-from clipstream.cli.verbs.stage import RECIPE_FLAGS, recipe_of, working_in, written
+from clipstream.cli.verbs.stage import working_in, written
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, number_flag
 from clipstream.config.settings import Settings
+from clipstream.data.decode.reencode import Format, Recipe
 from clipstream.data.order_plan import reading_of
 from clipstream.data.packing.lists import PARTS, Corpus, Listed, ListShard, merged_source
 from clipstream.data.packing.plan import Plan, held_out, plan_of
@@ -52,13 +53,16 @@ PLAN_FILE, SUMS, CARD = "pack.json", "SHA256SUMS", "README.md"
 MEND = "mend them or leave them out; shards that are done are kept"
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 OWN_FLAGS = {
-    "--shard-size": "most samples of a shard, or its bytes with a unit, such as 500MB (default: 10000)",
+    "--shard-size": "most samples of a shard, or its bytes with a unit, such as 500MB (default: 10000); source: one "
+    "new shard for each of the sources, in their order",
     "--order": "shuffled: over all samples, by --seed (default); source: as the sources have them",
     "--val-split": "share of the samples for OUT/val, without near-duplicates in OUT/train (decodes all images)",
     "--group": "with --val-split: member, column or json:PATH whose equal values stay on one side",
     "--merge": "source with further captions, by key: tars, or a table with the columns key and caption",
     "--check-images": "header (default), or decode: drop images that cannot be decoded, too",
-    **RECIPE_FLAGS,
+    "--size": "resize images whose shorter side is longer than this, in pixels",
+    "--format": f"image format: {', '.join(get_args(Format))} (default: keep)",
+    "--quality": "quality of re-encoded JPEG, WebP and AVIF images, 1 to 100 (default: 95)",
     "--license": "license of the data, for the data card (default: unknown)",
     "--executor": f"{MEANING} (default: local, one process per core)",
 }
@@ -72,7 +76,7 @@ class Asked:
     folder: Path  # that folder, absolute; for a URL one of this machine, for what is not complete
     settings: Settings  # name the sources
     recording: Recording
-    size: tuple[int, bool]  # of a shard, and whether that is in bytes
+    size: tuple[int, bool] | None  # of a shard, and whether that is in bytes; None for those of the sources
     shuffled: bool
     share: float | None  # for validation
     group: str | None
@@ -166,7 +170,7 @@ def arguments(argv: Sequence[str]) -> Asked:
     settings = command.load(flags)
     if not settings.data.sources:
         raise SettingsError("missing SOURCE: clipstream pack OUT SOURCE…, or --config with data.sources")
-    recipe = recipe_of(own)
+    recipe = _recipe(own)
     share = number_flag(own, "--val-split", None)
     if share is not None and share >= 1:
         raise SettingsError(f"--val-split: expected a share above 0 and below 1, not {own['--val-split']!r}")
@@ -177,6 +181,10 @@ def arguments(argv: Sequence[str]) -> Asked:
             "--val-split does not compare the captions of --merge: pack with --merge first, then what it wrote with "
             "--val-split"
         )
+    size = None if own.get("--shard-size") == "source" else _shard_size(own.get("--shard-size", "10000"))
+    for flag in ("--val-split", "--order") if size is None else ():
+        if flag in own:
+            raise SettingsError(f"{flag} is not supported with --shard-size source, which keeps the sources' shards")
     decode = choice_flag(own, "--check-images", ("header", "decode"), "header") == "decode"
     out = names[0]
     if (local := ShardURL(out).path) is not None:
@@ -189,8 +197,8 @@ def arguments(argv: Sequence[str]) -> Asked:
         folder,
         settings,
         Recording(recipe, decode, settings.data.max_image_pixels),
-        _shard_size(own.get("--shard-size", "10000")),
-        choice_flag(own, "--order", ("shuffled", "source"), "shuffled") == "shuffled",
+        size,
+        size is not None and choice_flag(own, "--order", ("shuffled", "source"), "shuffled") == "shuffled",
         share,
         own.get("--group"),
         own.get("--merge"),
@@ -199,12 +207,23 @@ def arguments(argv: Sequence[str]) -> Asked:
     )
 
 
+def _recipe(own: Mapping[str, str]) -> Recipe | None:
+    """How images are re-encoded; None for no change. Raises SettingsError: a flag is wrong."""
+    size, kind = number_flag(own, "--size", None, least=1), choice_flag(own, "--format", get_args(Format), "keep")
+    quality = number_flag(own, "--quality", None, least=1, most=100)
+    if size is not None or kind != "keep":
+        return Recipe(size, cast(Format, kind), 95 if quality is None else quality)
+    if quality is not None:
+        raise SettingsError("--quality requires --size or --format")
+    return None
+
+
 def _shard_size(text: str) -> tuple[int, bool]:
-    """A number of samples, or of bytes; and whether it is of bytes. Raises SettingsError: it is none."""
+    """A number of samples, or of bytes; and whether it is of bytes. Raises SettingsError: it is neither."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", text.strip().lower())
     size = 0 if found is None else int(float(found[1]) * UNITS[found[2] or ""])
     if found is None or size < 1 or (not found[2] and not found[1].isdigit()):
-        raise SettingsError(f"--shard-size: expected a number of samples, or bytes such as 500MB, not {text!r}")
+        raise SettingsError(f"--shard-size: expected a number of samples, bytes such as 500MB, or source, not {text!r}")
     return size, bool(found[2])
 
 
@@ -268,7 +287,7 @@ def _begin(asked: Asked, sources: Sequence[Source], extra: Source | None) -> tup
         ],
         "merge": None if extra is None else {"shards": _shown(extra), "identity": identity(extra)},
         "images": {**asdict(recording), "recipe": None if recording.recipe is None else asdict(recording.recipe)},
-        "shard_size": list(asked.size),
+        "shard_size": "source" if asked.size is None else list(asked.size),
         "order": "shuffled" if asked.shuffled else "source",
         "seed": settings.run.seed,
         "val_split": asked.share,
@@ -302,7 +321,9 @@ def _list(asked: Asked, corpus: Corpus, label: str) -> list[Listed]:
         return f"{sum(one.samples for one in done):,} samples"
 
     names = [printable(redact(name)) for _, name in corpus.shards]
-    results = work_off(label, ListShard(corpus, measured=asked.size[1]), names, asked.executor, words)
+    results = work_off(
+        label, ListShard(corpus, measured=asked.size is not None and asked.size[1]), names, asked.executor, words
+    )
     found = require_all(label, results, MEND)
     if faults := [
         f"  {name}: {printable(one.fault, 500)}" for name, one in zip(names, found, strict=True) if one.fault
@@ -317,9 +338,9 @@ def _plan(asked: Asked, corpus: Corpus, found: Sequence[Listed]) -> Plan:
     samples = sum(one.samples for one in found)
     if not samples:
         raise DataError("there are no samples to pack: see `clipstream check` of the same sources")
-    size, in_bytes = asked.size
-    if in_bytes:
-        size = max(1, size * samples // max(1, sum(one.size for one in found)))
+    size = None if asked.size is None else asked.size[0]
+    if asked.size is not None and asked.size[1]:  # bytes
+        size = max(1, asked.size[0] * samples // max(1, sum(one.size for one in found)))
     plan = plan_of(corpus, found, size, asked.shuffled, asked.settings.run.seed)
     if not plan.unique:
         print("keys of the sources are not unique: the number of its sample is put in front of each", flush=True)

@@ -1,8 +1,8 @@
 """The verb `clipstream stage FOLDER`: copies the shards of a run ahead of it.
 
 A command line enters; copies and settings that train on them are written. A shard is downloaded as during a run,
-re-encoded if that is asked for, scanned, and renamed to its place once it is complete on disk. The side index of a copy
-records what it was made from, so that the same command continues after an interruption. Never imports torch.
+scanned, and renamed to its place once it is complete on disk. The side index of a copy records what it was made from,
+so that the same command continues after an interruption. Never imports torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 from urllib.parse import quote
 
 from rich.filesize import decimal
@@ -32,10 +32,8 @@ from rich.filesize import decimal
 from clipstream.checkpoint.store import held
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.entry import command_line, entry_point
-from clipstream.config.flags import choice_flag, number_flag, split
+from clipstream.config.flags import split
 from clipstream.config.settings import Settings, load
-from clipstream.data.decode.captions import split_keys
-from clipstream.data.decode.reencode import Format, Recipe, rewrite
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import entries, expand, indexes, source_type, typed_shards
 from clipstream.data.sources.tars import SIZES
@@ -55,15 +53,7 @@ SETTINGS_FILE = "staged.yaml"
 PARTS = ".parts"  # subfolder for incomplete copies
 COPYING = 16  # default number of local processes, which mostly wait for servers and disks
 PLAIN = re.compile(r"\w[\w .+=@%-]{0,180}\.tar")
-RECIPE_FLAGS = {
-    "--size": "resize images whose shorter side is longer than this, in pixels",
-    "--format": f"image format: {', '.join(get_args(Format))} (default: keep)",
-    "--quality": "quality of re-encoded JPEG, WebP and AVIF images, 1 to 100 (default: 95)",
-}
-OWN_FLAGS = {
-    FLAG: f"{MEANING} (default: local:{COPYING}; with --size or --format one per core)",
-    **RECIPE_FLAGS,
-}
+OWN_FLAGS = {FLAG: f"{MEANING} (default: local:{COPYING})"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,6 @@ class Asked:
 
     folder: Path  # of the copies, absolute
     executor: str  # what copies the shards
-    recipe: Recipe | None  # how images are re-encoded; None to copy shards unchanged
     flags: list[str]  # of the settings
     settings: Settings  # by those flags
 
@@ -83,7 +72,6 @@ class PlannedShard:
 
     url: str  # of the original
     file: str  # path of the copy in the folder, with slashes
-    source: SourceSettings  # settings of its source, which name the suffixes and the background of images
 
 
 @dataclass(frozen=True)
@@ -124,7 +112,6 @@ class Copy:
     size: int  # bytes
     fault: str | None = None  # of the original, which is copied as it is
     made: bool = False  # whether it was copied now
-    images: Counter[str] = field(default_factory=Counter)  # number of images that were re-encoded now, by the result
 
 
 @entry_point
@@ -184,20 +171,7 @@ def arguments(argv: Sequence[str]) -> Asked:
             inside = ""
     if inside:
         raise SettingsError(f"{folder}: a folder's name cannot contain braces, brackets, * or ::")
-    recipe = recipe_of(own)
-    executor = checked(own.get(FLAG), None if recipe else COPYING)
-    return Asked(folder, executor, recipe, flags, command.load(flags))
-
-
-def recipe_of(own: Mapping[str, str]) -> Recipe | None:
-    """How images are re-encoded, by a verb's own flags; None for no change. Raises SettingsError: a flag is wrong."""
-    size, kind = number_flag(own, "--size", None, least=1), choice_flag(own, "--format", get_args(Format), "keep")
-    quality = number_flag(own, "--quality", None, least=1, most=100)
-    if size is not None or kind != "keep":
-        return Recipe(size, cast(Format, kind), 95 if quality is None else quality)
-    if quality is not None:
-        raise SettingsError("--quality requires --size or --format")
-    return None
+    return Asked(folder, checked(own.get(FLAG), COPYING), flags, command.load(flags))
 
 
 def plan(settings: Settings, folder: Path) -> list[StagedSource]:
@@ -244,7 +218,7 @@ def plan(settings: Settings, folder: Path) -> list[StagedSource]:
                 path,
                 source,
                 [
-                    [PlannedShard(url, f"{under}/{hashed[url]}.tar", source) if staged else url for url, staged in part]
+                    [PlannedShard(url, f"{under}/{hashed[url]}.tar") if staged else url for url, staged in part]
                     for part in urls
                 ],
             )
@@ -257,25 +231,13 @@ def _hash(url: str) -> str:
 
 
 def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
-    """Print which sources are staged.
-
-    Raises SettingsError: there is nothing to stage, or a run would not find the images by their new suffixes.
-    """
+    """Print which sources are staged. Raises SettingsError: there is nothing to stage."""
     staged = [source for source in sources if source.shards]
     for source in sources:
         if left := [redact(one) for part in source.parts for one in part if isinstance(one, str)]:
             print(f"{source.name}: not copied, no tar: {listed(left, 3)}", flush=True)
     if not staged:
         raise SettingsError("nothing to stage: set tars with --train-data, --val-data or --config")
-    for source in staged:
-        keys = split_keys(source.settings.image_key)
-        lost = {asked.recipe.suffix(key) for key in keys}.difference(keys) if asked.recipe else set()
-        if lost:
-            flag = f"--{source.name}.image-key"
-            raise SettingsError(
-                f"--format: images with the suffix {min(lost)} would not be found: add it with {flag} "
-                f"'{';'.join([*keys, *sorted(lost)])}'"
-            )
     counts = ", ".join(f"{source.name} {len(source.shards):,}" for source in staged)
     print(f"shards to stage in {asked.folder}: {counts}", flush=True)
 
@@ -286,7 +248,7 @@ def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> list[Copy | Failed
     parts.mkdir()
     for shard in shards:
         (asked.folder / shard.file).parent.mkdir(parents=True, exist_ok=True)
-    do, names = partial(stage_shard, shards, asked.folder, asked.recipe, Fetcher()), [redact(one.url) for one in shards]
+    do, names = partial(stage_shard, shards, asked.folder, Fetcher()), [redact(one.url) for one in shards]
     return work_off("staging", do, names, asked.executor, lambda done: written(done, parts, began))
 
 
@@ -296,23 +258,18 @@ def written(done: Sequence[Any], parts: Path, began: float) -> str:
     return f"{decimal(size)}  {decimal(int(size / max(time.monotonic() - began, 1e-3)))}/s"
 
 
-def stage_shard(
-    shards: Sequence[PlannedShard], folder: Path, recipe: Recipe | None, fetcher: Fetcher, number: int
-) -> Copy | Failed:
-    """Copy a shard, unless there is a copy that is intact, of the current version, and made by the same recipe."""
+def stage_shard(shards: Sequence[PlannedShard], folder: Path, fetcher: Fetcher, number: int) -> Copy | Failed:
+    """Copy a shard, unless there is an intact copy of its current version."""
     shard = shards[number]
     shown, target, parts = redact(shard.url), folder / shard.file, folder / PARTS
     if not parts.exists():
         return Failed(f"{shown}: {folder} is not on {socket.gethostname()}: use a folder that all workers share")
     index = Path(f"{target}{indexes.SUFFIX}")
     own = secrets.token_hex(8)  # a shard may be copied twice at once, by a worker that was given up and another one
-    part, changed, draft = (parts / f"{own}.{name}" for name in ("part", "changed.part", "index.part"))
-    made_by: dict[str, object] | None = None
-    if recipe is not None:
-        recipe = replace(recipe, background=shard.source.background)
-        made_by = {**asdict(recipe), "image_key": shard.source.image_key}
+    part, draft = (parts / f"{own}.{name}" for name in ("part", "index.part"))
     version = fetcher.info(ShardURL(shard.url)).version
-    origin: dict[str, object] = {"shard": _hash(shard.url), "version": version, "recipe": made_by}
+    # Up to 0.1, images could be re-encoded on the way: such copies have a recipe, and are made anew.
+    origin: dict[str, object] = {"shard": _hash(shard.url), "version": version, "recipe": None}
     try:
         head = None
         with contextlib.suppress(OSError, ValueError):
@@ -331,19 +288,15 @@ def stage_shard(
             found = scan(part)
             if found.fault is None:
                 break
-        whole, images = part, Counter[str]()
-        if recipe is not None and found.fault is None:
-            images = rewrite(part, found, changed, split_keys(shard.source.image_key), recipe)
-            whole, found = changed, scan(changed)
-        size = whole.stat().st_size
-        indexes.write(draft, found, indexes.identity_of(whole), origin)
-        indexes.place(whole, draft, target)
+        size = part.stat().st_size
+        indexes.write(draft, found, indexes.identity_of(part), origin)
+        indexes.place(part, draft, target)
     except (ShardError, OSError) as error:
         return failed(error, shown, folder)
     finally:
-        for path in (part, changed, draft):
+        for path in (part, draft):
             path.unlink(missing_ok=True)
-    return Copy(len(found.samples), size, None if found.fault is None else str(found.fault), True, images)
+    return Copy(len(found.samples), size, None if found.fault is None else str(found.fault), True)
 
 
 def _conclude(
@@ -358,8 +311,6 @@ def _conclude(
     urls = {shard.file: redact(shard.url) for source in sources for shard in source.shards}
     for shown in [f"{urls[file]}: {copy.fault}" for file, copy in whole.items() if copy.fault][:SHOWN]:
         print(f"warning: the original is damaged and was copied unchanged: {printable(shown, 800)}")
-    if images := sum((copy.images for copy in whole.values()), Counter[str]()):
-        print("images: " + ", ".join(f"{count:,} {what}" for what, count in images.most_common()))
     samples, size = sum(copy.samples for copy in whole.values()), sum(copy.size for copy in whole.values())
     made = sum(copy.made for copy in whole.values())
     print(

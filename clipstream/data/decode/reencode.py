@@ -1,33 +1,24 @@
-"""Re-encoding of images, smaller or in another format, alone (`recode`) or in a copy of a tar (`rewrite`).
+"""Re-encoding of images, smaller or in another format.
 
 The image transforms give the same pixels of the result as of the original, as far as its size and format allow: the
-orientation stays in its EXIF tag, and transparency stays if the format has it. All other members of a tar are copied
-unchanged.
+orientation stays in its EXIF tag, and transparency stays if the format has it.
 """
 
 from __future__ import annotations
 
-import copy
 import io
-import tarfile
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 from PIL import ExifTags, Image
 
 from clipstream.data.decode.images import eight_bits, opened, orientation_of
-from clipstream.storage.tar import LINK, ShardIndex
 
 Format = Literal["keep", "jpg", "webp", "png"]
 _NAMES = {"jpg": "JPEG", "webp": "WEBP", "png": "PNG"}
 _SAMES = {"MPO": "JPEG"}  # Pillow's name -> format of its first frame
 _WRITTEN = frozenset(("JPEG", "PNG", "WEBP", "AVIF", "BMP", "TIFF"))  # not GIF, whose palette would change
 _WITHOUT_ALPHA = frozenset(("JPEG", "BMP"))
-_SUFFIXES = {"jpg": "JPEG", "jpeg": "JPEG", "webp": "WEBP", "png": "PNG", "gif": "", "avif": "", "bmp": "", "tif": "",
-             "tiff": ""}  # fmt: skip
 # Pillow's mode -> the colour space of its profile.
 _COLOURS = {"1": "L", "L": "L", "LA": "L", "P": "RGB", "PA": "RGB", "RGB": "RGB", "RGBA": "RGB"}
 FINE = 90  # quality from which colour has full resolution: 46 instead of 43 dB at 95, with a quarter more bytes
@@ -44,12 +35,6 @@ class Recipe:
     format: Format  # of the result; 'keep' keeps each image's own
     quality: int  # of JPEG, WebP and AVIF, 1 to 100
     background: str = "white"  # colour under transparent pixels, for formats without transparency
-
-    def suffix(self, suffix: str) -> str:
-        """The suffix of a re-encoded member: its last part is replaced, or the format appended if it names none."""
-        head, dot, last = suffix.rpartition(".")
-        same = self.format == "keep" or _SUFFIXES.get(last.lower(), _NAMES[self.format]) == _NAMES[self.format]
-        return suffix if same else f"{head}{dot}{self.format}"
 
 
 def recode(data: bytes, recipe: Recipe) -> tuple[bytes, str]:
@@ -100,68 +85,3 @@ def recode(data: bytes, recipe: Recipe) -> tuple[bytes, str]:
         return (file.getvalue(), "resized" if smaller else "reencoded")
     except Exception:  # Dropped, or any exception of Pillow's readers and writers; training counts the image
         return (data, "undecodable")
-
-
-def rewrite(source: Path, index: ShardIndex, target: Path, image_keys: Sequence[str], recipe: Recipe) -> Counter[str]:
-    """Write `source` to `target`, with the image that training reads from each sample re-encoded.
-
-    Args:
-        source: an intact tar.
-        index: its samples.
-        image_keys: suffixes of the image in lower case, first present wins.
-
-    Returns:
-        Number of images by the result of `recode`.
-
-    Raises OSError: one of the files cannot be read or written.
-    """
-    keeping = replace(recipe, format="keep")
-    images: dict[int, tuple[str, str]] = {}  # offset of the data -> suffix before and after
-    for _, members in index.samples:
-        suffix = next((key for key in image_keys if key in members), None)
-        if suffix is None or members[suffix][1] >= LINK:
-            continue
-        renamed = recipe.suffix(suffix)
-        left = (members.keys() - {suffix}) | {renamed}
-        # Under its new suffix it must still be the one that training reads; else it keeps its format.
-        clash = renamed in members or next((key for key in image_keys if key in left), None) != renamed
-        new = suffix if renamed != suffix and clash else renamed
-        images.setdefault(members[suffix][0], (suffix, new))  # not that of a later hard link
-    done: Counter[str] = Counter()
-    names: dict[str, str] = {}  # of images whose suffix changes, which hard links may name
-    with (
-        open(source, "rb") as file,
-        tarfile.open(source, "r:", errors="surrogateescape") as before,
-        tarfile.open(target, "w:", format=tarfile.PAX_FORMAT, errors="surrogateescape") as after,
-    ):
-        for member in before:
-            before.members, after.members = [], []  # type: ignore[attr-defined]  # else both keep all members
-            file.seek(member.offset_data)
-            if member.issparse() and (whole := before.extractfile(member)) is not None:  # written with its holes
-                member.type, member.sparse = tarfile.REGTYPE, None
-                member.name = member.pax_headers.get("GNU.sparse.name", member.name)
-                own = ("GNU.sparse", "path", "size")
-                member.pax_headers = {k: v for k, v in member.pax_headers.items() if not k.startswith(own)}
-                after.addfile(member, whole)
-                continue
-            if member.offset_data not in images:
-                has_data = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
-                if member.linkname in names:
-                    member.linkname = names[member.linkname]
-                    member.pax_headers = {**member.pax_headers, "linkpath": member.linkname}
-                after.addfile(member, file if has_data else None)
-                continue
-            suffix, renamed = images[member.offset_data]
-            kept = renamed == suffix and recipe.suffix(suffix) != suffix
-            data, what = recode(file.read(member.size), keeping if kept else recipe)
-            done[what] += 1
-            changed = copy.copy(member)
-            changed.size = len(data)
-            # Their old name and size would take precedence.
-            changed.pax_headers = {
-                key: value for key, value in member.pax_headers.items() if key not in ("path", "size")
-            }
-            if what in ("resized", "reencoded") and renamed != suffix and member.name.lower().endswith(f".{suffix}"):
-                changed.name = names[member.name] = member.name[: len(member.name) - len(suffix)] + renamed
-            after.addfile(changed, io.BytesIO(data))
-    return done

@@ -28,7 +28,7 @@ class Plan:
     """Which samples each new shard gets. Samples are numbered in the order of the sources, from 0."""
 
     ends: Numbers  # number behind the last sample of each shard of the sources, int64
-    size: int  # most samples of a new shard
+    size: int | None  # most samples of a new shard; None for one new shard for each of the sources
     shuffled: bool
     seed: int
     unique: bool  # whether keys are unique over all samples, and stay as they are
@@ -40,6 +40,8 @@ class Plan:
         total = int(self.ends[-1])
         held = 0 if self.held is None else len(self.held)
         split = [("", total)] if self.held is None else [("train/", total - held), ("val/", held)]
+        if self.size is None:
+            return [("", total, len(self.ends))]
         return [(folder, count, -(-count // self.size)) for folder, count in split]
 
     def __len__(self) -> int:
@@ -49,6 +51,8 @@ class Plan:
         """The file of a new shard, and the numbers of its samples in order."""
         for turn, (folder, count, shards) in enumerate(self._parts):
             if number < shards:
+                if self.size is None:
+                    return f"{number:05d}.tar", np.arange(self.ends[number - 1] if number else 0, self.ends[number])
                 positions = np.arange(count * number // shards, count * (number + 1) // shards)
                 if self.shuffled:
                     positions = permuted(positions, count, mix(self.seed, turn))
@@ -70,7 +74,7 @@ def _without(positions: Numbers, held: Numbers) -> Numbers:
     return positions + np.searchsorted(held - np.arange(len(held)), positions, side="right")
 
 
-def plan_of(corpus: Corpus, listed: Sequence[Listed], size: int, shuffled: bool, seed: int) -> Plan:
+def plan_of(corpus: Corpus, listed: Sequence[Listed], size: int | None, shuffled: bool, seed: int) -> Plan:
     """The plan without a split for validation."""
     ends = np.cumsum([one.samples for one in listed], dtype=np.int64)
     hashes = corpus.hashes()
