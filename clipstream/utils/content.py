@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import ast
 import base64
+import codecs
 import contextlib
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +22,7 @@ from clipstream.errors import Dropped
 UTF8 = "utf-8-sig"  # a byte order mark is left out
 SHORTEST_IMAGE = 100  # characters of an image in base64
 HEAD = 512  # bytes that are looked at, at most
+SNIFFED = 200  # bytes of a text by which encodings are told
 IMAGES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF", "HEIC", "JXL", "JPEG2000", "PPM")  # that are decoded
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl",
             ".jp2", ".j2k", ".ppm", ".pgm")  # fmt: skip
@@ -34,6 +39,24 @@ _UNPACK = "unpack it and use what it holds"
 TABLE = "; a table's name ends in .csv, .tsv, .jsonl, .json, .parquet or .arrow: rename it"
 _TO_PNG = "which is not decoded: convert it to PNG"
 _EXTRA = "image: install clipstream[{}] to decode it, or convert it to JPEG or PNG"
+
+# Encodings that iconv knows too -> see `_reads_well`. The first level of a standard holds its common characters.
+_JAPANESE = ("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "CJK")
+_ENCODINGS: dict[str, tuple[tuple[str, ...], str, int]] = {
+    "EUC-KR": (("HANGUL",), "", 0),
+    "GB18030": (("CJK",), "gb2312", 0xD7),
+    "BIG5": (("CJK",), "big5", 0xC6),
+    "CP932": (_JAPANESE, "euc_jp", 0xCF),
+    "EUC-JP": (_JAPANESE, "euc_jp", 0xCF),
+    "CP1252": (("LATIN",), "", 0),
+    "CP1250": (("LATIN",), "", 0),
+    "CP1251": (("CYRILLIC",), "", 0),
+    "KOI8-R": (("CYRILLIC",), "", 0),
+    "CP1253": (("GREEK",), "", 0),
+    "CP1255": (("HEBREW",), "", 0),
+    "CP1256": (("ARABIC",), "", 0),
+    "CP874": (("THAI",), "", 0),
+}
 
 # Kind, pattern at the start of the file, what it is and what to do. The first that matches counts.
 _KINDS = [
@@ -129,6 +152,47 @@ def encoding_of(head: bytes) -> str:
     if kind(head) != "utf16":
         return UTF8
     return "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-16-be" if head[0] == 0 else "utf-16-le"
+
+
+def to_utf8(data: bytes) -> str:
+    """What to do about a text that is no UTF-8, with how it reads in the encodings in which it may be."""
+    read: dict[str, str] = {}  # text -> encoding
+    for encoding, (scripts, han, last) in _ENCODINGS.items():
+        with contextlib.suppress(UnicodeDecodeError):
+            text = codecs.getincrementaldecoder(encoding)().decode(data[:SNIFFED])  # a character may be cut at the end
+            if _reads_well(text, scripts, han, last):
+                read.setdefault(text, encoding)
+    likely = sorted(read.items(), key=lambda one: one[0].isupper())[:4]
+    shown = " or ".join(f"{text[:20]!r} in {encoding}" for text, encoding in likely)
+    name = likely[0][1] if len(likely) == 1 else "ENCODING"
+    said = f"it reads {shown}: convert it from the right one" if likely else "convert it from its encoding"
+    return f"{said}, iconv -f {name} -t utf-8"
+
+
+def _reads_well(text: str, scripts: Collection[str], han: str, last: int) -> bool:
+    """Whether a text has words in these scripts, few signs, and nearly only common ones of Han characters.
+
+    Args:
+        han: encoding whose lead bytes are in the order of the levels of its standard; '' without Han characters.
+        last: lead byte of the last character of the first level, the common ones.
+    """
+    own = [char for char in text if not char.isascii()]
+    letters = [char for char in own if char.isalpha()]
+    kinds = Counter(unicodedata.category(char)[0] for char in own)
+    if not letters or kinds["C"] or 8 * kinds["S"] > len(letters):
+        return False
+    if not {unicodedata.name(char, "").split(" ")[0] for char in letters} <= {*scripts}:
+        return False
+    if "LATIN" in scripts:  # most letters have no accent
+        return 2 * len(letters) < sum(map(str.isalpha, text)) + 2
+    if han:
+        leads = [char.encode(han, "replace")[0] for char in letters if unicodedata.name(char, "").startswith("CJK")]
+        return 5 * sum(0x80 < lead <= last for lead in leads) >= 4 * len(leads)
+    # Words are of one script, without capitals inside.
+    words = [word for word in re.findall(r"[^\W\d_]+", text) if not word.isascii()]
+    cased = all(word.lower() in (word, word[:1].lower() + word[1:]) or word.isupper() for word in words)
+    marked = any(one.isascii() and unicodedata.category(mark)[0] == "M" for one, mark in itertools.pairwise(text))
+    return cased and not marked and not any(char.isascii() for char in "".join(words))
 
 
 def read_text(path: Path) -> str:

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import pickle
+import re
 import sqlite3
 import tarfile
 import zipfile
@@ -25,7 +26,10 @@ from PIL import Image
 from pyarrow import parquet
 from safetensors.torch import save
 
-from clipstream.utils.content import HEAD, describe, kind
+from clipstream.data.decode.captions import build_caption
+from clipstream.data.text_settings import JsonCaption, TextCaption
+from clipstream.errors import Dropped
+from clipstream.utils.content import HEAD, describe, kind, to_utf8
 
 TABLE = pa.table({"image": [b"x"], "caption": ["a cat"]})
 
@@ -120,3 +124,34 @@ def test_sqlite(tmp_path: Path) -> None:
 @given(st.binary(max_size=600))
 def test_any_bytes_are_answered(data: bytes) -> None:
     assert (kind(data) is None) == (describe(data) is None)
+
+
+ALONE = ("big5", "cp932", "latin1", "cp1250", "cp1256", "cp874")  # encodings that no other one is taken for
+IN_ENCODINGS = [
+    *(("gbk", "红色的圆形在墙上"), ("gb18030", "一辆红色的汽车停在路边𠮷"), ("gbk", "iPhone 15 手机壳")),
+    *(("big5", "一隻貓坐在桌子上"), ("cp932", "夏の海辺で遊ぶ子供たち"), ("euc_jp", "赤い丸が壁にある")),
+    *(("euc_kr", "여름 원피스 신상"), ("cp1252", "Un chien à côté d’une église"), ("latin1", "ein grüner Kreis")),
+    *(("cp1250", "Łódź – piękne miasto"), ("cp1251", "Платье iPhone"), ("koi8_r", "красный круг")),
+    *(("cp1253", "κόκκινος κύκλος"), ("cp1255", "כלב אדום על הקיר"), ("cp1256", "قطة على الطاولة")),
+    ("cp874", "แมวบนโต๊ะ"),
+]
+
+
+@pytest.mark.parametrize(("encoding", "text"), IN_ENCODINGS)
+def test_a_text_in_another_encoding_is_shown_as_it_reads(encoding: str, text: str) -> None:
+    """The text is shown in the encodings that may be right, never converted: charset-normalizer 3.5.3 takes 40 lines of
+    Shift-JIS for Korean, and UTF-16 is its first guess for a line of GBK."""
+    for number in (1, 40):
+        lines = "\n".join([text] * number)
+        said = to_utf8(lines.encode(encoding)).partition("it reads ")[2]
+        found = re.findall(r"'(.*?)' in ([\w-]+)", said)
+        read = {name: shown.replace("\\n", "\n") for shown, name in found}
+        assert lines[:20] in read.values() and (len(read) == 1) == (encoding in ALONE)
+        for name, shown in read.items():
+            assert lines.encode(encoding).decode(name).startswith(shown)
+        assert said.endswith(f"iconv -f {next(iter(read)) if encoding in ALONE else 'ENCODING'} -t utf-8")
+    settings = TextCaption(), JsonCaption(path="a")
+    for caption, data in zip(settings, (text, json.dumps({"a": text}, ensure_ascii=False)), strict=True):
+        member = "txt" if caption.type == "text" else "json"
+        with pytest.raises(Dropped, match=r"(caption_not_utf8|json_invalid): no UTF-8: .*iconv -f"):
+            build_caption(caption)({"__key__": "0", "__url__": "0", member: data.encode(encoding)}, None)

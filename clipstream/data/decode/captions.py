@@ -25,7 +25,7 @@ from clipstream.data.json_path import parse_path, parse_text, structure, texts_a
 from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import printable
-from clipstream.utils.content import HEAD, PRINTED, kind
+from clipstream.utils.content import HEAD, PRINTED, kind, to_utf8
 from clipstream.utils.plugins import called, load_function, load_plugin, make_plugin
 
 if TYPE_CHECKING:
@@ -516,7 +516,7 @@ def text_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
     try:
         return str(value, "utf-8").removeprefix("\ufeff").strip()  # the codec utf-8-sig takes ten times as long
     except UnicodeDecodeError as error:
-        raise Dropped("caption_not_utf8", f"{error}: convert it, e.g. with iconv -f latin1 -t utf-8") from error
+        raise Dropped("caption_not_utf8", f"no UTF-8: {to_utf8(bytes(value))}") from error
 
 
 def object_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> JsonObject | list[Any]:
@@ -548,7 +548,8 @@ def json_value(value: Any) -> Any:
             with contextlib.suppress(UnicodeDecodeError):
                 value = value if isinstance(value, str) else value.decode("utf-8-sig")
             if not isinstance(value, str) or structure(value) is None:
-                raise Dropped("json_invalid", str(error)) from error
+                what = f"no UTF-8: {to_utf8(bytes(value))}" if isinstance(error, UnicodeDecodeError) else str(error)
+                raise Dropped("json_invalid", what) from error
     # A text that holds JSON, or an object as Python prints it.
     return (structure(value) if isinstance(value, str) else None) or value
 

@@ -15,7 +15,7 @@ from typing import Any
 from clipstream.data.json_path import structure
 from clipstream.errors import SettingsError, each
 from clipstream.text import printable
-from clipstream.utils.content import read_text
+from clipstream.utils.content import read_text, to_utf8
 
 Template = Callable[[str], str]
 NAME_COLUMNS = ("name", "class_name", "classname", "class", "label", "text", "template", "prompt", "category", "title")
@@ -90,7 +90,10 @@ def has_place(text: str) -> bool:
 def _lines(path: str, what: str) -> list[str]:
     try:
         text = read_text(Path(path))
-        text.encode()  # raises for what is not UTF-8
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"no UTF-8: {to_utf8(text.encode(errors='surrogateescape'))}") from None
         return text_list(text, Path(path).suffix.lower())
     except (OSError, ValueError) as error:
         raise SettingsError(f"{what}: cannot read the file {path!r} ({error}); write texts as a list") from error
