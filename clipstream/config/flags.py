@@ -182,7 +182,8 @@ def described(name: str, about: Mapping[str, str]) -> list[str]:
         begun = {word[:size] for word in there for size in range(3, len(word) + 1)}
         return {word for word in wanted if word in there or word in begun or word.startswith(longer)}
 
-    wanted = words(name)
+    if not (wanted := words(name)):
+        return []
     found = {flag: hits(wanted, words(text)) for flag, text in about.items()}
     count = Counter(word for there in found.values() for word in there)
     weight = {word: min(math.log(len(about) / count[word]) if count[word] else 3, 3) for word in wanted}

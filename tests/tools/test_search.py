@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,23 @@ def test_duplicates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "11 samples: 1 groups" in printed and "2 samples (18.18%)" in printed
     search("duplicates", folder, "--threshold", 0.99999, out="drop.txt")
     assert (folder / "drop.txt").read_text() == "1.tar/k9\n1.tar/k11\n"
+
+
+def test_the_page_of_duplicates(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each group with the image that stays; images that cannot be read are told, as those of a table elsewhere."""
+    page, flags = tmp_path / "page.html", ("--threshold", 0.99999)
+    argv = ["duplicates", str(folder / "store"), *map(str, flags), "--html", str(page), "--images"]
+    assert main([*argv, f"{folder}/{{0..1}}.tar"]) == 0 and not caplog.records
+    html = page.read_text()
+    assert "3 near-duplicates; kept: 0.tar/k2" in html and html.count("data:image") == 9  # the 3, and their nearest
+    with tarfile.open(folder / "1.tar") as old, tarfile.open(tmp_path / "1.tar", "w") as new:
+        for member in old:
+            if not member.name.startswith("k9."):
+                new.addfile(member, old.extractfile(member))
+    shutil.copy(folder / "0.tar", tmp_path)
+    assert main([*argv, f"{tmp_path}/{{0..1}}.tar", "--data.sources.train.folder", str(folder)]) == 0
+    assert page.read_text().count("data:image") == 8
+    assert f"1 images cannot be read from --images {tmp_path}" in caplog.text and "such as 1.tar/k9: if" in caplog.text
 
 
 def test_of_duplicates_the_one_that_scores_best_stays(folder: Path, features: Any) -> None:
@@ -234,6 +253,9 @@ def test_hard_negatives_are_those_that_training_reads(folder: Path, features: An
         ("doubt --worst 1.5", "expected a number or a fraction below 1, not '1.5'"),
         ("doubt --html page.html", "set both, or none"),
         ("doubt --html page.html --images 0.tar", "there is no shard"),
+        ("duplicates --images 0.tar", "set both, or none"),
+        ("duplicates --html page.html --images {0..1}.tar --data.sources.train.foldr x", "did you mean 'folder'"),
+        ("duplicates --sort", "unrecognized arguments: --sort"),
         ("neighbours --mine image-text", "set --out FILE.parquet"),
         ("neighbours --mine image-text --out a.csv", "set --out FILE.parquet"),
         ("neighbours --mine image-text --out a.parquet --query-key k1", "for all samples"),

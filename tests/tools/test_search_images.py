@@ -198,6 +198,9 @@ def test_wrong_calls_end_with_one_sentence(capsys: pytest.CaptureFixture[str]) -
         (("local-dir:model", "table.csv"), "at least one query"),
         (("local-dir:model", "table.csv", "a", "-k", "no"), "-k"),
         (("local-dir:model", "table.csv", "gone.png"), "gone.png"),
+        (("local-dir:model", "none.csv", "gone.png"), "gone.png"),  # before images are computed
+        (("local-dir:model", "none.csv", "a dog", "table.csv"), "the query 'table.csv' is a file, not an image: give"),
+        (("local-dir:model", "none.csv", "."), "the query '.' is a folder, not an image: give words"),
         (("local-dir:model", "none.csv", "a"), "none.csv"),
         (("ViT-B-32", "table.csv", "a"), "without weights"),
         (("ViT-B-32", "table.csv", "a", "--pretrained=no-such-tag"), "no-such-tag"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from clipstream.config.settings import load
@@ -17,13 +18,18 @@ from clipstream.storage.shard_cache import ShardCache
 class StoredImages:
     """Images of the samples of a store. Reading those of a shard in a row opens it once.
 
+    Args:
+        data: as --train-data names them.
+        flags: of training, on how these are read.
+
     Raises SettingsError: the data lack the shards of the store.
     """
 
-    def __init__(self, store: FeatureStore, data: str, cache: ShardCache) -> None:
+    def __init__(self, store: FeatureStore, data: str, cache: ShardCache, flags: Sequence[str] = ()) -> None:
+        read = load(["--train-data", data, *flags]).data.sources["train"].model_dump()
         self._sources: dict[str, tuple[ImageReader, dict[str, str]]] = {}
         for name, info in store.manifest.sources.items():
-            given: dict[str, Any] = {**load(["--train-data", data]).data.sources["train"].model_dump(), **info.settings}
+            given: dict[str, Any] = {**read, **info.settings}
             source = Source(SourceSettings.model_validate(given), SourceContext(cache))
             names = dict(zip(stable_names(source.names), source.names, strict=True))
             if missing := [shard.name for shard in info.shards if shard.name not in names]:

@@ -19,7 +19,11 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] not in TOPICS and not argv[0].startswith("-"):
         images.main(argv)
         return 0
-    options = build_parser().parse_args(argv)
+    parser = build_parser()
+    options, flags = parser.parse_known_args(argv)
+    options.flags = flags
+    if flags and not getattr(options, "images", None):
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     images.computed().search(options)  # on use: --help imports no torch
     return 0
 
@@ -104,6 +108,7 @@ def _add_lists(topics: Any, common: argparse.ArgumentParser, part: argparse.Argu
         help="which image of a group stays: the first, the one with the largest cosine with its caption, or the one "
             "farthest from the centroid of its cluster (default: first)",
     )  # fmt: skip
+    _add_page(topic)
 
     topic = topics.add_parser(
         "scores", parents=[common], help="cosines of images with their captions",
@@ -141,10 +146,15 @@ def _add_doubt(topics: Any, common: argparse.ArgumentParser) -> None:
         help="samples of the list and the page: a number, or a fraction of all (default: 100)",
     )  # fmt: skip
     topic.add_argument("-k", type=_count, default=5, metavar="N", help="neighbours to compare with (default: 5)")
+    _add_page(topic)
+
+
+def _add_page(topic: argparse.ArgumentParser) -> None:
     topic.add_argument("--html", type=own_path, metavar="FILE", help="write a page with these images to this file")
     topic.add_argument(
-        "--images", type=with_home, metavar="DATA", help="data that the store was computed of, for --html"
-    )
+        "--images", type=with_home, metavar="DATA",
+        help="data that the store was computed of, for --html; followed by flags of training on how they are read",
+    )  # fmt: skip
 
 
 _count = _number(int, lambda value: value >= 1, "a whole number, at least 1")

@@ -40,7 +40,8 @@ from clipstream.features.image_index import (
 from clipstream.models.numpy_text import Floats, NumpyText
 from clipstream.text import framed, printable, shortened
 from clipstream.utils import atomic_write
-from clipstream.utils.logs import loading, on_terminal
+from clipstream.utils.content import SUFFIXES
+from clipstream.utils.logs import loading, logger, on_terminal
 from clipstream.utils.section import with_home
 
 if TYPE_CHECKING:
@@ -126,6 +127,18 @@ def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
     return np.stack([found[query] for query in queries])
 
 
+def _check(query: str) -> None:
+    """Warn of a word that names a file or folder. Raises SettingsError: it is the path of one that is no image."""
+    path = Path(query).expanduser()
+    if is_image(query):
+        _content(query)
+    elif len(query.encode(errors="replace")) < 256 and path.exists():
+        said = f"the query {printable(query)!r} is {'a folder' if path.is_dir() else 'a file'}, not an image"
+        if path.suffix or path.name != query:
+            raise SettingsError(f"{said}: give words, or the path of an image ({', '.join(SUFFIXES[:3])}, …)")
+        logger.warning(f"{said}: images are searched by this word")
+
+
 def _content(query: str) -> bytes:
     with errors_as(SettingsError, f"the image {query} cannot be read", OSError):
         return Path(query).expanduser().read_bytes() if is_image(query) else query.encode(errors="surrogatepass")
@@ -153,6 +166,8 @@ class SearchResults:
     """
 
     def __init__(self, call: ImageSearch, queries: Sequence[str], k: int) -> None:
+        for query in queries:
+            _check(query)
         self._call, self._folder = call, index_of(call)
         self._features: Floats = np.load(self._folder / FEATURES, mmap_mode="r")
         self._ends = np.load(self._folder / ENDS, mmap_mode="r")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.text import printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole, result_table
+from clipstream.utils.logs import logger
 from clipstream.utils.table_files import SAMPLE, TableWriter
 
 SHOWN, SHOWN_TEXTS = 25, 10  # pairs, and captions or classes, of a table
@@ -32,6 +33,9 @@ NUMBERS = ("doubt", "cosine", "images")  # columns of tables
 CELL = 100  # characters of a caption
 IMAGES, NEAR = 12, 8  # images of a caption on the page, and those near an image
 MANY = 10  # images that match a caption of other samples best, at least, for a table of such captions
+
+
+Groups = Sequence[tuple[str, Sequence[tuple[int, float]]]]  # heads, and rows with their scores
 
 
 class Mistaken(NamedTuple):
@@ -48,10 +52,7 @@ def doubt(options: argparse.Namespace, store: FeatureStore, device: torch.device
 
     Raises SettingsError: the store lacks a tower, or the data of the images are not those of the store.
     """
-    if bool(options.html) != bool(options.images):
-        raise SettingsError("--html FILE shows images of --images DATA: set both, or none")
-    with contextlib.closing(ShardCache(None)) as cache:
-        images = StoredImages(store, options.images, cache) if options.html else None
+    with stored_images(options, store) as images:
         pairs = PairRows(store)
         found = doubts(pairs, options.k, device=device)
         order = np.argsort(found.scores, kind="stable")
@@ -80,9 +81,7 @@ def doubt(options: argparse.Namespace, store: FeatureStore, device: torch.device
             _write(Path(options.out), found, worst, names)
             print(f"{options.out}: the {len(worst):,} most doubtful samples")
         if images is not None:
-            page = _page(pairs.images, found, worst, texts, images, device)
-            atomic_write.replace(Path(options.html), page.encode(errors="backslashreplace"))
-            print(options.html)
+            write_page(options, pairs.images, _groups(found, worst, texts, names), images, device)
 
 
 def _mistaken(found: Doubts) -> list[Mistaken]:
@@ -129,32 +128,52 @@ def _write(path: Path, found: Doubts, worst: Numbers, names: Mapping[int, Name])
         writer.write(columns)
 
 
-def _page(
-    rows: StoredRows, found: Doubts, worst: Numbers, texts: Sequence[Mistaken], images: StoredImages, device: Any
-) -> str:
-    """The doubtful pairs, and images that match captions of others; each with its cosine and the images near it."""
-    shown = found.rows[worst].tolist()
+def _groups(found: Doubts, worst: Numbers, texts: Sequence[Mistaken], names: Mapping[int, Name]) -> Groups:
+    """The doubtful pairs, and images that match captions of others; each with its cosine."""
+    groups = [(f"Doubtful pairs: the worst {len(worst):,}", found.rows[worst].tolist())]
+    for text in texts:
+        head = f"matches {text.images:,} images of others best"
+        head = head if text.own < 0 else f"matches {text.images:,} images of {names[text.own].captions[0]} better"
+        groups.append((f"{names[text.row].captions[0]}: {head}", text.rows))
+    cosines = dict(zip(found.rows.tolist(), found.cosines.tolist(), strict=True))
+    return [(head, [(row, cosines[row]) for row in rows]) for head, rows in groups]
+
+
+@contextlib.contextmanager
+def stored_images(options: argparse.Namespace, store: FeatureStore) -> Iterator[StoredImages | None]:
+    """The images of a store for --html; None without it. Raises SettingsError: these are not those of the store."""
+    if bool(options.html) != bool(options.images):
+        raise SettingsError("--html FILE shows images of --images DATA: set both, or none")
+    with contextlib.closing(ShardCache(None)) as cache:
+        yield StoredImages(store, options.images, cache, options.flags) if options.html else None
+
+
+def write_page(
+    options: argparse.Namespace, rows: StoredRows, groups: Groups, images: StoredImages, device: torch.device
+) -> None:
+    """Write the page with groups of images, each with the images near it; warns of images that cannot be read."""
+    shown = list(dict.fromkeys(row for _, found in groups for row, _ in found))
     near = search(rows, gather(rows, shown), NEAR + 1, device=device)
     hits = {
         row: list(zip(*of, strict=True))
         for row, *of in zip(shown, near.rows.tolist(), near.scores.tolist(), strict=True)
     }
-    wanted = [row for text in texts for row in (text.row, text.own, *text.rows)]
-    names = names_of(rows, [*wanted, *shown, *near.rows.flatten().tolist()])
-    cosines = dict(zip(found.rows.tolist(), found.cosines.tolist(), strict=True))
+    names, missing = names_of(rows, [*shown, *near.rows.flatten().tolist()]), dict[int, str]()
 
     def card(row: int) -> Card:
-        name = names[row]
-        return Card(name.label, name.captions[0] if name.captions else "", "", images.read(*name[:3]))
+        data = images.read(*names[row][:3])
+        missing.update({row: names[row].label} if data is None else {})
+        return Card(names[row].label, names[row].captions[0] if names[row].captions else "", "", data)
 
-    groups = [(f"Doubtful pairs: the worst {len(shown):,}", shown)]
-    for text in texts:
-        caption = names[text.row].captions[0]
-        head = f"matches {text.images:,} images of others best"
-        head = head if text.own < 0 else f"matches {text.images:,} images of {names[text.own].captions[0]} better"
-        groups.append((f"{caption}: {head}", text.rows))
-    queries = [((head, None), [(row, cosines[row]) for row in group]) for head, group in groups]
-    return render_gallery(queries, hits, card, rows.store.shown)
+    page = render_gallery([((head, None), found) for head, found in groups], hits, card, rows.store.shown)
+    atomic_write.replace(Path(options.html), page.encode(errors="backslashreplace"))
+    print(options.html)
+    if missing:
+        logger.warning(
+            f"{len(missing):,} images cannot be read from --images {options.images}, such as "
+            f"{printable(next(iter(missing.values())))}: if their paths begin in another folder, set "
+            "--data.sources.train.folder as for clipstream precompute"
+        )
 
 
 def mine(options: argparse.Namespace, store: FeatureStore, device: torch.device) -> None:

@@ -24,9 +24,11 @@ import torch
 
 from clipstream.api.model import Model, usable_device
 from clipstream.cli.verbs.precompute import CHUNK_ROWS, StoreOptions
+from clipstream.cli.verbs.precompute.images import StoredImages
 from clipstream.cli.verbs.precompute.run import precompute
 from clipstream.cli.verbs.search.indexing import image_row, opened
-from clipstream.cli.verbs.search.pairs import doubt, mine, names_of, sample_columns
+from clipstream.cli.verbs.search.pairs import IMAGES as ON_PAGE
+from clipstream.cli.verbs.search.pairs import doubt, mine, names_of, sample_columns, stored_images, write_page
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.sources import SampleRef, Source
@@ -110,18 +112,33 @@ def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.devi
 
 
 def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
-    """Print groups of near-duplicates; the file lists the samples to drop: all but one of each group."""
+    """Print groups of near-duplicates, and write the list and the page. Raises SettingsError: as `stored_images`."""
     if rows.per_caption:
         raise SettingsError(f"--part {rows.part}: duplicates requires a part of images")
+    with stored_images(options, rows.store) as images:
+        _duplicates(options, rows, images, device)
+
+
+def _duplicates(
+    options: argparse.Namespace, rows: StoredRows, images: StoredImages | None, device: torch.device
+) -> None:
+    """`duplicates`; the file lists the samples to drop: all but one of each group."""
     roots = near_duplicates(rows, options.clusters, options.keep_by, device).kept(options.threshold)
     first, sizes = np.unique(roots, return_counts=True)
     groups = first[sizes > 1][np.argsort(-sizes[sizes > 1], kind="stable")]
     size_of = dict(zip(first.tolist(), sizes.tolist(), strict=True))
-    table = result_table("Largest groups", ("samples", "kept", "others"), NUMBERS)
+    table, shown = result_table("Largest groups", ("samples", "kept", "others"), NUMBERS), []
     for root in groups[:SHOWN].tolist():
         members = np.flatnonzero(roots == root)
-        some = members[members != root][:3].tolist()
+        others = members[members != root].tolist()
+        some = others[:3]
         labels = [printable(name.label, CELL) for name in rows.names([root, *some])]
+        if images is not None:
+            of_group = [root, *others[: ON_PAGE - 1]]
+            found = exact.gather(rows, of_group)
+            scores = (found @ found[0]).tolist()
+            head = f"{size_of[root]:,} near-duplicates; kept: {labels[0]}"
+            shown.append((head, list(zip(of_group, scores, strict=True))))
         more = " …" if size_of[root] > 4 else ""
         table.add_row(f"{size_of[root]:,}", labels[0], ", ".join(labels[1:]) + more)
     if len(groups):
@@ -139,6 +156,8 @@ def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.devi
                 of = [kept[int(roots[numbers[i]])] for i in drop]
                 writer.write({**sample_columns([names[i] for i in drop]), "duplicate_of": of})
         print(options.out)
+    if images is not None:
+        write_page(options, rows, shown, images, device)
 
 
 def clusters(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
