@@ -11,6 +11,8 @@ from clipstream.utils.section import SET, Conflict, PluginSection, Section, othe
 Share = Annotated[float, Field(ge=0, le=1)]
 MAX_PIXELS = 178_956_970  # from which Pillow refuses an image as a decompression bomb (a quarter of 2 GiB of RGBX)
 
+LARGE_PIXELS = MAX_PIXELS // 2  # from which `check` names an image, as Pillow warns of it
+
 
 class ImageTransformSettings(PluginSection):
     """How an image becomes pixels of the model's size. `type` may be a user's own `package.module:Name`."""

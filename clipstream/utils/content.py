@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import re
 import unicodedata
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ IMAGES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF", "HEIC", "JXL", "J
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl",
             ".jp2", ".j2k", ".ppm", ".pgm")  # fmt: skip
 IMAGE_NAME = re.compile(rf"(?i)(?:{'|'.join(map(re.escape, SUFFIXES))})\s*$")
+STRANGE = ("PSD", "DICOM", "NIfTI", "npy", "npz", "torch", "SVG", "PDF", "video", "gzip")  # in place of an image
 TEXTS = ("utf16", "sep", "JSON", "shards", "CSV")  # what a table of text may be
 _TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
 _XML = _TEXT + rb"(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*"
@@ -143,6 +145,9 @@ def describe(head: bytes) -> str | None:
     """What a file that begins with these bytes is, in words, and what to do about it; None if it is not known."""
     for name, pattern, words in _KINDS:
         if pattern.match(head[:HEAD]):
+            with contextlib.suppress(zlib.error):
+                inner = zlib.decompressobj(wbits=31).decompress(head, HEAD) if name == "gzip" else b""
+                words = f"compressed by gzip: {describe(inner)}" if kind(inner) == "NIfTI" else words
             return f"{words}. It reads {head[:120]!r}" if name == "error" else words
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -145,6 +146,47 @@ def test_a_manifest_is_seen_with_its_rows(
     assert "no_image" in (err := capsys.readouterr().err) and "--caption" not in err, "it would not help"
     assert main([f"{tmp_path}/pairs.jsonl", "--image-key", "path"]) == 3
     assert " among filepath, caption " in (err := capsys.readouterr().err) and "with --image-key" in err
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"source.jpg": "", "target.jpg": ""}, "use --image-key source.jpg"),
+        ({"0.jpg": "", "1.jpg": ""}, "To use one of them alone: --image-key 0.jpg"),
+        (
+            {"dcm": bytes(128) + b"DICM"},
+            "member dcm is a DICOM file (medical), which is not decoded: convert it to PNG",
+        ),
+        ({"npy": b"\x93NUMPY\1\0"}, "member npy is a NumPy array (.npy), which is not decoded: convert it to PNG"),
+    ],
+)
+def test_images_under_other_suffixes_are_named(
+    tmp_path: Path, members: dict[str, bytes | str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {name: data or picture("red") for name, data in members.items()}
+    write_tar(tmp_path / "0.tar", [{"__key__": f"{n:03d}", **own, "txt": f"a red thing {n}"} for n in range(4)])
+    assert main([f"{tmp_path}/0.tar"]) == 3
+    out, err = capsys.readouterr()
+    found = " ".join((out + err).split())
+    assert said in found and ".jpeg" not in found
+    assert f"(--image-key): it has {', '.join(f'.{name}' for name in [*own, 'txt'])}" in re.sub(" │ │ │ ", " ", found)
+
+
+def test_large_images_are_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("check", "check_all"):
+        monkeypatch.setattr(f"clipstream.cli.verbs.{module}.LARGE_PIXELS", 1000)
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    large = save(Image.fromarray(smooth(50, 40)))
+    samples = [
+        {"__key__": f"{n:03d}", "png": large if n == 2 else picture("red"), "txt": f"thing {n}"} for n in range(4)
+    ]
+    write_tar(tmp_path / "0.tar", samples)
+    for flags in ([], ["--all"]):
+        assert main([f"{tmp_path}/0.tar", *flags]) == 0
+        found = " ".join(capsys.readouterr().out.split())
+        assert "0.tar/002" in found and "of more than 1,000 pixels" in found and "pack OUT SHARDS --size" in found
 
 
 def test_pictures_are_used_and_dropped_as_training_does(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def picture(format: str) -> bytes:
     return written(lambda file: Image.new("RGB", (40, 30)).save(file, format))
 
 
+NIFTI = b"\x5c\1\0\0" + bytes(340) + b"n+1\0"
 COCO = {"info": {"year": 2017}, "images": [{"id": 1, "file_name": "1.jpg"}], "annotations": []}
 KARPATHY = {"images": [{"sentids": [0, 1], "filename": "1.jpg"}], "dataset": "flickr30k"}
 
@@ -83,6 +84,12 @@ def samples() -> Iterator[tuple[str | None, bytes]]:
         yield "error", page
     yield "SVG", b"<?xml version='1.0'?>\n<svg xmlns='x'>"
     yield from (("7z", b"7z\xbc\xaf\x27\x1c\0\4"), ("rar", b"Rar!\x1a\x07\1\0"), ("PDF", b"%PDF-1.4"))
+    yield from (
+        (format, picture(name)) for format, name in (("JPEG2000", "JPEG2000"), ("PPM", "PPM"), ("AVIF", "AVIF"))
+    )
+    yield from (("JXL", b"\xff\x0a\0"), ("PPM", b"P5\n# GIMP\n40 30\n255\n"), (None, b"P5 is a port"))
+    yield from (("DICOM", bytes(128) + b"DICM\2\0\0\0UL"), ("zstd", b"\x5f\x2a\x4d\x18\4\0\0\0"))
+    yield "NIfTI", NIFTI
     yield "HEIC", b"\0\0\0\x18ftypheic\0\0\0\0"
     yield "Parquet", written(lambda file: parquet.write_table(TABLE, file))
     yield from (("Arrow", written(arrow)), ("Arrow", written(lambda file: arrow(file, pa.ipc.new_stream))))
@@ -112,6 +119,11 @@ def samples() -> Iterator[tuple[str | None, bytes]]:
 def test_kinds_by_their_first_bytes(name: str | None, data: bytes) -> None:
     assert kind(data) == kind(data[:HEAD]) == name
     assert (describe(data) is None) == (name is None)
+
+
+def test_a_packed_volume_is_named_as_what_it_is() -> None:
+    assert "NIfTI" in str(describe(gzip.compress(NIFTI + bytes(9000))[:HEAD]))
+    assert "NIfTI" not in str(describe(gzip.compress(b"x" * 9000)[:HEAD]))
 
 
 def test_sqlite(tmp_path: Path) -> None:

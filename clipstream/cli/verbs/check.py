@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import sys
 from collections import Counter
@@ -48,7 +49,7 @@ from clipstream.data.decode.images import (
 )
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile
 from clipstream.data.duplicates import caption_hash, file_hash, warning_of_equal
-from clipstream.data.image_settings import rgb
+from clipstream.data.image_settings import LARGE_PIXELS, rgb
 from clipstream.data.loader.health import Captions, lost_area_note
 from clipstream.data.settings import IMAGE_KEY, SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext
@@ -74,6 +75,7 @@ SHARDS_READ = 10  # of a large data set, spread over it
 ROWS = 25
 CELL = 400  # characters of a table's cell
 SQUARE = ImageSpec((224, 224))  # whose crop leaves out as much as that of any square
+LARGE_ADVICE = whole.LARGE_ADVICE
 SAID = 0.1  # mean share of the area that a crop leaves out, from which it is told
 OFF_TERMINAL = 160  # columns where there is no terminal
 PROFILED = 64  # samples whose members and fields give examples and suggestions
@@ -269,6 +271,7 @@ class CheckReport:
     lost: list[float] = field(default_factory=list)
     transparent: int = 0  # of `used`
     background: str = "white"
+    large: list[str] = field(default_factory=list)  # 'SHARD/KEY' of images of more than LARGE_PIXELS
     total: int | None = None  # number of samples, if it is known
     hashes: list[tuple[int, int]] = field(default_factory=list)  # of caption and image file, of the samples used
     of_shards: list[int] = field(default_factory=list)  # the number of the shard of each of these
@@ -358,6 +361,8 @@ def _look_at(
         data, text = image_bytes(sample, keys=source.image_key), extract(sample, None)
         image = opened(data)
         check_shape(image.size)
+        if image.size[0] * image.size[1] > LARGE_PIXELS:
+            view.large.append(where)
         lost = lost_area(image.size, SQUARE)
         transparent = is_transparent(loaded(image))
         pixels = np.asarray(converted(opaque(image, rgb(source.background))))
@@ -443,6 +448,11 @@ def _warnings(view: CheckReport, caption: CaptionSettings) -> Iterator[str]:
     if view.long:
         share = f"{view.long:,} captions ({view.long / view.used:.0%})"
         yield f"{share} have more than {CONTEXT} tokens, which is what CLIP models read: the rest is cut off"
+    if view.large:
+        yield (
+            f"{counted(len(view.large), 'image', ',')} of more than {LARGE_PIXELS:,} pixels (such as "
+            f"{listed(list(map(printable, view.large)), 3)}): {LARGE_ADVICE}"
+        )
     if warning := view.first_captions.languages_warning(caption):
         yield warning
     if warning := view.profile.tags(caption):
@@ -583,10 +593,10 @@ def print_checked(source: SourceSettings, command: Sequence[str], samples: int |
         return
     reason, count = view.drops.most_common(1)[0]
     hint = profile.hint(source.image_key, source.caption)
-    if reason in ("no_image", MISSING_IMAGE) and "image-key" not in hint:
+    if reason in ("no_image", MISSING_IMAGE) and not re.search("image-key|^member ", hint):
         hint = ""  # a caption alone does not help
     scattered = next((fault for fault in view.faults.values() if fault.startswith(SCATTERED)), None)
-    useful = hint.startswith("use ")
+    useful = hint.startswith(("use ", "member "))
     if not useful and (scattered or note):
         hint = scattered or "see the note above"
     elif not useful:

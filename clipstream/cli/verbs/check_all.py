@@ -22,6 +22,7 @@ from PIL import Image
 from clipstream.data.decode.images import FACTORS, decode, read_header
 from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.duplicates import near_groups
+from clipstream.data.image_settings import LARGE_PIXELS
 from clipstream.data.sample_table import EMPTY, NULL, Columns, SampleTable, detector, sample_table
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 CONTEXT = 77  # tokens that CLIP models read of a caption
+LARGE_ADVICE = "decoding one takes seconds; `clipstream pack OUT SHARDS --size 512` writes smaller ones"
 SIDE = 224  # pixels of a side that most models see
 SHOWN = 8  # samples of a problem
 EXAMPLES = 24  # of the data, on the page
@@ -232,6 +234,9 @@ def _images(found: Examined) -> None:
     sides = np.minimum(found.rows["width"].fill_null(SIDE).to_numpy(), found.rows["height"].fill_null(SIDE).to_numpy())
     _add(found, "small_images", sides < SIDE, f"have images with a side of less than {SIDE} pixels, which models of "
          "that size enlarge", -sides, is_note=True)  # fmt: skip
+    area = found.rows["width"].fill_null(0).to_numpy().astype(float) * found.rows["height"].fill_null(0).to_numpy()
+    says = f"have images of more than {LARGE_PIXELS:,} pixels: {LARGE_ADVICE}"
+    _add(found, "large_images", area > LARGE_PIXELS, says, area, is_note=True)
     _add(found, "one_colour", found.rows["one_colour"], "have images of one colour: they show nothing")
 
 

@@ -11,7 +11,7 @@ import inspect
 import io
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -24,7 +24,7 @@ from clipstream.data.json_path import ABSENT as ABSENT
 from clipstream.data.json_path import parse_path, parse_text, structure, texts_at, value_at
 from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError, errors_as
-from clipstream.text import printable
+from clipstream.text import listed, printable
 from clipstream.utils.content import HEAD, PRINTED, kind, to_utf8
 from clipstream.utils.plugins import called, load_function, load_plugin, make_plugin
 
@@ -176,13 +176,23 @@ def split_keys(keys: str) -> tuple[str, ...]:
     return tuple(name for name in names if name)
 
 
-def image_bytes(sample: RawSample, keys: str) -> bytes:
-    """The bytes of the image member: the first present of the suffixes in `keys`. Raises Dropped: `no_image`."""
+def image_bytes(sample: RawSample, keys: str, members: Iterable[str] = ()) -> bytes:
+    """The bytes of the image member: the first present of the suffixes in `keys`.
+
+    Args:
+        members: suffixes of all its members, of which `sample` may have some.
+
+    Raises Dropped: `no_image`.
+    """
     suffixes = split_keys(keys)
     value = member_of(sample, suffixes)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
-    raise Dropped("no_image", _missing(suffixes) if value is ABSENT else f"{type(value).__name__} instead of bytes")
+    if value is not ABSENT:
+        raise Dropped("no_image", f"{type(value).__name__} instead of bytes")
+    there = [f".{printable(name)}" for name in [*members] or sample if not name.startswith("__")]
+    wanted = _missing(suffixes) if len(suffixes) < 5 else "no member of an image"
+    raise Dropped("no_image", f"{wanted} (--image-key): it has {listed(there, 8) or 'none'}")
 
 
 def build_caption(settings: CaptionSettings) -> CaptionExtractor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import warnings
 import zlib
 from functools import cache
@@ -42,6 +43,8 @@ _ALONE = frozenset((0x00, 0x01, *range(0xD0, 0xD9), 0xFF))  # markers without a 
 _SAMPLING = (  # of the three components of a JPEG, horizontal and vertical, as libjpeg-turbo's TurboJPEG names them
     *(f"{luma}1111" for luma in ("11", "21", "12", "22", "41", "14")), "221212", "222121", "212121", "121212", "222222",
 )  # fmt: skip
+_SMALLER = "scale it down, or cut it into tiles"
+_LIMIT = f"more than {MAX_PIXELS:,}: {_SMALLER}"
 _NUMBERS = {1: "unsigned", 2: "signed", 3: "floating point"}  # TIFF's tag SampleFormat
 
 
@@ -111,7 +114,8 @@ def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     try:
         image: Image.Image = Image.open(io.BytesIO(_without_text(data)), formats=_formats(form))
     except Image.DecompressionBombError as error:
-        raise Dropped("image_too_large", str(error)) from error
+        count = re.search(r"\d+", str(error))
+        raise Dropped("image_too_large", f"{int(count[0]) if count else 0:,} pixels, {_LIMIT}") from error
     except Exception as error:  # Pillow's readers raise nearly anything on broken files
         unknown = isinstance(error, UnidentifiedImageError) or form in EXTRAS
         raise Dropped("undecodable_image", _unidentified(data, form) if unknown else repr(error)) from error
@@ -194,6 +198,6 @@ def check_size(size: tuple[int, int], max_pixels: int = MAX_PIXELS) -> None:
     """Refuse images of more than `max_pixels`, or without any. Raises Dropped."""
     width, height = size
     if width * height > max_pixels:
-        raise Dropped("image_too_large", f"{width} x {height} pixels, more than {max_pixels:,}")
+        raise Dropped("image_too_large", f"{width} x {height} pixels, more than {max_pixels:,}: {_SMALLER}")
     if width * height == 0:
         raise Dropped("undecodable_image", f"{width} x {height} pixels")

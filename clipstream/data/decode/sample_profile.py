@@ -132,6 +132,7 @@ class Profile:
         self.parts: Counter[str] = Counter()  # samples by NAME.SUFFIX in a folder of the tar; the first names alone
         self.images: Counter[str] = Counter()  # as `suffixes`, of the members whose bytes begin as an image
         self.tried: list[dict[str, bytes]] = []  # the first samples, without their images
+        self.strange: dict[str, str] = {}  # by suffix, what members are that may have the image and are not decoded
 
     def add(self, sample: RawSample) -> None:
         """Count one raw sample, suffix -> bytes; keys with `__` are ignored."""
@@ -146,8 +147,10 @@ class Profile:
                 self.suffixes[suffix] += 1
             if in_folder and ((part := f"{stem}.{suffix}") in self.parts or len(self.parts) <= PARTS):
                 self.parts[part] += 1
-            if content.kind(bytes(data[:512])) in content.IMAGES:
+            if (kind := content.kind(bytes(data[:512]))) in content.IMAGES:
                 self.images[suffix] += 1
+            elif kind in content.STRANGE:
+                self.strange.setdefault(suffix, str(content.describe(bytes(data[:512]))))
             else:
                 kept[suffix] = bytes(data)
         self._keep([kept])
@@ -158,6 +161,7 @@ class Profile:
         self.suffixes.update(other.suffixes)
         self.parts.update(other.parts)
         self.images.update(other.images)
+        self.strange = other.strange | self.strange
         self._keep(other.tried)
 
     def _keep(self, samples: Sequence[dict[str, bytes]]) -> None:
@@ -220,6 +224,8 @@ class Profile:
         """The flags to use, and other members and fields with text if no caption was found; '' if nothing helps."""
         flags = self.suggestion(image_key, caption, place)
         parts = [f"use {' '.join(flags)}"] if flags else []
+        if not self.images and not any(self.suffixes[suffix] for suffix in split_keys(image_key)):
+            parts = [f"member {suffix} is {what}" for suffix, what in [*self.strange.items()][:2]]
         if caption is not None and not self._caption_found(caption):
             others = [flag for flag in self.captions(caption, place) if flag not in flags]
             if others:
@@ -238,7 +244,8 @@ class Profile:
             return lines(*told)
         wanted = split_keys(image_key)
         if not any(self.suffixes[suffix] for suffix in wanted):
-            told.append(f"no sample has an image member named {' or '.join(wanted)} (--image-key)")
+            named = " or ".join(wanted) if len(wanted) < 5 else f"{wanted[0]}, {wanted[1]} or the like"
+            told.append(f"no sample has an image member named {named} (--image-key)")
         if caption is None:
             told.append(f"set the label with --{place.removesuffix('.data')}.label: a member, or json:PATH")
         elif not self._caption_found(caption):
@@ -340,7 +347,8 @@ class Profile:
         return (
             f"images are members {listed(shown, 3)} of their samples: a key ends "
             f"at the first dot of the file's name, so photo.{shown[0]} is member {shown[0]} of the sample photo. If "
-            f"each is an image of its own, rename the files, e.g. to photo_{shown[0]}: {RENAMING}"
+            f"each is an image of its own, rename the files, e.g. to photo_{shown[0]}: {RENAMING}. To use one of them "
+            f"alone: --image-key {shown[0]}"
         )
 
     def _dotted(self) -> list[str]:

@@ -364,7 +364,7 @@ class Pipeline:
                 if trace:
                     ids = self.inputs.tokenizer.encode([slot.caption])[0].tolist()
                     trace.caption(slot.caption, ids, readable(self.inputs.tokenizer, ids))
-                slot.data = image_bytes(sample, reader.image_key)
+                slot.data = image_bytes(sample, reader.image_key, slot.sample.ref.members)
                 slot.group = 0 if reader.group is None else reader.group(slot.sample.name, sample)
             except Dropped as drop:
                 self._drop(slot, drop, again)

@@ -61,6 +61,14 @@ BLOCK, BLOCKS = 1000, 192  # most samples of a block, and fewest blocks of as ma
 _TAR = re.compile(r"(?i)(.+)\.(?:tar|tgz|tar\.gz|tar\.zst)")
 # What tools write beside tables and tars: Hugging Face datasets, wids, img2dataset, open_clip.
 _ABOUT = re.compile(r"dataset_(?:infos?|dict)\.json|state\.json|(?:shardindex|sizes|.*_stats)\.json|cache-.*\.arrow")
+LAKES = {  # what marks a table of several files -> its name, and the code that reads it
+    "_delta_log": ("a Delta table", "deltalake.DeltaTable({}).to_pyarrow_table()"),
+    "_versions": ("a Lance data set", "lance.dataset({}).to_table()"),
+    "metadata": ("an Iceberg table", "pyiceberg.table.StaticTable.from_metadata(JSON).scan().to_arrow()"),
+}
+_LAKE = re.compile(
+    r"((?:.*/)?)(?:(_delta_log)/[^/]*\.json|(_versions)/[^/]*\.manifest|(metadata)/[^/]*\.metadata\.json)"
+)
 _FOLDER = re.compile(rf"{SPLIT.pattern}\d*/")  # of the images of a split
 _PART = re.compile(
     r"(?i)(.+\.(?:tar|tgz|tar\.\w+|zip|7z|rar|gz|zst))\.(?:part)?(?:\d{1,4}|[a-z]{2})"
@@ -154,6 +162,7 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
             files += names
             if len(files) >= LOOKED:
                 break
+        _refuse_lakes(folder, files)
         kind = _kind(folder, files, image_keys)
         if kind == "classes":
             _tell_unused(folder, (file for file in files if suffix_of(file) not in image_keys))
@@ -244,6 +253,18 @@ def _kind(folder: str, files: Sequence[str], image_keys: Collection[str]) -> str
     suffixes = Counter(f".{suffix}" for file in files if (suffix := suffix_of(file)))
     held = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(3)) or "no files"
     raise SettingsError(f"{folder} holds no tar, no table and no image, but {held}{_known(folder, files)}: {_ADVICE}")
+
+
+def _refuse_lakes(folder: str, files: Iterable[str]) -> None:
+    """Raises SettingsError: the folder, or one in it, is a table of a format whose files have no meaning alone."""
+    for file in files:
+        if found := _LAKE.fullmatch(file):
+            what, code = LAKES[next(filter(None, found.groups()[1:]))]
+            where = os.path.join(folder, found[1] or "").rstrip("/")
+            raise SettingsError(
+                f"{where} is {what}, which is not read: write it as Parquet, e.g. by pyarrow.parquet.write_table("
+                f"{code.format(repr(where))}, 'rows.parquet')"
+            )
 
 
 def _known(folder: str, files: Sequence[str]) -> str:

@@ -68,7 +68,7 @@ def test_the_first_present_image_is_taken_whatever_its_case() -> None:
     assert image_bytes(raw(png=b"1", jpg=b"2"), "webp, PNG") == b"1"
     assert image_bytes(raw(JPG=memoryview(b"3")), "jpg") == b"3"
     assert split_keys("jpg;PNG, .webp;;") == ("jpg", "png", "webp")
-    with pytest.raises(Dropped, match=r"no_image: no member \.jpg or \.png"):
+    with pytest.raises(Dropped, match=r"no_image: no member \.jpg or \.png \(--image-key\): it has \."):
         image_bytes(raw(txt=b""), "jpg;png")
     with pytest.raises(Dropped, match="no_image: list"):
         image_bytes(raw(jpg=[1]), "jpg")

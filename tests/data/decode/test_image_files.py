@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 import io
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,7 @@ import pytest
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps
 
+import clipstream
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode import image_files
 from clipstream.data.decode.image_files import jpeg_header
@@ -20,7 +25,7 @@ from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
 from clipstream.errors import Dropped
-from tests.support.image_files import decibels, png, save, smooth, tiff
+from tests.support.image_files import bomb, decibels, png, save, smooth, tiff
 
 WHITE = (255, 255, 255)
 HALVES = np.zeros((40, 60, 3), np.uint8) + np.array([200, 40, 10], np.uint8)
@@ -205,6 +210,21 @@ def test_one_transparent_value_of_a_png_is_clear_and_no_other(bits: int, channel
         clear = int(step).to_bytes(2, "big") * channels
         truth = np.where((values == step).all(axis=2, keepdims=True), 255, values * (255 / most))
         assert np.abs(pixels(png(values, bits, clear)) - truth).max() <= 1, step
+
+
+def test_words_of_pillow_on_single_files_are_ours(tmp_path: Path) -> None:
+    """Pillow 12.3 warns of images of more than 89,478,485 pixels, and logs TIFFs of many bands; none names a file."""
+    (tmp_path / "a").write_bytes(bomb(10_000, 9_500))
+    (tmp_path / "b").write_bytes(tiff(np.zeros((4, 4, 13), np.uint8), photometric=1, extra=0))
+    code = (
+        "import sys; from pathlib import Path; from clipstream.data.decode.images import opened\n"
+        "print(opened(Path('a').read_bytes()).size)\ntry: opened(Path('b').read_bytes())\n"
+        "except Exception as error: print(error)"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(clipstream.__file__).parent.parent)}
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert found.stdout.startswith("(10000, 9500)\nundecodable_image: a TIFF image of 13 x 8 bits")
+    assert not found.stderr
 
 
 def test_sixteen_bits_of_low_values_in_jpeg_2000_are_told() -> None:

@@ -162,6 +162,22 @@ def test_files_that_nothing_uses_are_counted_by_suffix(
     assert [one.getMessage() for one in caplog.records] == ([f"{folder}: {said}"] if said else [])
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ("t/_delta_log/00.json", "t/part-0.parquet"),
+            "held/t is a Delta table, which is not read: write it",
+        ),
+        (("_versions/1.manifest", "data/0.lance"), r"held is a Lance data set, .*lance\.dataset\('.*held'\)"),
+        (("metadata/v1.metadata.json", "data/0.parquet"), "held is an Iceberg table"),
+    ],
+)
+def test_tables_of_several_files_are_named_with_a_way_out(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        contents(write(tmp_path / "held", *names))
+
+
 @pytest.mark.parametrize("stray", ["labels.csv", "config.json", "all.tar"])
 def test_a_file_beside_many_pairs_is_left_out(tmp_path: Path, stray: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = write(tmp_path / "held", stray, *MANY)
