@@ -13,7 +13,6 @@ import io
 import json
 import math
 import os
-import re
 import shlex
 import sys
 from collections import Counter
@@ -75,7 +74,6 @@ SHARDS_READ = 10  # of a large data set, spread over it
 ROWS = 25
 CELL = 400  # characters of a table's cell
 SQUARE = ImageSpec((224, 224))  # whose crop leaves out as much as that of any square
-LARGE_ADVICE = whole.LARGE_ADVICE
 SAID = 0.1  # mean share of the area that a crop leaves out, from which it is told
 OFF_TERMINAL = 160  # columns where there is no terminal
 PROFILED = 64  # samples whose members and fields give examples and suggestions
@@ -361,8 +359,7 @@ def _look_at(
         data, text = image_bytes(sample, keys=source.image_key), extract(sample, None)
         image = opened(data)
         check_shape(image.size)
-        if image.size[0] * image.size[1] > LARGE_PIXELS:
-            view.large.append(where)
+        view.large += [where] * (image.size[0] * image.size[1] > LARGE_PIXELS)
         lost = lost_area(image.size, SQUARE)
         transparent = is_transparent(loaded(image))
         pixels = np.asarray(converted(opaque(image, rgb(source.background))))
@@ -449,10 +446,7 @@ def _warnings(view: CheckReport, caption: CaptionSettings) -> Iterator[str]:
         share = f"{view.long:,} captions ({view.long / view.used:.0%})"
         yield f"{share} have more than {CONTEXT} tokens, which is what CLIP models read: the rest is cut off"
     if view.large:
-        yield (
-            f"{counted(len(view.large), 'image', ',')} of more than {LARGE_PIXELS:,} pixels (such as "
-            f"{listed(list(map(printable, view.large)), 3)}): {LARGE_ADVICE}"
-        )
+        yield whole.large_note(view.large, LARGE_PIXELS)
     if warning := view.first_captions.languages_warning(caption):
         yield warning
     if warning := view.profile.tags(caption):
@@ -593,7 +587,7 @@ def print_checked(source: SourceSettings, command: Sequence[str], samples: int |
         return
     reason, count = view.drops.most_common(1)[0]
     hint = profile.hint(source.image_key, source.caption)
-    if reason in ("no_image", MISSING_IMAGE) and not re.search("image-key|^member ", hint):
+    if reason in ("no_image", MISSING_IMAGE) and "image-key" not in hint and not hint.startswith("member "):
         hint = ""  # a caption alone does not help
     scattered = next((fault for fault in view.faults.values() if fault.startswith(SCATTERED)), None)
     useful = hint.startswith(("use ", "member "))

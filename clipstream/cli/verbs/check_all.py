@@ -30,7 +30,7 @@ from clipstream.errors import Dropped
 from clipstream.report.charts import Bars, short
 from clipstream.report.data_page import Sheet, render_data
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.text import counted, percent, shortened
+from clipstream.text import counted, listed, percent, printable, shortened
 from clipstream.utils import atomic_write
 from clipstream.utils.content import IMAGE_NAME
 
@@ -161,6 +161,12 @@ def _counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:
 def _quantiles(values: np.ndarray[Any, Any]) -> dict[str, float] | None:
     found = np.quantile(values, list(QUANTILES.values()), method="nearest") if len(values) else []
     return {name: float(f"{value:.4g}") for name, value in zip(QUANTILES, found, strict=True)} if len(values) else None
+
+
+def large_note(names: Sequence[str], most: int) -> str:
+    """What to do about images of more than `most` pixels, of the samples of these names."""
+    some = listed(list(map(printable, names)), 3)
+    return f"{counted(len(names), 'image', ',')} of more than {most:,} pixels (such as {some}): {LARGE_ADVICE}"
 
 
 def _add(found: Examined, name: str, mask: Any, says: str, worst: Any = None, *, is_note: bool = False) -> None:
