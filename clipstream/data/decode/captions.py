@@ -177,13 +177,7 @@ def split_keys(keys: str) -> tuple[str, ...]:
 
 
 def image_bytes(sample: RawSample, keys: str, members: Iterable[str] = ()) -> bytes:
-    """The bytes of the image member: the first present of the suffixes in `keys`.
-
-    Args:
-        members: suffixes of all its members, of which `sample` may have some.
-
-    Raises Dropped: `no_image`.
-    """
+    """The bytes of the first member present of `keys`; `members` are all that it has. Raises Dropped: `no_image`."""
     suffixes = split_keys(keys)
     value = member_of(sample, suffixes)
     if isinstance(value, (bytes, bytearray, memoryview)):
