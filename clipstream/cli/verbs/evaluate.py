@@ -312,8 +312,8 @@ def _check_settings(settings: Settings, subject: Subject, trained: Sequence[str]
     """Check the settings of an evaluation. Raises SettingsError: they are wrong, or there are no evaluators."""
     if not settings.evals:
         raise SettingsError(
-            "no evaluation data: set --checkpoint RUN, --val-data SHARDS, --suite FILE, or --config with "
-            "a section evals"
+            "no evaluation data: name a run and data (clipstream evaluate RUN DATA), or set --val-data, --suite or "
+            "--config with a section evals"
         )
     for name, section in settings.evals.items() if report is None else ():
         place = settings.places.place_of(("evals", name, "prompts"))  # those in a run's own settings are for its report
