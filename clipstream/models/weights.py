@@ -278,6 +278,9 @@ NOT_WEIGHTS = {"input_resolution", "context_length", "vocab_size", "attn_mask", 
 WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 TRANSFORMERS = re.compile(r"(?:vision|text)_model\..*encoder\.layers\.")  # of its CLIPModel and SiglipModel
 SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.)")  # in the name of one of several files of weights
+# In names of other projects: whose weights these are.
+FOREIGN = {"bert.encoder.": "Chinese-CLIP, which open_clip has no model of",
+           "visual.blocks.": "EVA-CLIP: use open_clip's EVA models with their tags"}  # fmt: skip
 TEXT_POSITIONS = ("positional_embedding", "text.positional_embedding")
 KEPT_POSITIONS = 20  # which are well trained, as most captions are that short
 TIMM_POSITIONS = "visual.trunk.pos_embed"
@@ -485,5 +488,8 @@ def _differences(own: dict[str, torch.Tensor], state: dict[str, torch.Tensor], *
 def _refuse(problems: list[str], path: Path | None, label: str) -> None:
     """Raise for a file that does not fit the model, with the first of the problems."""
     if problems:
-        head = f"{path} does not hold the weights of {label}:"
+        known = next(
+            (f" (but of {kind})" for part, kind in FOREIGN.items() if any(part in one for one in problems)), ""
+        )
+        head = f"{path} does not hold the weights of {label}{known}:"
         raise SettingsError(lines(head, *listed_lines([f"  {one}" for one in problems], SHOWN)))

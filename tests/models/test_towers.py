@@ -121,6 +121,14 @@ def test_image_size_and_context_length_change_the_model(tmp_path: Path) -> None:
     assert_open_clip_agrees(towers, tmp_path / "larger")
 
 
+def test_weights_of_other_projects_are_named(tmp_path: Path) -> None:
+    state = dict(build(name := write(tmp_path)).clip.state_dict())
+    for part, said in (("bert.encoder.layer.0.attention.self.query", "Chinese-CLIP"), ("visual.blocks.0", "EVA-CLIP")):
+        torch.save({**state, f"{part}.weight": torch.ones(1)}, tmp_path / "other.pt")
+        with pytest.raises(SettingsError, match=rf"does not hold the weights of .* \(but of {said}"):
+            build(name, pretrained=str(tmp_path / "other.pt"))
+
+
 def test_weights_of_longer_texts_are_cut_only_where_it_is_asked_for(tmp_path: Path) -> None:
     """Also those of Long-CLIP, whose `positional_embedding_res` has the positions from the 21st on."""
 
