@@ -141,12 +141,12 @@ def _mend(image: Image.Image) -> None:
     """Correct what Pillow (12.3 and 13.0 alike) takes wrongly from the header of a PNG or TIFF."""
     tiles = image.tile if image.format in ("PNG", "TIFF") else []  # type: ignore[attr-defined]
     args = tiles[0][3] if tiles else ""
-    raw = args if isinstance(args, str) else args[0]
+    raw = args if isinstance(args, str) else (args or ("",))[0]
     if image.format == "PNG" and raw in ("L;2", "L;4") and "transparency" in image.info:
         image.info["transparency"] *= 85 if raw == "L;2" else 17  # as the pixels are scaled
     if tiles and tiles[0][0] == "libtiff" and raw[1:] in (";16BS", ";32BS", ";32BF"):
         # libtiff gives values in the machine's order, and Pillow swaps them again.
-        image.tile = [(*tile[:3], (raw.replace("B", ""), *tile[3][1:])) for tile in tiles]  # type: ignore[attr-defined]
+        image.tile = [tile._replace(args=(raw.replace("B", ""), *tile[3][1:])) for tile in tiles]  # type: ignore[attr-defined]
 
 
 def _tiff(data: bytes) -> tuple[str, bool]:
