@@ -19,7 +19,7 @@ from clipstream.config.config_sources import Node, merged
 from clipstream.data.settings import SPLIT_FILE
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, errors_as, nearest
-from clipstream.open_clip.flags import BY_FLAG, CAPTION, SOURCE, notice, refusal, value_notice
+from clipstream.open_clip.flags import BY_FLAG, CAPTION, SOURCE, notice, refusal
 from clipstream.open_clip.translate import READING, Around, Typed, translate, with_defaults
 from clipstream.utils import atomic_write
 from clipstream.utils.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
@@ -78,8 +78,9 @@ def flag_tree(
             problems.append(f"{alias.flag}: requires a value, {alias.value}")
         elif alias is not None:
             aliased[alias.flag] = "true" if text is None else text
-            if (told := value_notice(alias.flag, aliased[alias.flag])) is not None:
-                tree.notices.append(f"{alias.flag}: {told}")
+            if (alias.flag, (text or "").lower()) == ("--precision", "amp"):
+                why = "amp is bfloat16 without a scaler where the device supports it; fp16 is float16 with a scaler"
+                tree.notices.append(f"{alias.flag}: {why}")
         elif "." not in flag and (told := notice(flag.replace("_", "-"))) is not None:
             tree.notices.append(f"{flag}: {told}")
         elif "." not in flag and flag.removeprefix("--") not in root.model_fields:

@@ -332,13 +332,6 @@ def notice(flag: str) -> str | None:
     return f"not needed: see {PAGE}" if any(fnmatchcase(flag, pattern) for pattern in UNNEEDED) else None
 
 
-def value_notice(flag: str, text: str) -> str | None:
-    """What a flag's value means where it has another meaning than in open_clip; None for the usual values."""
-    if flag == "--precision" and text.lower() == "amp":
-        return "amp is bfloat16 without a scaler where the device supports it; fp16 is float16 with a scaler"
-    return None
-
-
 def refusal(flag: str) -> str | None:
     """The error about a flag of open_clip's that is not supported; None for other flags."""
     known = any(fnmatchcase(flag, pattern) for pattern in UNSUPPORTED)

@@ -69,8 +69,7 @@ def main(argv: list[str]) -> int:
     data = ["--val-data", "::".join(in_braces(names[1:]))] if names[1:] else []
     tokens = [f"--output{token[5:]}" if token.partition("=")[0] == "--out" else token for token in argv[len(names) :]]
     tokens = [*([f"--model={names[0]}"] if names else []), *data, *tokens]
-    command = command_line("evaluate", tokens, OWN_FLAGS, many=(SUITE,))
-    return _evaluate(command, Suites.of(command.own))
+    return _evaluate(command_line("evaluate", tokens, OWN_FLAGS, many=(SUITE,)))
 
 
 def evaluate(
@@ -208,9 +207,9 @@ def _missing(source: SourceSettings) -> str | None:
     return f"{len(lost)} of {len(shards)} shards do not exist: {lost[0]}{more}" if lost else None
 
 
-def _evaluate(command: CommandLine, suites: Suites) -> int:
+def _evaluate(command: CommandLine) -> int:
     """Evaluate a checkpoint or a model on all ranks, and return the exit code."""
-    own, flags = command.own, command.flags
+    own, flags, suites = command.own, command.flags, Suites.of(command.own)
     weights = cast(Weights, choice_flag(own, "--weights", get_args(Weights), "trained"))
     subject = Subject("")
     model_flag, rest = own_flags(flags, {"--model": "name the model"})
@@ -231,7 +230,7 @@ def _evaluate(command: CommandLine, suites: Suites) -> int:
     settings = settings if label is None else _with_classes(settings, label)
     command.print_settings(settings)
     report = Path(own["--report"]) if "--report" in own else None
-    _check_settings(settings, subject, trained, report)
+    _check_settings(settings, trained, report)
     model = settings.model
     if subject.checkpoint is not None:
         fits = bool(trained) and has_own_tokenizer(settings, trained[0])
@@ -308,7 +307,7 @@ def _with_classes(settings: Settings, label: str) -> Settings:
     return settings.model_copy(update={"evals": {**settings.evals, "val": own}})
 
 
-def _check_settings(settings: Settings, subject: Subject, trained: Sequence[str], report: Path | None) -> None:
+def _check_settings(settings: Settings, trained: Sequence[str], report: Path | None) -> None:
     """Check the settings of an evaluation. Raises SettingsError: they are wrong, or there are no evaluators."""
     if not settings.evals:
         raise SettingsError(

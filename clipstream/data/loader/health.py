@@ -364,20 +364,17 @@ class Budget:
     def nothing_usable(self, name: str, h: SourceHealth) -> str:
         """The message on a source that gave no usable sample, with advice."""
         image_key, caption, key = self.hints[name]
+        why = _drops(h)
         if h.left_out >= FIRST_LEFT_OUT:
-            which = f"--{key}.keep and --{key}.drop exclude"
-            if h.dropped[NOT_DRAWN] > h.dropped[NOT_KEPT]:
-                which = f"--{key}.probability excludes"
-            return _unusable(name, h, _drops(h), [f"{which} them: check that their keys belong to these shards"])
-        advice = [h.profile.advice(image_key, caption, key)]
-        if h.dropped["missing_picture"]:
-            advice.append(f"if the paths of the images begin in another folder, set --{key}.folder")
-        return _unusable(name, h, [*_drops(h), *_faults(h)], advice)
-
-
-def _unusable(name: str, h: SourceHealth, why: Sequence[str], advice: Sequence[str]) -> str:
-    head = f"source {name!r}: none of the first {h.read} samples is usable{':' if why else ''}"
-    return lines(head, *why, *advice)
+            drawn = h.dropped[NOT_DRAWN] > h.dropped[NOT_KEPT]
+            which = f"--{key}.probability excludes" if drawn else f"--{key}.keep and --{key}.drop exclude"
+            advice = [f"{which} them: check that their keys belong to these shards"]
+        else:
+            why, advice = why + _faults(h), [h.profile.advice(image_key, caption, key)]
+            if h.dropped["missing_picture"]:
+                advice.append(f"if the paths of the images begin in another folder, set --{key}.folder")
+        head = f"source {name!r}: none of the first {h.read} samples is usable{':' if why else ''}"
+        return lines(head, *why, *advice)
 
 
 def _drops(h: SourceHealth) -> list[str]:
