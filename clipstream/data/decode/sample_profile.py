@@ -346,9 +346,9 @@ class Profile:
         shown = [printable(suffix, 60) for suffix in dotted]
         return (
             f"images are members {listed(shown, 3)} of their samples: a key ends "
-            f"at the first dot of the file's name, so photo.{shown[0]} is member {shown[0]} of the sample photo. If "
-            f"each is an image of its own, rename the files, e.g. to photo_{shown[0]}: {RENAMING}. To use one of them "
-            f"alone: --image-key {shown[0]}"
+            f"at the first dot of the file's name, so photo.{shown[0]} is member {shown[0]} of the sample photo. To "
+            f"use one of them alone: --image-key {shown[0]}. If each is an image of its own, rename the files, e.g. to "
+            f"photo_{shown[0]}: {RENAMING}"
         )
 
     def _dotted(self) -> list[str]:
