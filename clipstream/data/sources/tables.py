@@ -136,12 +136,18 @@ class TableSource(SourceType):
             what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
             if table_format(url) == "csv" and any(map(IMAGE_NAME.search, names)):
                 what = "the header is missing: insert a line such as filepath,title; "
+            if "image_ids" in names or any(map(content.is_base64, names)):
+                what = (
+                    "as Chinese-CLIP has it, images and texts are two tables, joined by image_ids: write one with a "
+                    "row for each pair and a header, e.g. image (the base64 text) and title; "
+                )
             if urls:
                 what = f"the images are addresses (column {urls[0]}): download them with img2dataset; "
+            seen = listed([printable(name, 60) for name in names], 20) or "no columns"
             flag = "--image-key" if key == SHORT_FLAGS else f"--{key}.image-key"
             raise DataError(
                 f"{key}.shards: {redact(url)}: {what}no column has images: looked for {', '.join(self._keys)} among "
-                f"{listed(names, 20) or 'no columns'} (the first row of a CSV, or the keys of a JSON object); set the "
+                f"{seen} (the first row of a CSV, or the keys of a JSON object); set the "
                 f"column of image paths with {flag}{did_you_mean(self._keys[0], names)}"
             )
         # Relative paths start from the setting, the table's folder, or the working folder if only it fits.

@@ -405,6 +405,12 @@ def test_a_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> None:
     [
         ("a.csv", "url,title\nx,y\n", "no column has images.* among url, title .*--image-key"),
         ("a.jsonl", '{"url": "x"}\n', " among url "),
+        ("a.tsv", f"0\t/9j/{'Ab+/' * 900}\n1\t/9j/{'Ab+/' * 900}\n", "joined by image_ids: .{150,600}--image-key$"),
+        (
+            "a.jsonl",
+            '{"text_id": 1, "text": "x", "image_ids": [1]}\n',
+            "joined by image_ids: write one with a row for each",
+        ),
         ("a.jsonl", '{"image": ["s3://a/x.jpg"]}\n', r"a\.jsonl: the images are addresses \(column image\): download"),
         ("a.csv", "filepath,FILEPATH\nx,y\n", " among filepath.1, filepath.2 "),
         ("a.csv", "filepath,title\n", "bad_manifest: no rows"),
