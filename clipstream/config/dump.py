@@ -287,12 +287,13 @@ def print_summary(
 
 def print_end(settings: Settings, report: str) -> None:
     """Print the best checkpoint, if the settings name a metric for it, the file `report`, and what to do next."""
-    best = store.best_of(settings.run_folder / "checkpoints")
-    if best is not None and best.metric == settings.checkpoint.keep_best:
-        announce(f"best     {settings.run_folder / 'checkpoints' / best.name}: {best.metric} {best.value:.4g}")
     if settings.log.report:
         announce(f"report   {settings.run_folder / report}")
     sources = (source for _, source in sorted(settings.data.sources.items()))
     if data := "::".join(redact(part) for source in sources for part in source.parts):
         command = f"clipstream search {shlex.quote(str(settings.run_folder))} {shlex.quote(data)}"
         announce(f'next     {command} "a text of your own"', whole=True)
+    best = store.best_of(settings.run_folder / "checkpoints")
+    if best is not None and best.metric == settings.checkpoint.keep_best:
+        path = settings.run_folder / "checkpoints" / best.name
+        announce(f"best at step {int(best.name[5:])}: {best.metric} {best.value:.4g}, {path}", whole=True)

@@ -39,7 +39,7 @@ from clipstream.data.text_settings import TokenizerSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each, errors_as, wrong_type
-from clipstream.evals.settings import EvalSettings
+from clipstream.evals.settings import EvalSettings, eval_name
 from clipstream.losses.settings import START, DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
@@ -407,11 +407,16 @@ def resolve(settings: Settings, world: World) -> Settings:
         # A run that ends because its evaluations get no better has had its best checkpoint before.
         best = {"keep_best": train.early_stop.metric, "keep_best_by": train.early_stop.metric_by}
         checkpoint = checkpoint.model_copy(update=best)
+    evals = {key: _in_steps(section, settings) for key, section in settings.evals.items()}
+    val = evals.get("val")
+    if checkpoint.keep_best is None and val is not None and val.every and val.best_metric is not None:
+        best = {"keep_best": f"{eval_name('val', val.kinds[0])}/{val.best_metric}"}
+        checkpoint = checkpoint.model_copy(update=best)
     return settings.model_copy(
         update={
             "checkpoint": checkpoint,
             "schedule": schedule,
-            "evals": {key: _in_steps(section, settings) for key, section in settings.evals.items()},
+            "evals": evals,
             "run": settings.run.model_copy(update={"name": name}),
             "data": with_lanes(settings.data),
         }

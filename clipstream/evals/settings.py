@@ -39,6 +39,7 @@ class EvalSettings(PluginSection):
     )
 
     reads: ClassVar[bool] = True  # whether a built-in one takes data
+    best_metric: ClassVar[str | None] = None  # by which the best checkpoint is kept by default, if it always has it
 
     @property
     def kinds(self) -> tuple[Weights, ...]:
@@ -78,6 +79,8 @@ class RetrievalSettings(PromptedSettings):
         "default: one, or all in CLIP_benchmark's layout",
     )
     max_samples: int | None = Field(None, ge=1, description="number of images to evaluate; default: all")
+
+    best_metric: ClassVar[str | None] = "image_to_text_R@1"
 
 
 class LabelledSettings(EvalSettings):
@@ -128,6 +131,7 @@ class LossEvalSettings(EvalSettings):
     """The loss that is trained, on `data`, in fixed batches of the training's global size."""
 
     type: Literal["loss"] = "loss"
+    best_metric: ClassVar[str | None] = "val_loss"
     global_batch_size: int | None = Field(None, ge=2, description="pairs per batch; default: data.global_batch_size")
     max_samples: int | None = Field(None, ge=1, description="number of pairs to evaluate; default: all")
 

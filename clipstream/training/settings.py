@@ -366,7 +366,7 @@ class CheckpointSettings(Section):
     keep_best: str | None = Field(
         None,
         description="EVALUATOR/METRIC by which the best checkpoint is saved and kept; default: the metric of "
-        "train.early_stop",
+        "train.early_stop, or that of val if it is evaluated during the run (image_to_text_R@1 or val_loss)",
     )
     keep_best_by: By = Field("auto", description=METRIC_BY)
     remote_sync: PathText | None = Field(

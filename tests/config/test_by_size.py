@@ -12,9 +12,10 @@ from clipstream.cli import main
 from clipstream.config import by_size
 from clipstream.config.by_size import BATCH, EVERY, LENGTHS, LR, MODE, REMAINDER, STEPS, WARMUP, Facts, choose
 from clipstream.config.dump import dump
-from clipstream.config.settings import load, open_sources
+from clipstream.config.settings import load, open_sources, resolve
 from clipstream.config.validate import prepare_run
 from clipstream.data.order_plan import epoch_plan
+from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from tests.support.runs import furnish
 
@@ -41,6 +42,22 @@ def test_what_is_chosen(samples: int, fresh: bool, given: dict[str, Any], chosen
     assert all(reason.rpartition("; ")[2].startswith("--") for _, _, reason in found)
     grouped = {key: value for key, value, _ in choose(Facts(samples, 1, fresh, USUAL | given, free, group=64))}
     assert grouped.get(BATCH, 64) % 64 == 0 or BATCH in given, "samples of a group fill a batch"
+
+
+@pytest.mark.parametrize(
+    ("more", "best"),
+    [
+        ([], "val/image_to_text_R@1"),
+        (["--evals.val.every", "0"], None),  # its only evaluation is of the last step
+        (["--evals.val.type", "loss", "--evals.val.weights", "averaged"], "val_averaged/val_loss"),
+        (["--evals.val.type", "zero_shot"], None),  # top1 or mAP, by the labels of the data
+        (["--checkpoint.keep-best", "a/b"], "a/b"),
+    ],
+)
+def test_the_best_checkpoint_is_kept_where_val_is_evaluated_during_the_run(more: list[str], best: str | None) -> None:
+    argv = ["--train-data", "synthetic:", "--val-data", "synthetic:", "--evals.val.every", "5", "--steps", "20"]
+    argv += ["--model", "ViT-B-32", "--train.ema", "0.9", "--precision", "fp32", *more]
+    assert resolve(load(argv), World()).checkpoint.keep_best == best
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_run_ends_when_it_gets_no_better(place: Path) -> None:
     assert "or until told/val_loss is no better in 3 evaluations in a row" in said
     for page in (said, (folder / "report.html").read_text()):
         assert f"ended at step 10: told/val_loss {why}" in page
-    assert f"best     {folder}/checkpoints/step_00000004: told/val_loss 0.5" in said
+    assert f"best at step 4: told/val_loss 0.5, {folder}/checkpoints/step_00000004\n" in said
 
 
 def test_the_same_command_again_changes_nothing_and_more_patience_goes_on(place: Path) -> None:
