@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, build_transform
 from clipstream.data.decode.images import EvalTransform, ImageTransform, OwnImageTransform
-from clipstream.data.decode.key_lists import build_filter
+from clipstream.data.decode.key_lists import build_filter, check_lists
 from clipstream.data.decode.labels import GroupField, SampleProbability
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
@@ -112,7 +112,14 @@ def training_loader(
         batches = FeatureBatches(stream, inputs, list(stored.values()), order.sources, most)
     else:
         known = {} if features is None else _stored(features, settings, sources, inputs.tokenizer, rows=False)
-        readers = [_reader(name, settings.sources[name], inputs, settings, stored=known.get(name)) for name in names]
+        readers = [
+            _reader(name, settings.sources[name], inputs, settings, stored=known.get(name), shards=source)
+            for name, source in sources.items()
+        ]
+        check_lists([reader.filter for reader in readers], told=world.is_main)
+        for reader in readers:
+            if reader.probability is not None and reader.probability.list is not None:
+                reader.probability.list.check(told=world.is_main)
 
         def make_sampler(source: int, lane: int, shards: OpenShards) -> LaneSampler:
             cursor = start.lanes[lane].cursors[source].copy() if lane in start.lanes else Cursor()
@@ -169,10 +176,11 @@ def _stored(
     for name, source in sources.items():
         section = settings.sources[name]
         weights = section.caption.weights if isinstance(section.caption, JsonCaption) else None
-        own = build_filter(name, section) if features.replaces_loader else None
+        own = build_filter(section, f"data.sources.{name}", source) if features.replaces_loader else None
         samples = found[name] = StoredSamples(features, name, source, weights, own, rows=rows)
         if not features.replaces_loader:
             continue
+        check_lists([own])
         _check_first_shard(source, samples)
         if settings.sampling.mode == "indexed":
             try:
@@ -269,8 +277,13 @@ def _reader(
     training: DataSettings | None,
     target: CaptionExtractor | None = None,
     stored: StoredSamples | None = None,
+    shards: Source | None = None,
 ) -> Reader:
-    """How a source is read; pixels are those of evaluation without `training`."""
+    """How a source is read; pixels are those of evaluation without `training`.
+
+    Args:
+        shards: of the source, for its lists and probabilities; without them, all samples are read.
+    """
     upright = source.orientation == "exif" or (source.orientation == "auto" and training is not None)
 
     def transform(spec: ImageSpec) -> ImageTransform:
@@ -282,18 +295,18 @@ def _reader(
         return TrainTransform(spec, training.augment, source.background, upright, training.decoder, most)
 
     teacher, where = inputs.teacher_image, source.probability
-    exact = training is not None and training.sampling.mode == "indexed"  # where the order draws
+    exact = training is None or training.sampling.mode == "indexed"  # where the order draws
     return Reader(
         name,
         source.image_key,
         build_caption(source.caption) if target is None else target,
         transform(inputs.image),
         build_transform(source.transform),
-        build_filter(name, source),
+        None if shards is None else build_filter(source, shards.context.key, shards),
         None if teacher is None else transform(teacher),
         stored,
         None if inputs.groups is None or training is None else GroupField(inputs.groups, name),
-        None if where is None or training is None or exact else SampleProbability(where, name),
+        None if where is None or shards is None or exact else SampleProbability(where, shards.context.key, shards),
     )
 
 
@@ -336,7 +349,8 @@ def evaluation_loader(
         raise DataError(
             f"{source.place}.shards: of {len(shards_of.names)} shards, {listed(absent, 1)} {verb} not exist"
         )
-    reader = _reader(name, section, inputs, None, source.target)
+    reader = _reader(name, section, inputs, None, source.target, shards=shards_of)
+    check_lists([reader.filter], told=world.is_main)
     slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size)
     stream = Stream([name], SourceMix(0, (1.0,)), slots, DataState(lanes_total=lanes), ends=True)
     batches = SampleBatches(
@@ -390,7 +404,7 @@ def chunk_loader(
         stream,
         inputs,
         [source],
-        [replace(_reader(name, section, inputs, settings if views else None), filter=None, probability=None)],
+        [_reader(name, section, inputs, settings if views else None)],
         lambda _, lane, shards: ChunkSampler(lane, chunks, shards),
         store,
         chunks.batch_size,

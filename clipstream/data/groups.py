@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from clipstream.data.decode.captions import RawSample
-from clipstream.data.decode.key_lists import forms, read_key_table
+from clipstream.data.decode.key_lists import ListedSamples, check_absent, errors_of_list, read_list
 from clipstream.data.decode.labels import GroupField, LabelField, SampleProbability, compare_groups
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
@@ -23,11 +22,12 @@ from clipstream.data.scan import ShardPass, ShardSamples, file_state, scanned
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
 from clipstream.errors import Dropped, SettingsError
-from clipstream.text import counted, listed, printable
+from clipstream.text import counted
 from clipstream.utils.logs import logger
 from clipstream.utils.processes import Failed
 
-FORM = 1  # of what is kept: another one is another identity
+FORM = 2  # of what is kept: another one is another identity
+ABSENT, UNUSED = -1, -2  # in place of the number of a sample
 
 
 def look_up(source: Source, data: DataSettings, *, told: bool = False) -> None:
@@ -76,9 +76,27 @@ def probabilities(source: Source, data: DataSettings) -> list[np.ndarray[Any, An
     """
     where = source.settings.probability
     assert where is not None
-    one, how = SampleProbability(where, _name(source)), (FORM, where, file_state(where), *_reading(source))
-    setting = f"{source.context.key}.probability"
-    return scanned(setting, source, data, one.members, one, float("nan"), "probabilities", *how)
+    setting, one = f"{source.context.key}.probability", SampleProbability(where, source.context.key, source)
+    if (listed := one.list) is None:
+        how = FORM, where, *_reading(source)
+        return scanned(setting, source, data, one.members, one, float("nan"), "probabilities", *how)
+
+    def entry(name: str, key: str) -> int:
+        place = listed.place(name, key)
+        return -1 if place is None else place
+
+    def left_out(name: str, key: str) -> int:
+        return -2 - entry(name, key)  # -1 for a sample that is not in the list
+
+    entries = scanned(
+        setting, source, data, (), lambda name, sample: entry(name, sample["__key__"]), -1, "entries", FORM, where,
+        file_state(where), left_out=left_out,
+    )  # fmt: skip
+    every = np.unique(np.concatenate(entries))
+    listed.set_found(np.where(every < -1, -2 - every, every)[every != -1].tolist())
+    listed.check()
+    assert listed.values is not None
+    return [np.where(of < 0, np.nan, listed.values[np.maximum(of, 0)]) for of in entries]
 
 
 def label_names(source: Source, label: str, data: DataSettings) -> tuple[str, list[str]]:
@@ -127,58 +145,62 @@ def _neighbours(source: Source, path: str, data: DataSettings, told: bool) -> np
         path: of a Parquet file with the columns shard, key and neighbours (lists of SHARD/KEY); where it has the column
             source, rows of other sources are ignored.
 
-    Raises SettingsError: the file cannot be read, or no sample has a neighbour.
+    Raises SettingsError: the file cannot be read, names samples that the source does not have, or no sample has a
+        neighbour.
     """
     setting = "data.hard_negatives"
-    try:
-        seeds, lists = read_key_table(path, _name(source), "neighbours")
+    with errors_of_list(f"{setting}: {path}"):
+        listed = read_list(path, _name(source), "neighbours")
+        lists = listed.columns[0]
         flat = [name for names in lists for name in names or ()]
         each = np.array([len(names or ()) for names in lists], dtype=np.int64)
         if any(isinstance(names, str) for names in lists):
             raise ValueError("the column 'neighbours' has no lists")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        text = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise SettingsError(f"{setting}: cannot read {path}: {text}") from error
-    held = np.concatenate(scanned(setting, source, data, (), _hash_of_sample, 0, "names", FORM))
-    unique = list(dict.fromkeys([*seeds, *flat]))
-    known = dict(zip(unique, _numbers(unique, held).tolist(), strict=True))
-    absent = [name for name, number in known.items() if number < 0]
-    rows = np.repeat(np.array([known[name] for name in seeds], dtype=np.int64), each)
+    held = np.concatenate(
+        scanned(
+            setting, source, data, (), lambda name, _: _hash_of(name) & ~1, 0, "names", FORM,
+            left_out=lambda name, _: _hash_of(name) | 1,
+        )
+    )  # fmt: skip
+    samples, meanings, elsewhere = ListedSamples(source), dict[str, list[str]](), 0
+    for shard, key in [*zip(listed.shards, listed.keys, strict=True), *((None, name) for name in flat)]:
+        if (name := key if shard is None else f"{shard}/{key}") not in meanings:
+            meanings[name], _, is_elsewhere = samples.meaning(shard, key)
+            elsewhere += is_elsewhere
+    known = dict(zip(meanings, _numbers([*meanings.values()], held).tolist(), strict=True))
+    rows = np.repeat(np.array([known[listed.name(n)] for n in range(len(lists))], dtype=np.int64), each)
     near = np.array([known[name] for name in flat], dtype=np.int64)
     ranks = np.arange(len(flat)) - np.repeat(np.cumsum(each) - each, each)
     good = (rows >= 0) & (near >= 0) & (rows != near)
+    absent = [name for name, number in known.items() if number == ABSENT]
+    check_absent(
+        f"{setting}: {path}", absent, len(known), elsewhere, samples, told=told, advice="mine it from a store of this "
+        "source, as `clipstream search`",
+    )  # fmt: skip
     if not good.any():
-        of = f"none of its {counted(len(unique), 'sample', ',')} with neighbours is in the training data"
-        raise SettingsError(f"{setting}: {path}: {of}: mine it from a store of this source, as `clipstream search`")
-    if told and absent:
-        some = listed([printable(name, 100) for name in absent], 1)
-        logger.warning(
-            f"{setting}: {len(absent):,} of the {len(unique):,} samples in {path} are not in the training data and are "
-            f"left out, such as {some}"
-        )
+        of = f"none of its {counted(len(known), 'sample', ',')} with neighbours is used in training"
+        raise SettingsError(f"{setting}: {path}: {of}: keep and drop leave them out")
     found = np.full((len(held), int(each.max())), -1, dtype=np.int32)
     found[rows[good], ranks[good]] = near[good]
     return found
 
 
-def _numbers(names: Sequence[str], held: Numbers) -> Numbers:
-    """The numbers of the samples of names 'SHARD/KEY'; -1 for those that the source does not have.
+def _numbers(names: Sequence[Sequence[str]], held: Numbers) -> Numbers:
+    """The numbers of samples that may have several names; UNUSED if training does not use them, ABSENT if they are not
+    there.
 
     Args:
-        held: hashes of the samples' names; 0 for a sample that training does not use.
+        held: hashes of the samples' names, odd for samples that training does not use.
     """
     order = np.argsort(held, kind="stable")
-    found: Numbers = np.full(len(names), -1, dtype=np.int64)
-    for form in (0, -1):  # as it is, and without what stands around SHARD/KEY
-        left = np.flatnonzero(found < 0)
-        wanted = np.array([_hash_of([*forms(names[i])][form]) for i in left.tolist()], dtype=np.int64)
-        places = order[np.minimum(np.searchsorted(held, wanted, sorter=order), len(order) - 1)]
-        found[left] = np.where(held[places] == wanted, places, -1)
+    found: Numbers = np.full(len(names), ABSENT, dtype=np.int64)
+    of = np.repeat(np.arange(len(names)), [len(some) for some in names])
+    wanted = np.array([_hash_of(name) for some in names for name in some], dtype=np.int64) & ~1
+    for odd in (1, 0):
+        places = order[np.minimum(np.searchsorted(held, wanted | odd, sorter=order), len(order) - 1)]
+        there = held[places] == wanted | odd
+        found[of[there]] = UNUSED if odd else places[there]
     return found
-
-
-def _hash_of_sample(name: str, sample: RawSample) -> int:
-    return _hash_of(name)
 
 
 def _hash_of(name: str) -> int:

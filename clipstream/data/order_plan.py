@@ -36,7 +36,7 @@ from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.text_settings import JsonCaption, TextCaption
 from clipstream.errors import SettingsError
-from clipstream.storage.shard_url import redact, stable_name
+from clipstream.storage.shard_url import redact, stable_name, whole_file
 
 ORDER_VERSION = 2  # of the algorithm; another number is another order
 MIXED_ORDER_VERSION = 3  # the same, of several sources and of the mode `epoch`
@@ -217,7 +217,8 @@ def differences(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
 def stable_names(urls: list[str]) -> list[str]:
     """Names of shards that stay the same when they are copied elsewhere or a signature in their URL is renewed."""
     names = [stable_name(url) for url in urls]
-    return names if len(set(names)) == len(set(urls)) else [redact(url) for url in urls]
+    unique = len(set(map(whole_file, names))) == len(set(map(whole_file, urls)))
+    return names if unique else [redact(url) for url in urls]
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:

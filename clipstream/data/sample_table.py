@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, json_value
 from clipstream.data.decode.images import check_shape, read_header
-from clipstream.data.decode.key_lists import storable
+from clipstream.data.decode.key_lists import build_filter, check_lists, storable
 from clipstream.data.duplicates import BATCH, caption_hash, file_hash, hashes_of, look_of
 from clipstream.data.image_settings import rgb
 from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
@@ -162,7 +162,8 @@ def sample_table(
         folder: of the files; in the cache unless given. Workers of a cluster need the same path.
         executor: where shards are worked off, see `executors`.
 
-    Raises SettingsError: the folder cannot be written, or columns cannot be computed.
+    Raises SettingsError: the folder cannot be written, columns cannot be computed, or `keep` or `drop` name samples
+        that the source does not have.
     """
     columns.check()
     how = (FORM, reading_of(source.settings), columns.decode, columns.languages, columns.fields, data.max_image_pixels)
@@ -172,13 +173,21 @@ def sample_table(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"the sample table cannot be written: {error}") from error
+    check_lists([lists := build_filter(source.settings, source.context.key, source)])
     work = table_pass(source, data, columns, folder)
     paths = [part_of(folder, number) for number in range(len(work.names))]
     work.numbers = [number for number, path in enumerate(paths) if not path.exists()]
     results = zip(work.numbers, work.run("reading samples", int, executor), strict=True)
     broken = {redact(work.names[number]): one.error for number, one in results if isinstance(one, Failed)}
     faults = {name: error.removeprefix(f"{printable(name)}: ") for name, error in broken.items()}
-    return SampleTable(folder, [path for path in paths if path.exists()], faults)
+    table = SampleTable(folder, [path for path in paths if path.exists()], faults)
+    is_whole = not faults and not any(about.fault for about in table.abouts())
+    if is_whole and lists is not None and not all(one.samples.are_known for one in lists.lists):
+        rows = table.read(["shard", "key"])
+        keys = rows["key"].to_pylist()
+        names = map("/".join, zip(rows["shard"].to_pylist(), keys, strict=True))
+        check_lists([lists], [[lists.entries(zip(names, keys, strict=True))]])
+    return table
 
 
 def table_pass(source: Source, data: DataSettings, columns: Columns, folder: Path) -> ShardPass[int]:

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from clipstream.data.decode.captions import RawSample, SampleTransform, build_transform, image_bytes
-from clipstream.data.decode.key_lists import NOT_KEPT, SampleFilter, build_filter
+from clipstream.data.decode.key_lists import NOT_KEPT, SampleLists, build_filter
 from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import OpenShard, Source, SourceContext
@@ -46,15 +46,15 @@ class ShardSamples:
     """
 
     title: str  # of the shard, in messages
+    name: str  # of the shard, in the names of its samples
     shard: OpenShard
     members: tuple[str, ...] | None  # that are read; None for all
     transform: SampleTransform | None
-    keeps: SampleFilter | None
+    keeps: SampleLists | None
 
     def __iter__(self) -> Iterator[tuple[str, str, RawSample | Dropped]]:
-        folder = self.title.rstrip("/").rpartition("/")[2]
         for ref in self.shard.index.samples:
-            note(where := f"{folder}/{ref.key}")
+            note(where := f"{self.name}/{ref.key}")
             try:
                 if self.keeps is not None and not self.keeps(where, ref.key):
                     raise Dropped(NOT_KEPT, "")
@@ -87,13 +87,13 @@ class ShardPass(Generic[T]):
         self._members = None if source.settings.transform is not None and members != () else members
 
     @cached_property
-    def opened(self) -> tuple[Source, SampleTransform | None, SampleFilter | None]:
+    def opened(self) -> tuple[Source, SampleTransform | None, SampleLists | None]:
         """What opens and filters samples, of this process and those that are forked from it."""
         fetcher = Fetcher(timeout=self._data.transfer_timeout, most=int(self._data.max_shard_gib * GIB))
         context = SourceContext(ShardCache(self._data.cache, fetcher=fetcher), self._data.cache, self._key)
-        lists = build_filter(self._key.rpartition(".")[2], self._section)
+        source = Source(self._section, context)
         transform = None if self._members == () else build_transform(self._section.transform)
-        return Source(self._section, context), transform, lists
+        return source, transform, build_filter(self._section, self._key, source)
 
     def close(self) -> None:
         """Remove what was downloaded to a temporary folder."""
@@ -120,7 +120,8 @@ class ShardPass(Generic[T]):
             return Failed(str(error))
         try:
             title = source.types[name].title(name)
-            return self._do(number, ShardSamples(title, shard, self._members, transform, keeps))
+            samples = ShardSamples(title, source.shard_names[name], shard, self._members, transform, keeps)
+            return self._do(number, samples)
         finally:
             shard.close()
             source.types[name].release(name)
@@ -151,7 +152,14 @@ class ImageReader:
 
 
 def scanned(
-    setting: str, source: Source, data: DataSettings, members: tuple[str, ...], read: Read[T], missing: T, *how: object
+    setting: str,
+    source: Source,
+    data: DataSettings,
+    members: tuple[str, ...],
+    read: Read[T],
+    missing: T,
+    *how: object,
+    left_out: Callable[[str, str], T] | None = None,
 ) -> list[np.ndarray[Any, Any]]:
     """By shard, in the order of `source.names`, the number that `read` gives for each sample; one pass, whose result is
     kept in the cache.
@@ -160,7 +168,7 @@ def scanned(
         setting: that asks for it, for messages.
         members: of a sample that are read; None for all. With () only names are.
         read: called with the name 'SHARD/KEY' and the raw sample; may raise Dropped.
-        missing: number of the samples that training cannot use.
+        missing: number of the samples that training cannot use, if `left_out` does not give it from name and key.
         how: all that `read` depends on; the first value is the folder of the cache.
 
     Raises SettingsError: a shard cannot be read, or the result cannot be kept.
@@ -169,8 +177,8 @@ def scanned(
 
     def do(_: int, samples: ShardSamples) -> np.ndarray[Any, Any]:
         found = list[T]()
-        for where, _key, sample in samples:
-            found.append(missing)
+        for where, key, sample in samples:
+            found.append(left_out(where, key) if left_out is not None and isinstance(sample, Dropped) else missing)
             if not isinstance(sample, Dropped):
                 with suppress(Dropped):  # as in training, which counts it
                     found[-1] = read(where, sample)

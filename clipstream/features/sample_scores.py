@@ -24,7 +24,7 @@ class ShardScores(NamedTuple):
     """The scores of the samples in use of a shard, in stored order."""
 
     source: str
-    shard: str  # name without folders
+    shard: str  # see `shard_url.shard_names`
     keys: list[str]
     scores: Scores  # [n]
 

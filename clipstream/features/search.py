@@ -218,10 +218,11 @@ class Name(NamedTuple):
     """What a row belongs to."""
 
     source: str
-    shard: str  # name without folders
+    shard: str  # see `shard_url.shard_names`
     key: str
     choice: int  # of the sample's captions; 0 in a part of images
     captions: list[str]  # of the sample; in a part of texts that of the row alone
+    stored: str  # the store's name of the shard
 
     @property
     def label(self) -> str:
@@ -244,8 +245,8 @@ class ShardPart(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The shard's name without folders."""
-        return self.source.shards[self.number].name.rstrip("/").rpartition("/")[2]
+        """The shard's name in the names of its samples."""
+        return self.source.shard_names[self.number]
 
     def rows_of_samples(self) -> Numbers:
         """How many rows each sample has, int64 [n]; 0 for dropped ones."""
@@ -370,7 +371,8 @@ class StoredRows:
             for row, sample, choice in zip(own.tolist(), samples.tolist(), choices.tolist(), strict=True):
                 key, captions = known[sample]
                 texts = captions[choice : choice + 1] if self.per_caption else captions
-                found[row] = Name(shard.source.name, shard.name, key, choice, texts)
+                stored = shard.source.shards[shard.number].name
+                found[row] = Name(shard.source.name, shard.name, key, choice, texts, stored)
         return [found[row] for row in rows]
 
     def find(self, key: str) -> list[int]:

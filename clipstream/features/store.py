@@ -52,7 +52,7 @@ from clipstream.features.manifest import (
 )
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.shard_url import ShardURL
+from clipstream.storage.shard_url import ShardURL, shard_names
 from clipstream.utils.atomic_write import BLOCK
 
 AHEAD = 1024  # rows whose beginnings are read before they are copied
@@ -203,6 +203,8 @@ class StoredSource:
         counts = [shard.chunks(manifest.chunk_rows) for shard in self.shards]
         self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])  # first chunk of each shard
         self.n_chunks = int(self._first[-1])
+        names = shard_names(shard.name for shard in self.shards)
+        self.shard_names = [names[shard.name] for shard in self.shards]  # in names of samples, SHARD/KEY
         self._chunk_rows, self._views = manifest.chunk_rows, max(manifest.views, 1)
         captions = max((rows for shard in self.shards for rows in shard.captions), default=0)
         self.caption_slot = max(-(-captions // ROWS_MULTIPLE), 1) * ROWS_MULTIPLE  # of a slot

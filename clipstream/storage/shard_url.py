@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -33,6 +33,7 @@ NO_SLASHES = ("pipe", "file", *PATH_SCHEMES, *GENERATED)  # need no //
 NEXT_SHARD = re.compile(rf"::(?=pipe:|(?:{'|'.join((*PATH_SCHEMES, *GENERATED))}):|[a-zA-Z][a-zA-Z0-9+.-]+://)")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 USER_INFO = re.compile(r"(?<=://)[^/@\s'\"]+@")
+ROWS = re.compile(r"#\d+-\d+$")  # behind the file of a shard that is a block of its rows
 TAR = re.compile(r"([^\s/'\"|<>=]+)\.(?:tar|tgz)\b")
 SECRET_NAME = (
     r"[\w-]*(?:token|secret|passwo?r?d|signature|credential|api-?_?key|access-?_?key\w*|cookie|bearer)[\w-]*"
@@ -149,6 +150,25 @@ def stable_name(url: str) -> str:
         return name
     found = TAR.findall(bare if bare.startswith("pipe:") else name)
     return f"{found[-1]}.tar" if found else name
+
+
+def shard_names(titles: Iterable[str]) -> dict[str, str]:
+    """The name of each shard in names of samples, SHARD/KEY: the last part of its path, and as many of the folders
+    above it as tell it from the other shards. A block of rows has the name of its file.
+    """
+    left, found, depth = {title: whole_file(title).rstrip("/").split("/") for title in titles}, dict[str, str](), 0
+    while left:
+        depth += 1
+        names = {title: "/".join(parts[-depth:]) for title, parts in left.items()}
+        counts = Counter(name for name, _ in {(names[title], tuple(parts)) for title, parts in left.items()})
+        found |= {title: name for title, name in names.items() if counts[name] == 1 or depth >= len(left[title])}
+        left = {title: parts for title, parts in left.items() if title not in found}
+    return found
+
+
+def whole_file(shard: str) -> str:
+    """The table or folder that a block of its rows, `FILE#FIRST-LAST`, is of; other shards as they are."""
+    return ROWS.sub("", shard)
 
 
 def parts_of(spec: str | list[str]) -> list[str]:

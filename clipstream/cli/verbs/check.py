@@ -336,7 +336,7 @@ def look(source: SourceSettings, samples: int | None) -> CheckReport:
             if shard.index.fault is not None:
                 view.faults[redact(name)] = str(shard.index.fault)
             for ref in _spread(shard.index.samples, wanted):
-                _look_at(view, shard, ref, f"{Path(shards.types[name].title(name)).name}/{ref.key}", source, extract)
+                _look_at(view, shard, ref, f"{shards.shard_names[name]}/{ref.key}", source, extract)
             view.of_shards += [number] * (len(view.hashes) - len(view.of_shards))
             shard.close()
             shards.types[name].release(name)

@@ -28,6 +28,7 @@ from clipstream.cli.verbs.stage import working_in, written
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, number_flag
 from clipstream.config.settings import Settings
+from clipstream.data.decode.key_lists import build_filter, check_lists
 from clipstream.data.decode.reencode import Format, Recipe
 from clipstream.data.order_plan import reading_of
 from clipstream.data.packing.lists import PARTS, Corpus, Listed, ListShard, merged_source
@@ -244,6 +245,7 @@ def pack(asked: Asked) -> None:
             for name, one in data.sources.items()
         ]
         extra = None if asked.merge is None else merged_source(asked.merge, SourceContext(store, key="--merge"))
+        check_lists([build_filter(one.settings, one.context.key, one) for one in sources], told=False)
         about, digest = _begin(asked, sources, extra)
         if asked.read(CARD) is not None:  # written last
             names = [line.partition("  ")[2] for line in (asked.read(SUMS) or b"").decode().splitlines()]
@@ -321,10 +323,17 @@ def _list(asked: Asked, corpus: Corpus, label: str) -> list[Listed]:
         return f"{sum(one.samples for one in done):,} samples"
 
     names = [printable(redact(name)) for _, name in corpus.shards]
-    results = work_off(
-        label, ListShard(corpus, measured=asked.size is not None and asked.size[1]), names, asked.executor, words
-    )
+    do = ListShard(corpus, measured=asked.size is not None and asked.size[1])
+    lists = [do.lists(number) for number in range(len(corpus.sources))]  # before processes are forked
+    results = work_off(label, do, names, asked.executor, words)
     found = require_all(label, results, MEND)
+    if not any(one.fault for one in found):
+        entries = [(of, one.entries) for (of, _), one in zip(corpus.shards, found, strict=True)]
+        try:
+            check_lists(lists, [[some for of, some in entries if of == number] for number in range(len(lists))])
+        except SettingsError:
+            (asked.folder / PLAN_FILE).unlink(missing_ok=True)  # the list is to be corrected
+            raise
     if faults := [
         f"  {name}: {printable(one.fault, 500)}" for name, one in zip(names, found, strict=True) if one.fault
     ]:

@@ -1,100 +1,373 @@
-"""Lists of samples to use or to leave out, or with numbers: a file of keys enters, what it says of a sample leaves."""
+"""Lists of samples to use or to leave out, or with numbers: a file of names enters, what it says of a sample leaves.
+
+The name of a sample is SHARD/KEY: the shard's name in its source (`shard_url.shard_names`: a tar, a table, the folder
+of images or of a class), and the sample's key in it (the members' name in a tar, the number of a row, the path of an
+image in a folder). Whatever writes or reads a list uses these names; `ListedSamples` finds the samples of entries.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import re
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError
+from clipstream.storage.shard_url import stable_name, whole_file
+from clipstream.text import printable
 from clipstream.utils.content import read_text
+from clipstream.utils.logs import logger
 
 NOT_KEPT = "not_kept"  # the reason of samples that a list leaves out
 NOT_DRAWN = "not_drawn"  # the reason of samples that their probability leaves out
 LEFT_OUT = (NOT_KEPT, NOT_DRAWN)  # reasons of samples with which nothing is wrong
-TABLES = (".csv", ".parquet")
-_SHARD = re.compile(r"(?:.*?/)?([^/]+\.(?:tar|tgz|[ct]sv|jsonl?|ndjson|parquet|pq|arrow)(?:\.\w+)?/.+)", re.DOTALL)
-_FULL = re.compile(r"(?:[\w+.-]+:/)?/(?:.*/)?([^/]+/[^/]+)", re.DOTALL)
+TABLES = (".csv", ".parquet", ".jsonl")
+SHOWN = 100  # characters of an entry in a message
+LOOKED = 2  # tars whose keys are read before training, of those that a list names
+_FILE = r"tar|tgz|[ct]sv|jsonl?|ndjson|parquet|pq|arrow"  # suffixes of shards, by which a line tells where they end
+_SHARD = re.compile(rf"((?:.*?/)?[^/]+\.(?:{_FILE})(?:\.\w+)?(?:#\d+-\d+)?)/(.+)", re.DOTALL)
 
 
-SampleFilter = Callable[[str, str], bool]  # name 'SHARD/KEY' and key of a sample -> whether it is used
+class ListedSource(Protocol):
+    """A source, as lists of its samples need it."""
+
+    @property
+    def shard_names(self) -> Mapping[str, str]:
+        """Shard -> its name in names of samples."""
+
+    def known_keys(self, shard: str, *, read: bool = False) -> Container[str] | None:
+        """The keys of the file that a shard is of; None where reading them takes long, also with `read`."""
+        ...
+
+
+class Meaning(NamedTuple):
+    """What an entry of a list may mean."""
+
+    names: list[str]  # SHARD/KEY, and for an entry without a shard the entry itself
+    is_absent: bool  # whether the source has no such sample, as far as its keys are known
+    is_elsewhere: bool  # whether the source has no such shard
+
+
+class ListedSamples:
+    """Finds the samples of a source that entries of lists name: KEY, SHARD/KEY, or with any folders before the shard.
+
+    Of several shards with the same name, the entry names those that share most folders with it.
+
+    Args:
+        source: None where nothing is known of its shards, and each entry means what it says.
+    """
+
+    def __init__(self, source: ListedSource | None) -> None:
+        self._source, self._found = source, dict[str, list[str]]()
+        self._shards: dict[str, list[tuple[list[str], str]]] = {}  # last part of a path -> paths, shards
+        self._names = {} if source is None else dict(source.shard_names)
+        files = {whole_file(shard): shard for shard in reversed(self._names)}
+        for file, shard in reversed(files.items()):
+            self._shards.setdefault(stable_name(file.rstrip("/")), []).append((file.rstrip("/").split("/"), shard))
+        self._keys: dict[str, Container[str] | None] = {}
+        self._looked = 0
+        self.named: set[str] = set()  # shards that entries named
+
+    @property
+    def example(self) -> str:
+        """The name of a sample."""
+        shard = next(iter(self._names), None)
+        keys = None if shard is None else self._keys_of(shard)
+        first = next(iter(keys), None) if isinstance(keys, Iterable) else None
+        return "SHARD/KEY" if shard is None else f"{self._names[shard]}/{'KEY' if first is None else first}"
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the keys of all shards are known that entries were looked for in."""
+        return None not in self._keys.values()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the source has shards that no entry named."""
+        return sum(map(len, self._shards.values())) > len(self.named)
+
+    def meaning(self, shard: str | None, key: str) -> Meaning:
+        """What an entry means. Raises SettingsError: it names samples of several files.
+
+        Args:
+            shard: in its column; None for a line of text, KEY or SHARD/KEY.
+        """
+        if shard is not None:
+            return self._of_shards(self._find(shard), shard, key)
+        names, absent, elsewhere, is_named = list(dict.fromkeys((key, key.strip()))), True, False, False
+        for part, rest in _divided(key.strip()):
+            shards = self._find(part)
+            found = self._of_shards(shards, part, rest)
+            names += found.names if shards or self._source is None else []
+            absent &= found.is_absent
+            is_named |= bool(shards)
+            elsewhere |= found.is_elsewhere and _SHARD.fullmatch(key.strip()) is not None
+        if absent and not elsewhere and self._source is not None:
+            absent = (is_named or None not in self._all_keys) and not any(
+                name in keys for keys in self._all_keys if keys is not None for name in names[:2]
+            )
+        return Meaning(names, absent and self._source is not None, elsewhere and absent)
+
+    def _of_shards(self, shards: Sequence[str], part: str, key: str) -> Meaning:
+        if self._source is None:
+            return Meaning([f"{part.rstrip('/').rpartition('/')[2]}/{key}", f"{part}/{key}"], False, False)
+        known = {shard: self._keys_of(shard, read=True) for shard in shards}
+        have = [shard for shard, keys in known.items() if keys is not None and key in keys]
+        if len(have) > 1:
+            both = " and ".join(f"{self._names[shard]}/{key}" for shard in have[:2])
+            raise SettingsError(f"{printable(f'{part}/{key}', SHOWN)} may be {printable(both, 2 * SHOWN)}: write which")
+        self.named.update(shards)
+        names = [f"{self._names[shard]}/{key}" for shard in have or shards]
+        return Meaning(names, not have and None not in known.values(), not shards)
+
+    def find(self, shard: str) -> list[str]:
+        """The names of the shards that a column of an entry may mean."""
+        found = self._find(shard)
+        self.named.update(found)
+        return [self._names[one] for one in found]
+
+    def _find(self, part: str) -> list[str]:
+        """The shards that a path means."""
+        if (found := self._found.get(part)) is None:
+            path = whole_file(part).rstrip("/").split("/")
+            there = self._shards.get(stable_name("/".join(path)), [])
+            common = [_common(path[:-1], other[:-1]) for other, _ in there]
+            found = [shard for (_, shard), n in zip(there, common, strict=True) if n == max(common)]
+            self._found[part] = found
+        return found
+
+    def _keys_of(self, shard: str, *, read: bool = False) -> Container[str] | None:
+        if self._keys.get(shard) is None:
+            read = read and self._looked < LOOKED
+            if shard in self._keys and not read:
+                return None
+            assert self._source is not None
+            self._looked += read
+            self._keys[shard] = self._source.known_keys(shard, read=read)
+        return self._keys[shard]
+
+    @cached_property
+    def _all_keys(self) -> list[Container[str] | None]:
+        return [self._keys_of(shard) for some in self._shards.values() for _, shard in some]
+
+
+def _common(path: Sequence[str], other: Sequence[str]) -> int:
+    """The number of parts that are equal at the end of two paths."""
+    ends = zip(reversed(path), reversed(other), strict=False)
+    return next((n for n, (a, b) in enumerate(ends) if a != b), min(len(path), len(other)))
+
+
+def _divided(line: str) -> Iterator[tuple[str, str]]:
+    """How a line may be divided into a shard and a key."""
+    if found := _SHARD.fullmatch(line):
+        yield found[1], found[2]
+        return
+    at = line.find("/")
+    while at >= 0:
+        yield line[:at], line[at + 1 :]
+        at = line.find("/", at + 1)
 
 
 class KeyList:
-    """The keys in a file, as 64-bit hashes: 8 bytes each, shared by forked workers.
+    """The samples that a file lists, as 64-bit hashes of their names: 8 bytes each, shared by forked workers.
 
-    A line of a text file is KEY or SHARD/KEY; folders in front of the shard's name are left out, and so are spaces
-    around the line, unless the key has them. A table (.csv, .parquet) has the column key, and may have shard, and
-    source, whose other rows are ignored. Text is UTF-8 or UTF-16. With n keys a sample that is not listed is taken for
-    a listed one with a probability of n / 2^62.
+    A line of a text file is KEY or SHARD/KEY; spaces around it are left out, unless the key has them. A table (.csv,
+    .parquet, .jsonl) has the column key, and may have shard, and source, whose other rows are ignored. Text is UTF-8 or
+    UTF-16. With n names a sample that is not listed is taken for a listed one with a probability of n / 2^62.
 
     Args:
         path: the file.
-        source: name of the source that the list is for.
-        column: of a table, with a number for each key.
+        name: of the source that the list is for; None for rows of all sources.
+        column: of a table, with a number for each sample.
+        source: the source; without it, any sample may be there.
+        flag: the setting, for messages.
 
     Attributes:
-        values: of `column`, float64, in the order of `place`; None without one.
+        values: of `column`, float64, by entry; None without one.
 
-    Raises SettingsError: the file cannot be read, or holds no key of this source, or `column` is not there, holds no
-    numbers, or two for one sample.
+    Raises SettingsError: the file cannot be read, or holds no entry of this source, or `column` is not there, holds no
+        numbers, or two for one sample; an entry names samples of several files.
     """
 
-    def __init__(self, path: str, source: str, column: str | None = None) -> None:
-        self.values, values = None, None
-        try:
-            if path.endswith(TABLES):
-                names, *columns = read_key_table(path, source, *([] if column is None else [column]))
-                values = np.array(columns[0], dtype=np.float64) if columns else None
-                if values is not None and values.ndim != 1:
+    def __init__(
+        self, path: str, name: str | None, column: str | None = None, source: ListedSource | None = None, flag: str = ""
+    ) -> None:
+        self.path, self.flag, self.values = path, flag, None
+        with errors_of_list(path):
+            listed = read_list(path, name, *([] if column is None else [column]))
+            if column is not None:
+                self.values = np.array(listed.columns[0], dtype=np.float64)
+                if self.values.ndim != 1:
                     raise ValueError(f"the column {column!r} has lists, not numbers")
-            else:
-                names = _of_text(Path(path))
-        except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow's errors are ValueErrors and KeyErrors
-            text = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise SettingsError(f"{path}: cannot read a list of keys: {text}") from error
-        if not names:
-            raise SettingsError(f"{path}: no keys of source {source!r} in it")
-        # Python's own hash, with its secret of this process, which forked workers have too.
-        hashes = np.fromiter((hash(storable(form)) for name in names for form in forms(name)), np.int64)
-        if values is None:
-            self._hashes = np.unique(hashes)
-        else:
-            rows = np.repeat(np.arange(len(names)), [sum(1 for _ in forms(name)) for name in names])
-            self._hashes, first, of = np.unique(hashes, return_index=True, return_inverse=True)
-            self.values = values[rows[first]]
-            other = np.flatnonzero(~np.isclose(self.values[of], values[rows], rtol=0, atol=0, equal_nan=True))
-            if len(other):
-                one, other_one = names[rows[first[of[other[0]]]]], names[rows[other[0]]]
-                found = f"{self.values[of[other[0]]]:g} for {one!r} and {values[rows[other[0]]]:g} for {other_one!r}"
+        if not listed.keys:
+            raise SettingsError(f"{path}: no keys of source {name!r} in it")
+        self.samples, self._rows = ListedSamples(source), listed.rows
+        self.absent, self.elsewhere = (np.zeros(len(listed.keys), bool) for _ in range(2))
+        hashes, of = array("q"), array("i")
+        for entry, (shard, key) in enumerate(zip(listed.shards, listed.keys, strict=True)):
+            try:
+                names, self.absent[entry], self.elsewhere[entry] = self.samples.meaning(shard, key)
+            except SettingsError as error:
+                raise SettingsError(f"{path}: {error}") from error
+            hashes.extend(hash(storable(name)) for name in names)  # of this process, which forked workers have too
+            of.extend([entry] * len(names))
+        self._hashes, first, again = np.unique(np.array(hashes), return_index=True, return_inverse=True)
+        self._entries = (theirs := np.array(of))[first]
+        if self.values is not None:
+            ours = self._entries[again]
+            other = np.flatnonzero(~np.isclose(self.values[ours], self.values[theirs], rtol=0, atol=0, equal_nan=True))
+            for a, b in zip(ours[other[:1]], theirs[other[:1]], strict=True):
+                found = " and ".join(f"{self.values[n]:g} for {listed.name(n)!r}" for n in (a, b))
                 hint = "samples are found by KEY or SHARD/KEY, without folders: give shards different names"
                 raise SettingsError(f"{path}: {column} {found}: {hint}")
+
+    def __len__(self) -> int:
+        return len(self.absent)
 
     def holds(self, name: str, key: str) -> bool:
         """Whether a sample is listed, by its name 'SHARD/KEY' or by its key."""
         return self.place(name, key) is not None
 
     def place(self, name: str, key: str) -> int | None:
-        """The place of a listed sample in `values`; None for others."""
+        """The number of the entry of a listed sample; None for others."""
         for value in (hash(storable(name)), hash(storable(key))):
             place = int(self._hashes.searchsorted(value))
             if place < len(self._hashes) and int(self._hashes[place]) == value:
-                return place
+                return int(self._entries[place])
         return None
 
+    def set_found(self, entries: Iterable[int]) -> None:
+        """Note the entries of which samples were found, after all samples were read."""
+        self.absent[:] = True
+        self.absent[np.fromiter(entries, np.int64)] = False
 
-def build_filter(source: str, settings: SourceSettings) -> SampleFilter | None:
-    """What the settings `keep` and `drop` of a source leave; None if it uses all samples. Raises as KeyList."""
-    keep, drop = (None if path is None else KeyList(path, source) for path in (settings.keep, settings.drop))
-    if keep is None and drop is None:
-        return None
-    return lambda name, key: (keep is None or keep.holds(name, key)) and not (drop and drop.holds(name, key))
+    def check(self, others: Sequence[KeyList] = (), *, told: bool = True) -> None:
+        """Compare the list with its source, by what is known of its keys or by `set_found`.
+
+        Args:
+            others: the same file, as other sources of the run use it.
+            told: see `check_absent`.
+
+        Raises SettingsError: as `check_absent`.
+        """
+        absent = self.absent.copy()
+        for other in others:
+            absent &= ~np.isin(self._rows, other._rows[~other.absent])
+        if not absent.any():
+            return
+        examples = [read_list(self.path, None).name(int(self._rows[absent.argmax()]))]
+        count, away = int(absent.sum()), int((absent & self.elsewhere).sum())
+        more = [one.samples for one in others]
+        check_absent(
+            f"{self.flag}: {self.path}", examples, len(self), away, self.samples, *more, count=count, told=told
+        )
+
+
+def check_absent(
+    where: str,
+    absent: Sequence[str],
+    entries: int,
+    elsewhere: int,
+    *samples: ListedSamples,
+    count: int | None = None,
+    told: bool = True,
+    advice: str = "",
+) -> None:
+    """Refuse a list of `entries` samples of which some are absent from the sources that it is used with.
+
+    Args:
+        where: the setting and the file.
+        absent: entries without a sample; the first one is shown.
+        elsewhere: how many of them name shards that the sources do not have. If these are all, and the list names all
+            shards of the sources, it is a list of more shards: a warning tells.
+        samples: of the sources.
+        count: entries without a sample, if `absent` has not all.
+        told: whether to warn.
+
+    Raises SettingsError.
+    """
+    if not (missing := len(absent) if count is None else count):
+        return
+    said = f"{where}: {entries - missing:,} of its {entries:,} entries match samples of these data; "
+    said += f"{printable(repr(absent[0]), SHOWN)} does not"
+    if elsewhere:
+        said += f", and {elsewhere:,} name shards that the data do not have"
+    if elsewhere == missing < entries and not any(one.has_more for one in samples):
+        if told:
+            logger.warning(f"{said}: the list is of more shards than these")
+        return
+    hint = f": {advice}" if advice else ""
+    raise SettingsError(f"{said}: samples are called {printable(samples[0].example, SHOWN)!r} here{hint}")
+
+
+@dataclass(frozen=True)
+class SampleLists:
+    """What the settings `keep` and `drop` of a source leave."""
+
+    keep: KeyList | None
+    drop: KeyList | None
+
+    def __call__(self, name: str, key: str) -> bool:
+        """Whether a sample is used, by its name 'SHARD/KEY' and its key."""
+        return (self.keep is None or self.keep.holds(name, key)) and not (self.drop and self.drop.holds(name, key))
+
+    @property
+    def lists(self) -> list[KeyList]:
+        return [one for one in (self.keep, self.drop) if one is not None]
+
+    def entries(self, samples: Iterable[tuple[str, str]]) -> list[list[int]]:
+        """By list, the entries of which samples, given by name and key, are."""
+        found: list[dict[int, None]] = [{} for _ in self.lists]
+        for name, key in samples:
+            for one, of in zip(self.lists, found, strict=True):
+                if (place := one.place(name, key)) is not None:
+                    of[place] = None
+        return [[*of] for of in found]
+
+
+def build_filter(settings: SourceSettings, setting: str, source: ListedSource) -> SampleLists | None:
+    """The lists of a source, None if it uses all samples. Raises as KeyList.
+
+    Args:
+        setting: dotted key of the source.
+    """
+    name = setting.rpartition(".")[2] if setting.startswith("data.sources.") else None
+    keep, drop = (
+        None if path is None else KeyList(path, name, source=source, flag=f"--{setting}.{flag}")
+        for flag, path in (("keep", settings.keep), ("drop", settings.drop))
+    )
+    return None if keep is None and drop is None else SampleLists(keep, drop)
+
+
+def check_lists(
+    filters: Sequence[SampleLists | None], found: Sequence[Iterable[Sequence[Sequence[int]]]] = (), *, told: bool = True
+) -> None:
+    """Compare the lists of a run with its sources; see KeyList.check.
+
+    Args:
+        filters: of each source.
+        found: by source, what `SampleLists.entries` gave for each of its shards, if all samples were read.
+    """
+    every: list[tuple[KeyList, set[int] | None]] = []
+    for number, some in enumerate(filters):
+        for place, one in enumerate([] if some is None else some.lists):
+            here = {entry for shard in found[number] for entry in shard[place]} if found else None
+            every.append((one, here))
+    for one, here in every:
+        if here is not None:
+            one.set_found(here)
+    for one, _ in every:
+        one.check([other for other, _ in every if other is not one and other.path == one.path], told=told)
 
 
 def storable(text: str) -> str:
@@ -102,46 +375,67 @@ def storable(text: str) -> str:
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
-def forms(line: str) -> Iterator[str]:
-    """What a line may mean: itself, and without what stands around SHARD/KEY."""
-    yield line
-    yield (bare := line.strip())
-    if found := _SHARD.fullmatch(bare) or _FULL.fullmatch(bare):
-        yield found[1]
+class List(NamedTuple):
+    """The entries of a list, or those of one source."""
+
+    shards: Sequence[str | None]  # None for a line of text
+    keys: Sequence[str]
+    rows: np.ndarray[Any, np.dtype[np.int64]]  # their numbers in the file
+    columns: list[list[Any]]  # further ones
+
+    def name(self, entry: int) -> str:
+        shard = self.shards[entry]
+        return self.keys[entry] if shard is None else f"{shard}/{self.keys[entry]}"
 
 
-def _of_text(path: Path) -> list[str]:
-    return [line for raw in read_text(path).split("\n") if (line := raw.rstrip("\r")).strip()]
+@contextlib.contextmanager
+def errors_of_list(path: str) -> Iterator[None]:
+    """What reading a list raises, as SettingsError; pyarrow's errors are ValueErrors and KeyErrors."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise SettingsError(f"{path}: cannot read a list of keys: {text}") from error
 
 
-def read_key_table(path: str, source: str, *columns: str) -> list[list[Any]]:
-    """The names of a table's samples, KEY or SHARD/KEY, and the values of further columns; of rows of this source.
+def read_list(path: str, source: str | None, *columns: str) -> List:
+    """The entries of a file, those of this source or of all, and further columns of a table.
 
-    Raises OSError, or ValueError or KeyError as pyarrow does: the table cannot be read, or a column is missing.
+    Raises OSError, or ValueError or KeyError as pyarrow does: it cannot be read, or a column is missing.
     """
+    if not path.endswith(TABLES):
+        lines = [line for raw in read_text(Path(path)).split("\n") if (line := raw.rstrip("\r")).strip()]
+        return List([None] * len(lines), lines, np.arange(len(lines)), [])
     from pyarrow import csv, parquet  # on use, as its import takes long
 
     table: Any
     wanted = ("source", "shard", "key", *columns)
-    if path.endswith(".csv"):
-        import pyarrow as pa
-
-        texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key"), pa.string()))
-        table = csv.read_csv(
-            io.BytesIO(read_text(Path(path)).encode("utf-8", "surrogateescape")), convert_options=texts
-        )
-        table = table.rename_columns([name.strip() for name in table.column_names])
-    else:
+    if path.endswith(".parquet"):
         schema = parquet.read_schema(path).names
         table = parquet.read_table(path, columns=[name for name in wanted if name in schema])
+    else:
+        import pyarrow as pa
+
+        text = read_text(Path(path)).encode("utf-8", "surrogateescape")
+        if path.endswith(".jsonl"):
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            if not all(isinstance(row, dict) for row in rows):
+                raise ValueError("expected a JSON object on each line")
+            names = dict.fromkeys(name for row in rows for name in row if name in wanted)
+            table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
+        else:
+            texts = csv.ConvertOptions(column_types=dict.fromkeys(wanted[:3], pa.string()))
+            table = csv.read_csv(io.BytesIO(text), convert_options=texts)
+            table = table.rename_columns([name.strip() for name in table.column_names])
     for column in ("key", *columns):
         if column not in table.column_names:
             raise ValueError(f"no column {column!r}")
+    table = table.filter(table["key"].is_valid())  # without lines on shards
     keys = [str(key) for key in table["key"].to_pylist()]
-    if "shard" in table.column_names:
-        keys = [f"{shard}/{key}" for shard, key in zip(table["shard"].to_pylist(), keys, strict=True)]
-    rows = [keys, *(table[column].to_pylist() for column in columns)]
-    if "source" in table.column_names:
+    shards = table["shard"].to_pylist() if "shard" in table.column_names else [None] * len(keys)
+    found: list[list[Any]] = [shards, keys, *(table[column].to_pylist() for column in columns)]
+    mine = [True] * len(keys)
+    if "source" in table.column_names and source is not None:
         mine = [of == source for of in table["source"].to_pylist()]
-        rows = [[*compress(values, mine)] for values in rows]
-    return rows
+        found = [[*compress(values, mine)] for values in found]
+    return List(found[0], found[1], np.flatnonzero(mine), found[2:])

@@ -23,7 +23,7 @@ from clipstream.data.decode.captions import (
 )
 from clipstream.data.decode.captions import LabelField as LabelField
 from clipstream.data.decode.class_names import folded, number_of
-from clipstream.data.decode.key_lists import TABLES, KeyList
+from clipstream.data.decode.key_lists import TABLES, KeyList, ListedSource
 from clipstream.data.decode.tokenizers import Ids, Tokenizer
 from clipstream.data.order.rng import hash_of
 from clipstream.data.text_settings import CaptionSettings
@@ -59,9 +59,10 @@ class SampleProbability:
     """The probability with which a sample is drawn in training.
 
     Args:
-        where: a file (.csv, .parquet) with the columns shard, key and probability, read as a KeyList; or the field of a
-            sample that has it, as of GroupField.
-        source: name of the samples' source.
+        where: a file (.csv, .parquet, .jsonl) with the columns shard, key and probability, read as a KeyList; or the
+            field of a sample that has it, as of GroupField.
+        setting: dotted key of the samples' source.
+        source: the source.
 
     Attributes:
         members: of a sample that are needed; () with a file.
@@ -69,21 +70,22 @@ class SampleProbability:
     Raises SettingsError: the file cannot be read, has no sample of the source, or a number that is no probability.
     """
 
-    def __init__(self, where: str, source: str) -> None:
-        self._where = where
-        self._list = KeyList(where, source, "probability") if where.endswith(TABLES) else None
-        self._field = None if self._list is not None else LabelField(where)
+    def __init__(self, where: str, setting: str, source: ListedSource) -> None:
+        self._where, self.list, flag = where, None, f"--{setting}.probability"
+        if where.endswith(TABLES):
+            self.list = KeyList(where, setting.rpartition(".")[2], "probability", source, flag)
+        self._field = None if self.list is not None else LabelField(where)
         self.members: tuple[str, ...] = () if self._field is None else self._field.members
-        if self._list is not None:
-            assert self._list.values is not None
-            wrong = self._list.values[~((self._list.values >= 0) & (self._list.values <= 1))]
+        if self.list is not None:
+            assert self.list.values is not None
+            wrong = self.list.values[~((self.list.values >= 0) & (self.list.values <= 1))]
             if len(wrong):
                 raise SettingsError(f"{where}: {wrong[0]:g} is no probability: expected numbers from 0 to 1")
 
     def __call__(self, name: str, sample: RawSample) -> float:
         """The probability, 0 to 1, of the sample 'SHARD/KEY'. Raises Dropped: `no_probability`."""
-        if self._list is not None:
-            place, values = self._list.place(name, sample["__key__"]), self._list.values
+        if self.list is not None:
+            place, values = self.list.place(name, sample["__key__"]), self.list.values
             if place is None or values is None:
                 raise Dropped("no_probability", f"not in {self._where}")
             return float(values[place])

@@ -32,7 +32,7 @@ from clipstream.data.decode.captions import (
     split_keys,
 )
 from clipstream.data.decode.images import ImageTransform
-from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT, SampleFilter
+from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT, SampleLists
 from clipstream.data.decode.labels import GroupField, SampleProbability
 from clipstream.data.decode.tokenizers import Ids, Tokenizer, readable
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
@@ -104,7 +104,7 @@ class Reader:
     caption: CaptionExtractor  # gives the caption
     image: ImageTransform  # gives the pixels
     transform: SampleTransform | None  # the user's own, before the caption; or None
-    filter: SampleFilter | None = None  # says which samples are used; None for all
+    filter: SampleLists | None = None  # says which samples are used; None for all
     teacher_image: ImageTransform | None = None  # gives a live teacher's pixels of the same crop; None for none
     stored: StoredSamples | None = None  # precomputed features of the samples; None for none
     group: GroupField | None = None  # gives the label of a sample's group; None for none
@@ -177,6 +177,7 @@ class Candidates:
     ids: np.ndarray[Any, np.dtype[np.int32]]  # [c, T], of all texts: slot by slot, path by path
     dropped: dict[int, str]  # slot -> reason
     shard_samples: int = 0  # of the whole shard that the samples are from
+    keys: dict[int, str] = field(default_factory=dict)  # slot -> key of its sample in the shard
 
 
 @dataclass
@@ -244,6 +245,7 @@ class Pipeline:
                 keys[slot.index] = slot.name
                 if every is not None and slot.sample is not None:
                     every.shard_samples = len(slot.sample.shard.index.samples)
+                    every.keys[slot.index] = slot.sample.ref.key
                 buffer.sources[slot.index] = slot.source
                 if slot.caption is None:
                     buffer.clear(slot.index)

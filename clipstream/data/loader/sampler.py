@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from clipstream.data.decode.key_lists import SampleFilter
+from clipstream.data.decode.key_lists import SampleLists
 from clipstream.data.loader.health import SourceHealth
 from clipstream.data.loader.stage_timing import OPEN, ORDER
 from clipstream.data.loader.stored import StoredSamples
@@ -40,15 +40,11 @@ class LaneSample(NamedTuple):
 
     shard: OpenShard  # the open shard that holds it
     ref: SampleRef  # its key and the location of its members
-    url: str  # the shard's name, without credentials
+    url: str  # the shard's title
+    name: str  # SHARD/KEY, see `shard_url.shard_names`
     rng_key: int | None  # key of its random numbers; None in evaluation, which draws nothing
     shard_number: int = -1  # number of its shard in the source, of training
     position: int = -1  # of it in the shard, of training
-
-    @property
-    def name(self) -> str:
-        """'SHARD_BASENAME/KEY'."""
-        return f"{self.url.rstrip('/').rpartition('/')[2]}/{self.ref.key}"
 
 
 class Shards(Protocol):
@@ -183,6 +179,10 @@ class OpenShards(Shards):
     def title(self, number: int) -> str:
         name = self.source.names[number]
         return self.source.types[name].title(name)
+
+    def named(self, number: int) -> tuple[str, str]:
+        """A shard's title, and its name in the names of its samples."""
+        return self.title(number), self.source.shard_names[self.source.names[number]]
 
 
 class ShardPrefetcher:
@@ -326,7 +326,7 @@ class WindowSampler:
         self.cursor = cursor
         self.keeps_slots = order.keeps_slots
         self._walk, self._shards = LaneWalk(order, lane, cursor, shards), shards
-        self._group: list[tuple[OpenShard, str]] = []  # the group's shards with their titles
+        self._group: list[tuple[OpenShard, str, str]] = []  # the group's shards, their titles, their names
         self._samples: memoryview | None = None  # of the cursor's window; a memoryview gives Python's integers
         self._key = 0  # of the window's random numbers
 
@@ -339,19 +339,20 @@ class WindowSampler:
             drawn, self._key = self._walk.window()
             self._samples = drawn.astype(np.int32).data  # half the memory: a worker has a window for each of its lanes
             self._group = [
-                (_ABSENT if index in cursor.skipped else self._shards[number], self._shards.title(number))
+                (_ABSENT if index in cursor.skipped else self._shards[number], *self._shards.named(number))
                 for index, number in enumerate(self._walk.numbers)
             ]
         position = cursor.position
         index, number = samples[position, 0], samples[position, 1]
-        shard, title = self._group[index]
+        shard, title, begin = self._group[index]
         held = shard.index.samples
         if number < len(held):
             ref = held[number]
         else:
             shard, ref = _ABSENT, SampleRef(f"#{number}", {})
         cursor.position = position + 1
-        return LaneSample(shard, ref, title, mix(position, state=self._key), self._walk.numbers[index], number)
+        key, where = mix(position, state=self._key), self._walk.numbers[index]
+        return LaneSample(shard, ref, title, f"{begin}/{ref.key}", key, where, number)
 
 
 class OnceSampler:
@@ -367,7 +368,7 @@ class OnceSampler:
     keeps_slots = False
 
     def __init__(
-        self, lane: int, lanes: int, shards: OpenShards, limit: int | None = None, used: SampleFilter | None = None
+        self, lane: int, lanes: int, shards: OpenShards, limit: int | None = None, used: SampleLists | None = None
     ) -> None:
         self.cursor = Cursor()
         self._used = used
@@ -386,15 +387,14 @@ class OnceSampler:
             shards.report()
             if not size:
                 continue
-            shard, title = shards[number], shards.title(number)
+            shard, (title, begin) = shards[number], shards.named(number)
             refs: Sequence[SampleRef] = shard.index.samples
             if self._used is not None:
-                samples = (LaneSample(shard, ref, title, None) for ref in refs)
-                refs = [one.ref for one in samples if self._used(one.name, one.ref.key)]
+                refs = [ref for ref in refs if self._used(f"{begin}/{ref.key}", ref.key)]
             size = len(refs) if limit is None else min(len(refs), limit - before)
             first, count = share_of(lane, lanes, size)
             for i in range(first, first + count):
-                yield LaneSample(shard, refs[i], title, None)
+                yield LaneSample(shard, refs[i], title, f"{begin}/{refs[i].key}", None)
             shards.release(number)
             before += size
 
@@ -430,7 +430,7 @@ class ChunkSampler:
         self._plan, self._shards = plan, shards
         self._batches = self._iterate()
         self._shard: OpenShard | None = None
-        self._title, self._key = "", 0
+        self._title, self._begin, self._key = "", "", 0
         self._asked = 0  # samples that were asked for
 
     def take(self) -> LaneSample | None:
@@ -444,7 +444,8 @@ class ChunkSampler:
         assert self._shard is not None
         number = self.cursor.window + slot
         key = None if self._plan.key is None else mix(number, state=self._key)
-        return LaneSample(self._shard, self._shard.index.samples[number], self._title, key)
+        ref = self._shard.index.samples[number]
+        return LaneSample(self._shard, ref, self._title, f"{self._begin}/{ref.key}", key)
 
     def _iterate(self) -> Iterator[Cursor]:
         plan, shards, batches = self._plan, self._shards, 0
@@ -455,7 +456,7 @@ class ChunkSampler:
             shards.report()
             if not size:
                 continue
-            self._shard, self._title = shards[number], shards.title(number)
+            self._shard, (self._title, self._begin) = shards[number], shards.named(number)
             self._key = 0 if plan.key is None else plan.key(number)
             for chunk in range(-(-size // plan.chunk_rows)):
                 if not plan.wanted(number, chunk):

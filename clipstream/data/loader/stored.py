@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from clipstream.data.decode.captions import draw_caption, draw_captions
-from clipstream.data.decode.key_lists import NOT_DRAWN, NOT_KEPT, SampleFilter
+from clipstream.data.decode.key_lists import NOT_DRAWN, NOT_KEPT, SampleLists
 from clipstream.data.loader.health import DroppedSample, SourceHealth
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs, is_drawn, mix
@@ -192,13 +192,14 @@ class StoredSamples:
         name: str,
         source: Source,
         weights: Sequence[float] | None = None,
-        filter: SampleFilter | None = None,
+        filter: SampleLists | None = None,
         rows: bool = True,
     ) -> None:
         shards = list(zip(stable_names(source.names), source.names, strict=True))
         self.name, self.shown = name, [redact(url) for url in source.names]
         self._weights, self._views = weights, stored.views
         self.shard_titles = [source.types[url].title(url) for url in source.names]
+        self.shard_names = [source.shard_names[url] for url in source.names]
         self._holders = [0] * len(shards)
         self._compared: set[int] = set()  # shards of which all stores hold the same samples
         self._lock, self._mapping = threading.Lock(), threading.Lock()
@@ -467,14 +468,14 @@ class StoredSamples:
         return found
 
     def titles(self, numbers: Numbers) -> list[str]:
-        """'SHARD_BASENAME/KEY' of samples."""
+        """The names SHARD/KEY of samples."""
         found = [""] * len(numbers)
         by_shard: dict[int, list[tuple[int, int]]] = {}
         for i, number in enumerate(numbers.tolist()):
             shard, position = self.shard_and_position(number)
             by_shard.setdefault(shard, []).append((i, position))
         for shard, places in by_shard.items():
-            begin = self.shard_titles[shard].rstrip("/").rpartition("/")[2]
+            begin = self.shard_names[shard]
             keys = self.primary.keys(self._all[0].shards[shard])
             for i, position in places:
                 found[i] = f"{begin}/{keys[position] if numbers[i] >= 0 else f'#{position}'}"
@@ -518,7 +519,7 @@ class StoredSamples:
     def _filter_shard(self, shard: int) -> None:
         """Note which samples of a shard the settings keep."""
         assert self._filter is not None and self._kept is not None
-        begin = self.shard_titles[shard].rstrip("/").rpartition("/")[2]
+        begin = self.shard_names[shard]
         keys, base = self.primary.keys(self._all[0].shards[shard]), int(self.base[shard])
         self._kept[base : base + len(keys)] = [self._filter(f"{begin}/{key}", key) for key in keys]
 

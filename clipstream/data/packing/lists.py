@@ -17,7 +17,7 @@ import numpy as np
 from clipstream.data.decode.captions import (
     RawSample,
 )
-from clipstream.data.decode.key_lists import SampleFilter, build_filter
+from clipstream.data.decode.key_lists import SampleLists, build_filter
 from clipstream.data.order.rng import hash_of
 from clipstream.data.packing.sample import plain_key
 from clipstream.data.settings import SourceSettings
@@ -42,6 +42,7 @@ class Listed(NamedTuple):
     dropped: int  # samples that key lists leave out
     fault: str | None  # of the shard, whose intact samples are used
     path: str | None  # the local file of a tar
+    entries: Sequence[Sequence[int]] = ()  # of the source's lists, those of which samples are in the shard
 
 
 def _no_file(path: str) -> bytes:
@@ -167,7 +168,7 @@ class ListShard:
 
     def __init__(self, corpus: Corpus, *, measured: bool) -> None:
         self.corpus, self.measured = corpus, measured
-        self._filters: dict[int, SampleFilter | None] = {}  # by source, of this process
+        self._filters: dict[int, SampleLists | None] = {}  # by source, of this process
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_filters": {}}
@@ -186,21 +187,29 @@ class ListShard:
             rows = list(self._rows(number, shard))
             path = os.path.abspath(shard.path) if isinstance(shard, Shard) else None
             size = sum(_bytes(spans) for _, _, spans, _ in rows) if path else self._estimate(shard, len(rows))
-            head = Listed(len(rows), size, len(refs) - len(rows), None if fault is None else str(fault), path)
+            left, told = len(refs) - len(rows), None if fault is None else str(fault)
+            chosen, title = self.lists(corpus.shards[number][0]), source.shard_names[name]
+            entries = [] if chosen is None else chosen.entries((f"{title}/{ref.key}", ref.key) for ref in refs)
+            head = Listed(len(rows), size, left, told, path, entries)
             shard.close()
             ShardList.write(corpus.path(number), head, rows)
         except (ShardError, OSError) as error:
             return failed(error, redact(name), corpus.folder)
         return head
 
+    def lists(self, number: int) -> SampleLists | None:
+        """The lists of a source, by its number."""
+        if number not in self._filters:
+            source = self.corpus.sources[number]
+            self._filters[number] = build_filter(source.settings, source.context.key, source)
+        return self._filters[number]
+
     def _rows(self, at: int, shard: OpenShard) -> Iterator[tuple[int, str, Mapping[str, tuple[int, int]], str | None]]:
         number, name = self.corpus.shards[at]
         source = self.corpus.sources[number]
         kind_ = source.types[name]
-        if number not in self._filters:
-            self._filters[number] = build_filter(source.context.key.rpartition(".")[2], source.settings)
-        chosen = self._filters[number]
-        title = kind_.title(name).rstrip("/").rpartition("/")[2]
+        chosen = self.lists(number)
+        title = source.shard_names[name]
         keyed = kind_.columns and len(shard.index.samples) > 0 and _key_of(shard, shard.index.samples[0]) is not None
         for number, ref in enumerate(shard.index.samples):
             if chosen is None or chosen(f"{title}/{ref.key}", ref.key):

@@ -12,9 +12,9 @@ in the main process, and opens them in the workers, which are forked: open files
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
@@ -28,6 +28,7 @@ from clipstream.storage.shard_url import (
     expand_pipe,
     parts_of,
     redact,
+    shard_names,
     table_format,
     with_variables,
 )
@@ -126,8 +127,12 @@ class SourceType(Protocol):
         counts = [self.num_samples(shard) for shard in shards]
         return None if None in counts else sum(count or 0 for count in counts)
 
+    def keys(self, shard: str) -> Container[str] | None:
+        """The keys of all samples of the file or folder that the shard is of; None if they take reading it."""
+        return None
+
     def title(self, shard: str) -> str:
-        """The shard's name in messages and sample keys, without credentials."""
+        """The path of the file or folder that the shard is of, in messages and sample names, without credentials."""
         return redact(shard)
 
     def missing(self, shards: Sequence[str]) -> list[str]:
@@ -333,6 +338,26 @@ class Source:
             raise
         except Exception as error:
             raise ShardError("source_error", raised(self.settings.type, error)) from error
+
+    @cached_property
+    def shard_names(self) -> dict[str, str]:
+        """Shard -> its name in the names of its samples, SHARD/KEY."""
+        titles = {name: self.types[name].title(name) for name in self.names}
+        names = shard_names(titles.values())
+        return {name: names[title] for name, title in titles.items()}
+
+    def known_keys(self, shard: str, *, read: bool = False) -> Container[str] | None:
+        """The keys of all samples of the file or folder that a shard is of; those of local tars only with `read`."""
+        kind = self.types[shard]
+        if not read or not kind.tars or kind.is_remote(shard) or self.context.store is None:
+            return kind.keys(shard)
+        try:
+            opened = self.open(shard)
+        except (ShardError, OSError):  # counted when it is read
+            return None
+        opened.close()
+        kind.release(shard)
+        return None if opened.index.fault is not None else dict.fromkeys(ref.key for ref in opened.index.samples)
 
     def num_samples(self, name: str) -> int | None:
         """Samples of a shard as its type knows them; None for a tar."""

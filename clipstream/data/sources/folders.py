@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
@@ -371,6 +371,7 @@ class FolderSource(SourceType):
         self._image_key, self._image_keys = settings.image_key, split_keys(settings.image_key)
         self._blocks: dict[str, tuple[str, range, Contents]] = {}
         self._caption = settings.caption
+        self._keys: dict[str, dict[str, None]] = {}  # folder -> those of its images with texts
 
     def list_shards(self, spec: str) -> Sequence[str]:
         """The classes in the order of their names, or blocks of images in the order of their paths.
@@ -410,6 +411,11 @@ class FolderSource(SourceType):
     def total_samples(self, shards: Sequence[str]) -> int | None:
         """Unknown of classes: listing all folders may take minutes."""
         return super().total_samples(shards) if all(shard in self._blocks for shard in shards) else None
+
+    def keys(self, shard: str) -> Container[str]:
+        if shard in self._blocks:
+            return self._keys.setdefault(self._blocks[shard][0], dict.fromkeys(self._blocks[shard][2].files))
+        return dict.fromkeys(ref.key for ref in self.open(shard).index.samples)
 
     def title(self, shard: str) -> str:
         return self._blocks[shard][0] if shard in self._blocks else super().title(shard)

@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -91,6 +91,9 @@ class TableSource(SourceType):
 
     def num_samples(self, shard: str) -> int:
         return len(self._blocks[shard][1])
+
+    def keys(self, shard: str) -> Container[str]:
+        return RowKeys(self._rows[self._blocks[shard][0]])
 
     def title(self, shard: str) -> str:
         return redact(self._blocks[shard][0])
@@ -395,6 +398,20 @@ def cells(arrow: Path, name: str, batches: Iterable[int]) -> Iterator[str]:
         for value in values:
             text = value.decode(errors="replace") if isinstance(value, bytes) else value
             yield text if isinstance(text, str) else ""
+
+
+class RowKeys:
+    """The keys of rows: their numbers."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._rows = rows if isinstance(rows, range) else dict.fromkeys(map(int, rows))
+
+    def __contains__(self, key: object) -> bool:
+        text = str(key)
+        return text.isdecimal() and int(text) in self._rows and str(int(text)) == text
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, self._rows)
 
 
 class _Refs(Sequence[SampleRef]):

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import csv, parquet
+from pyarrow import csv, json, parquet
 
 from clipstream.cli.verbs.filter.balance import Balance
 from clipstream.cli.verbs.filter.recipes import OPTIONAL, RECIPES
 from clipstream.cli.verbs.filter.rules import Rule
 from clipstream.config.settings import load
-from clipstream.data.decode.key_lists import TABLES
+from clipstream.data.decode.key_lists import TABLES, KeyList, ListedSamples, SampleLists, check_absent, check_lists
 from clipstream.data.duplicates import near_groups
 from clipstream.data.sample_table import SCHEMA, Columns, SampleTable, sample_table
 from clipstream.data.sources import Source, SourceContext
@@ -64,9 +64,7 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
         fields=tuple(sorted(name for name in wanted if _is_json(name))),
     )
     source = Source(settings.data.sources["train"], SourceContext(cache=settings.data.cache, key="data.sources.train"))
-    samples = Samples(sample_table(source, settings.data, columns, executor=options.executor))
-    if options.out:
-        samples.check_names()
+    samples = Samples(sample_table(source, settings.data, columns, executor=options.executor), source)
     if options.language_model and "language" in wanted:
         samples.made["language"] = _languages(options.language_model)
     for spec in options.scores:
@@ -102,13 +100,13 @@ class Samples:
         made: fields that are computed from captions.
     """
 
-    def __init__(self, table: SampleTable) -> None:
+    def __init__(self, table: SampleTable, source: Source) -> None:
         if table.faults:
             name, why = next(iter(table.faults.items()))
             raise DataError(
                 f"{counted(len(table.faults), 'shard')} cannot be read: {name}: {why}: mend or leave them out"
             )
-        self.table, self.columns = table, dict[str, Any]()
+        self.table, self.source, self.columns = table, source, dict[str, Any]()
         self.made: dict[str, Callable[[list[str | None]], list[Any]]] = {}
         self.of_parts: list[tuple[Path, int]] = []  # files, and how many usable samples they have
         kinds: dict[str, set[str]] = {}  # of the values of a JSON field
@@ -154,48 +152,55 @@ class Samples:
         tables = [pa.table({name: block[name]}) for _, block, _ in self.blocks([name])]
         return pa.concat_tables(tables, promote_options="permissive")[name].combine_chunks()
 
-    def check_names(self) -> None:
-        """Raises SettingsError: samples of two shards have the same name SHARD/KEY, which is without folders."""
-        shards: dict[str, list[tuple[str, Path]]] = {}
-        for about, (part, _) in zip(self.table.abouts(), self.of_parts, strict=True):
-            shards.setdefault(about.title.rstrip("/").rpartition("/")[2], []).append((about.title, part))
-        for shard, parts in shards.items():
-            seen = dict[str, str]()  # key -> title of its shard
-            for title, part in parts if len({title for title, _ in parts}) > 1 else ():
-                table = parquet.read_table(part, columns=["reason", "key"])
-                for key in table["key"].filter(pc.equal(table["reason"], "")).to_pylist():
-                    if (other := seen.setdefault(key, title)) != title:
-                        where = f"{other} and {title} have a sample {shard}/{key} each"
-                        raise SettingsError(f"{where}, by which lists find it: rename a shard, or filter each alone")
-
     def join_scores(self, spec: str) -> None:
         """Add a column from a store or a file, `NAME=FROM`."""
         name, _, where = spec.partition("=")
         if not where:
             raise SettingsError(f"--scores {spec}: expected NAME=STORE or NAME=FILE")
-        table = _read([where])[0] if where.endswith(TABLES) else _scores_of(where)
+        table = _read([where])[0] if where.endswith(TABLES) else None if where.endswith(".txt") else _scores_of(where)
+        if table is None or not {name, "score", "value"} & {*table.column_names}:
+            return self._join_list(name, where, spec)
         if "key" not in table.column_names:
             raise SettingsError(f"--scores {spec}: {where} has no column key; for other keys use --join and --on")
         if "source" in table.column_names and "train" in (sources := table["source"]).to_pylist():
             table = table.filter(pc.equal(sources, "train"))
-        column = next((of for of in (name, "score", "value") if of in table.column_names), None)
+        column = next(of for of in (name, "score", "value") if of in table.column_names)
         theirs, own = table["key"].cast(pa.string()), self.all("key")
+        every = self.table.read(["shard", "key"])  # those that training drops, too
+        there, found = every["key"], ListedSamples(self.source)
         if "shard" in table.column_names:
-            self.check_names()
-            shards = pc.replace_substring_regex(table["shard"], "^.*/", "")
-            theirs = pc.binary_join_element_wise(shards, theirs, "/")
+            shards = [found.find(name or "") for name in table["shard"].to_pylist()]
+            rows = np.repeat(np.arange(len(shards)), [max(1, len(some)) for some in shards])
+            names = pa.array([name for some in shards for name in (some or [None])], pa.string())  # type: ignore[list-item]
+            table, theirs = table.take(rows), pc.binary_join_element_wise(names, theirs.take(rows), "/")
             own = pc.binary_join_element_wise(self.all("shard"), own, "/")
+            there = pc.binary_join_element_wise(every["shard"], every["key"], "/")
+        absent = pc.invert(pc.fill_null(pc.is_in(theirs, there.unique()), False))
+        example = table.filter(absent).slice(0, 1).to_pylist()
+        check_absent(
+            f"--scores {spec}", ["/".join(str(row[of]) for of in ("shard", "key") if of in row) for row in example],
+            len(table), theirs.null_count, found, count=pc.sum(absent).as_py(),
+        )  # fmt: skip
         if "source" in table.column_names:
             of = table["source"].filter(pc.is_in(theirs, own.unique())).unique().drop_null().to_pylist()
             if len(of) > 1:
                 hint = "and none is 'train': give the scores of one source"
                 raise SettingsError(f"{where} has the samples in the sources {listed(of)}, {hint}")
-        if column is None:  # a list, whose keys may stand for several samples
-            theirs = pa.chunked_array([theirs.unique()])
-            self.add({name: pa.chunked_array([pa.repeat(True, len(theirs))])}, theirs, own, where)
-        else:
-            _check_unique(own, theirs, where, "sample")
-            self.add({name: table[column]}, theirs, own, where)
+        _check_unique(own, theirs, where, "sample")
+        self.add({name: table[column]}, theirs, own, where)
+
+    def _join_list(self, name: str, where: str, spec: str) -> None:
+        """Add whether samples are listed."""
+        lists = SampleLists(KeyList(where, None, source=self.source, flag=f"--scores {spec}"), None)
+        check_lists([lists], [[lists.entries(self._names(self.table.read(["shard", "key"])))]])
+        own = pa.table({of: self.all(of) for of in ("shard", "key")})
+        self.columns[name] = pa.array([lists(*one) or None for one in self._names(own)], pa.bool_())
+
+    @staticmethod
+    def _names(table: Any) -> Iterator[tuple[str, str]]:
+        """The name and the key of each sample."""
+        for shard, key in zip(table["shard"].to_pylist(), table["key"].to_pylist(), strict=True):
+            yield f"{shard}/{key}", key
 
     def add(self, columns: dict[str, Any], theirs: Any, own: Any, where: str) -> None:
         """Add columns of a table from `where`, whose rows have the keys `theirs`, by the keys `own` of the samples."""
@@ -303,12 +308,14 @@ def _is_json(name: str) -> bool:
 
 def _read(paths: Sequence[str], wanted: Container[str] | None = None) -> tuple[Any, list[str]]:
     """The rows of tables, or those of their columns that are wanted; and the names of all. Raises SettingsError."""
-    texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key", "uid"), pa.string()))
+    types = dict.fromkeys(("source", "shard", "key", "uid"), pa.string())
+    texts, lines = csv.ConvertOptions(column_types=types), json.ParseOptions(explicit_schema=pa.schema(types))
     found = []
     try:
         for path in paths:
-            if path.endswith(".csv"):
-                found.append(csv.read_csv(path, convert_options=texts))
+            if path.endswith((".csv", ".jsonl")):
+                is_csv = path.endswith(".csv")
+                found.append(csv.read_csv(path, convert_options=texts) if is_csv else json.read_json(path, None, lines))
                 names = found[-1].column_names
             else:
                 names = parquet.read_schema(path).names

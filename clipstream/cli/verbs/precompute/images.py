@@ -37,6 +37,7 @@ class StoredImages:
             self._sources[name] = ImageReader(source), names
 
     def read(self, name: str, shard: str, key: str) -> bytes | None:
-        """The image file of a sample of the source `name`; None if it cannot be read."""
+        """The image file of a sample of the source `name` and of the shard as the store names it; None if it cannot be
+        read."""
         read, names = self._sources[name]
         return read(names[shard], key) if shard in names else None

@@ -460,12 +460,12 @@ class ChunkComputer:
 
     def _collect(self, chunk: _Batches, batch: Batch, parts: Sequence[BatchPart]) -> None:
         """Add a batch to its chunk; on a GPU without waiting for it."""
-        keys = {slot: key for part in parts for slot, key in part.keys.items()}
         own = [part.candidates for part in parts if part.candidates is not None]
+        keys = {slot: key for one in own for slot, key in one.keys.items()}
         texts = {slot: found for one in own for slot, found in one.texts.items()}
         reasons = {slot: reason for one in own for slot, reason in one.dropped.items()}
         for slot in range(len(batch)):
-            chunk.keys.append(keys[slot].partition("/")[2])
+            chunk.keys.append(keys[slot])
             chunk.texts.append(texts.get(slot, []))
             chunk.reasons.append("" if slot in texts else reasons[slot])
         # Workers fill consecutive slots, so that their ids follow each other in the order of the slots.

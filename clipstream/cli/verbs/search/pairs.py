@@ -161,9 +161,10 @@ def write_page(
     names, missing = names_of(rows, [*shown, *near.rows.flatten().tolist()]), dict[int, str]()
 
     def card(row: int) -> Card:
-        data = images.read(*names[row][:3])
-        missing.update({row: names[row].label} if data is None else {})
-        return Card(names[row].label, names[row].captions[0] if names[row].captions else "", "", data)
+        name = names[row]
+        data = images.read(name.source, name.stored, name.key)
+        missing.update({row: name.label} if data is None else {})
+        return Card(name.label, name.captions[0] if name.captions else "", "", data)
 
     page = render_gallery([((head, None), found) for head, found in groups], hits, card, rows.store.shown)
     atomic_write.replace(Path(options.html), page.encode(errors="backslashreplace"))
