@@ -18,11 +18,12 @@ from clipstream.data.decode.key_lists import ListedSamples, check_absent, errors
 from clipstream.data.decode.labels import GroupField, LabelField, SampleProbability, compare_groups
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
-from clipstream.data.scan import ShardPass, ShardSamples, file_state, scanned
+from clipstream.data.scan import ShardPass, ShardSamples, scanned
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
 from clipstream.errors import Dropped, SettingsError
 from clipstream.text import counted
+from clipstream.utils.content import file_state
 from clipstream.utils.logs import logger
 from clipstream.utils.processes import Failed
 

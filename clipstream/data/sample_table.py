@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, json_value
 from clipstream.data.decode.images import check_shape, read_header
-from clipstream.data.decode.key_lists import build_filter, check_lists, storable
+from clipstream.data.decode.key_lists import NOT_KEPT, build_filter, check_lists, storable
 from clipstream.data.duplicates import BATCH, caption_hash, file_hash, hashes_of, look_of
 from clipstream.data.image_settings import rgb
 from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
 from clipstream.data.order_plan import reading_of
 from clipstream.data.scan import ImageReader, ShardPass, ShardSamples, identity
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import Source
+from clipstream.data.sources import Source, with_file
 from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.features.byte_pairs import BytePairs
@@ -234,10 +234,12 @@ class _Part:
         fault = samples.shard.index.fault
         counts, rows = _Counts(), list[dict[str, Any]]()
         counts.start(0)
-        for where, key, sample in samples:
+        for (where, key, sample), ref in zip(samples, samples.shard.index.samples, strict=True):
             counts.lap("read")
             row: dict[str, Any] = {"shard": where[: -len(key) - 1], "key": key, "reason": "", "detail": ""}
             self._look(sample, row, counts)
+            if row["reason"] not in ("", NOT_KEPT):
+                row["detail"] = with_file(samples.shard, ref, row["detail"])
             rows.append(row)
             if len(rows) % BATCH == 0:
                 _hash_looks(rows[-BATCH:])

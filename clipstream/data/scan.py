@@ -23,13 +23,13 @@ from clipstream.data.decode.key_lists import NOT_KEPT, SampleLists, build_filter
 from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import OpenShard, Source, SourceContext
-from clipstream.data.sources.folders import FolderShard, FolderSource, PairShard
 from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.download import GIB, ShardError
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.text import counted, printable
+from clipstream.utils.content import file_state
 from clipstream.utils.executors import work_off
 from clipstream.utils.plugins import is_plugin
 from clipstream.utils.processes import Failed, note
@@ -219,7 +219,7 @@ def cached(setting: str, folder: str, identity: str, fill: Callable[[Path], None
 
 
 def identity(source: Source, *how: object) -> str:
-    """What a pass depends on: names, times and sizes of the files, and `how` they are read."""
+    """What a pass depends on: names and states of the files, and `how` they are read."""
     section = source.settings
     lists = [section.keep, section.drop]
     titles = dict.fromkeys(source.types[name].title(name) for name in source.names)
@@ -227,24 +227,15 @@ def identity(source: Source, *how: object) -> str:
     names = list(dict.fromkeys(source.names))  # in order, as results of a pass are by number
     if not is_plugin(section.type):  # the same however a URL is signed
         names = [ShardURL(name).unsigned if ShardURL(name).is_remote else name for name in names]
-    parts: list[object] = [names, [file_state(path) for path in files], lists, section.folder, *how]
-    return hashlib.sha256(json.dumps([*parts, list(_folders(source))]).encode()).hexdigest()
+    states = [(path, file_state(path)) for path in files]
+    parts: list[object] = [names, states, lists, section.folder, *how, list(_files(source))]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _folders(source: Source) -> Iterator[object]:
-    """A hash of each shard that is a folder or a part of one: of names, times and sizes of its files."""
+def _files(source: Source) -> Iterator[object]:
+    """A hash of each shard whose samples are files of their own: of their names and states."""
     for name in dict.fromkeys(source.names):
-        if isinstance(source.types[name], FolderSource):
+        if source.types[name].has_files:
             shard = source.open(name)
-            assert isinstance(shard, FolderShard | PairShard)
-            stats = [file_state(path) for ref in shard.index.samples for path in shard.files(ref)]
-            yield hash_of(json.dumps(stats).encode())
-
-
-def file_state(path: str) -> tuple[str, int, int]:
-    """Path, time and size of a file; zeros where it does not exist."""
-    try:
-        stat = os.stat(path)
-    except OSError:  # as a link to nowhere
-        return path, 0, 0
-    return path, stat.st_mtime_ns, stat.st_size
+            paths = (path for ref in shard.index.samples for path in shard.files(ref))
+            yield hash_of(json.dumps([(path, file_state(path)) for path in paths]).encode())

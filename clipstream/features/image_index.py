@@ -10,7 +10,6 @@ FOLDER/queries/        features of queries
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,14 +45,6 @@ class ImageRow(NamedTuple):
 def root() -> Path:
     """The folder of all indexes in the cache."""
     return cache_root() / "search"
-
-
-def stamp(path: str) -> list[int]:
-    """Size and time of the last change of a file or folder; nothing if it is gone."""
-    with suppress(OSError):
-        found = os.stat(path)
-        return [found.st_size, found.st_mtime_ns]
-    return []
 
 
 def is_image(query: str) -> bool:

@@ -82,6 +82,7 @@ def _blocks(rows: StoredRows, captions: bool) -> Iterator[tuple[str, dict[str, l
             values: dict[str, list[Any]] = {
                 "source": [shard.source.name] * len(samples),
                 "shard": [shard.name] * len(samples),
+                "stored": [shard.source.shards[shard.number].name] * len(samples),  # its name in the store
                 "key": [texts[i][0] for i in samples],
                 "choice": choices,
                 "view": choices,
@@ -90,7 +91,7 @@ def _blocks(rows: StoredRows, captions: bool) -> Iterator[tuple[str, dict[str, l
                 values["caption"] = [texts[i][1][choice] for i, choice in zip(samples, choices, strict=True)]
             elif captions:
                 values["captions"] = [texts[i][1] for i in samples]
-            yield shard.source.name, {name: values[name] for name in names_of}, block.features.numpy()
+            yield shard.source.name, values, block.features.numpy()
 
 
 def _parquet(

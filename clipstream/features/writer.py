@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
+from safetensors.torch import load
 
 from clipstream.errors import DataError, SettingsError, errors_as
 from clipstream.features.manifest import (
@@ -114,6 +115,20 @@ class StoreWriter:
         header = self._header(TEXTS, source, shard, 0)
         return None if header is None or header.meta.get(REASON) else header.samples
 
+    def dropped(self, source: str, shard: int, chunk: int) -> tuple[list[int], int]:
+        """The numbers in its chunk of the samples that were dropped, and when the chunk was written, in ns."""
+        path = self._path(SAMPLES, source, shard, chunk)
+        rows = load(path.read_bytes())[ROWS].numpy()
+        dtype = sample_dtype(self.manifest.views, self.manifest.sources[source].paths)
+        return np.flatnonzero(rows.view(dtype)["used"] == 0).tolist(), path.stat().st_mtime_ns
+
+    def remove(self, source: str, shard: int, chunk: int) -> None:
+        """Remove all parts of a chunk, so that it is missing."""
+        for part in (SAMPLES, TEXTS, *self.manifest.parts):
+            path = self._path(part, source, shard, chunk)
+            path.unlink(missing_ok=True)
+            self._headers.pop(path, None)
+
     def write(self, chunk: Chunk, rows: Mapping[str, torch.Tensor | np.ndarray[Any, Any]], texts: Texts) -> None:
         """Write the parts of a chunk that are missing.
 
@@ -149,12 +164,19 @@ class StoreWriter:
     def finish(self) -> Manifest:
         """Write store.json with the counts of all shards, in rank 0, after all chunks are written; return its content.
 
-        Raises SettingsError: chunks are missing, or the disk is full.
+        Raises:
+            SettingsError: chunks are missing, or the disk is full.
+            DataError: no sample of a source is in use.
         """
         self._verify = False  # what this call has not seen, other ranks have verified or written
         sources = {}
         for name, source in self.manifest.sources.items():
             shards = tuple(self._shard_info(name, number) for number in range(len(source.shards)))
+            if (samples := sum(shard.samples for shard in shards)) and not any(sum(one.captions) for one in shards):
+                raise DataError(
+                    f"source {name!r}: {self.path} has no rows: all {samples:,} samples were dropped when they were "
+                    "read: see `clipstream check`; what is mended is computed by the same command"
+                )
             sources[name] = replace(source, shards=shards)
         full = replace(self.manifest, sources=sources, complete=True)
         parts = {name: part for name, part in full.parts.items() if name in self._own or self._has_all(full, name)}

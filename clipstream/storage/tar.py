@@ -96,7 +96,8 @@ def scan(path: str | Path) -> ShardIndex:
 
     The key of a member is its path up to the first dot of the base name, its suffix the rest in lower case; consecutive
     members with the same key are a sample. Directories, webdataset's `__…__` members and names that start with a dot
-    are skipped. Samples before a fault are kept, except a last one that may lack members.
+    are skipped. Members that were appended for a sample (`tar -r`) replace those of the same names, as GNU tar extracts
+    them. Samples before a fault are kept, except a last one that may lack members.
 
     Raises OSError: the file cannot be opened or read.
     """
@@ -169,11 +170,35 @@ def _scan(fd: int) -> ShardIndex:
             f"{len(apart)} keys occur twice, with other keys between, the first is {printable(apart[0])}: the members "
             f"of a sample are not adjacent; sort the tar: {UNPACKING}{PACKING}",
         )
-    if doubles:
-        samples = SampleTable(ref for number, ref in enumerate(samples) if number not in doubles)
+    changed = _replaced(samples, again)
+    if doubles or changed:
+        kept = ((number, ref) for number, ref in enumerate(samples) if number not in doubles)
+        every = (SampleRef(ref.key, members) for n, ref in kept if (members := changed.get(n, ref.members)))
+        samples = SampleTable(every)
     if not samples and fault is None:
         fault = Fault("empty", "it is a whole tar without one member named KEY.SUFFIX")
     return ShardIndex(samples, fault)
+
+
+def _replaced(
+    samples: Sequence[SampleRef], again: Iterable[tuple[str, int, int]]
+) -> dict[int, Mapping[str, tuple[int, int]]]:
+    """Numbers of samples whose members were replaced by later ones of the same names -> all members, as GNU tar would
+    extract them; and of the later ones -> none.
+
+    A key that occurs again with all suffixes of the first sample, as in shards that were joined, is another sample.
+    """
+    found: dict[int, Mapping[str, tuple[int, int]]] = {}
+    latest: dict[str, int] = {}
+    for key, first, number in again:
+        if number < len(samples):
+            first, later = latest.get(key, first), samples[number].members
+            members = found.get(first, samples[first].members)
+            if not members.keys() - later.keys():
+                latest[key] = number
+            elif members.keys() & later.keys():
+                found |= {first: {**members, **later}, number: {}}
+    return found
 
 
 def _members(fd: int, links: bool = True) -> Iterator[tuple[str, int, int]]:

@@ -10,6 +10,7 @@ import base64
 import codecs
 import contextlib
 import itertools
+import os
 import re
 import unicodedata
 import zlib
@@ -229,6 +230,18 @@ def rows_of(found: Mapping[str, Any]) -> Iterable[Mapping[str, Any]] | None:
         return values  # orient="index"
     alike = all(isinstance(v, list) and len(v) == len(values[0]) and not isinstance(v[0], dict) for v in values)
     return [dict(zip(found, row, strict=True)) for row in zip(*values, strict=True)] if alike else None  # "list"
+
+
+def file_state(path: str | os.PathLike[str]) -> list[int]:
+    """What tells that a file or folder has changed: its bytes, and the times of its last change and of that of its
+    inode, in ns; [] if it is not there.
+
+    `cp -p`, `rsync -t` and the like set the first time to an older one; the second is the system's own.
+    """
+    with contextlib.suppress(OSError):
+        stat = os.stat(path)
+        return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return []
 
 
 def read_file(path: str) -> bytes:

@@ -51,7 +51,7 @@ from clipstream.data.duplicates import caption_hash, file_hash, warning_of_equal
 from clipstream.data.image_settings import LARGE_PIXELS, rgb
 from clipstream.data.loader.health import Captions, lost_area_note
 from clipstream.data.settings import IMAGE_KEY, SourceSettings
-from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext
+from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext, with_file
 from clipstream.data.sources.folders import contents, named_folder
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.text_settings import CaptionSettings
@@ -366,7 +366,8 @@ def _look_at(
     except Dropped as drop:
         view.drops[drop.reason] += 1
         shown = printable(where, 200)
-        view.examples.setdefault(drop.reason, f"{shown}: {drop.detail}" if drop.detail else shown)
+        detail = with_file(shard, ref, drop.detail)
+        view.examples.setdefault(drop.reason, f"{shown}: {detail}" if detail else shown)
     else:
         view.used += 1
         view.first_captions.add(where, text, pixels)

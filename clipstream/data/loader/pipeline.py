@@ -44,7 +44,7 @@ from clipstream.data.loader.stored import BatchRows, StoredChoice, StoredData, S
 from clipstream.data.order.lanes import LaneState, Stream
 from clipstream.data.order.rng import SampleRNG, is_drawn, mix
 from clipstream.data.order.windows import NO_SAMPLE
-from clipstream.data.sources import Source
+from clipstream.data.sources import Source, with_file
 from clipstream.errors import Dropped
 from clipstream.features.manifest import IMAGE
 from clipstream.storage.shard_cache import ShardCache
@@ -460,7 +460,9 @@ class Pipeline:
         if drop.reason == NOT_DRAWN:
             health.dropped[NOT_DRAWN] += 1
         else:
-            health.drop(DroppedSample(source, slot.sample.url, slot.sample.ref.key, drop.reason, drop.detail))
+            shard, ref, url = slot.sample[:3]
+            detail = drop.detail if drop.reason in LEFT_OUT else with_file(shard, ref, drop.detail)
+            health.drop(DroppedSample(source, url, ref.key, drop.reason, detail))
         if drop.reason not in LEFT_OUT and health.failed <= PROFILED:
             with contextlib.suppress(Dropped):  # its members may be unreadable
                 health.profile.add(slot.load(damaged=True))

@@ -69,9 +69,19 @@ class OpenShard(Protocol):
         """
         return None
 
+    def files(self, ref: SampleRef) -> list[str]:
+        """The files of its own that a sample is read from, or would be if they were there."""
+        return []
+
     def close(self) -> None:
         """Release what `open` acquired."""
         return
+
+
+def with_file(shard: OpenShard, ref: SampleRef, detail: str) -> str:
+    """Why a sample was dropped, behind the path of its file where it has one of its own."""
+    file = next(iter(shard.files(ref)), "")
+    return detail if not file or file in detail else f"{file}: {detail}" if detail else file
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,7 @@ class SourceType(Protocol):
     staged: bool = False  # a copy of a shard can be used in its place
     writes: bool = False  # listing writes the shards, if they do not exist
     cheap: bool = False  # `open` neither transfers nor scans a file
+    has_files: bool = False  # a sample has files of its own, see `OpenShard.files`
     columns: bool = False  # members are columns of a table, which the member `json` has as well
 
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:

@@ -367,6 +367,8 @@ class FolderSource(SourceType):
     with texts beside them.
     """
 
+    has_files = True
+
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
         self._image_key, self._image_keys = settings.image_key, split_keys(settings.image_key)
         self._blocks: dict[str, tuple[str, range, Contents]] = {}

@@ -119,8 +119,8 @@ def export_features(options: argparse.Namespace) -> None:
 
 def _thumbnails(images: StoredImages, columns: Mapping[str, list[Any]]) -> list[dict[str, Any] | None]:
     """A thumbnail of each row, None where its image cannot be read."""
-    rows = zip(columns["source"], columns["shard"], columns["key"], strict=True)
-    found = [(small_jpeg(images.read(*row), SIDE)[0], f"{row[1]}/{row[2]}.jpg") for row in rows]
+    rows = zip(*(columns[name] for name in ("source", "stored", "key", "shard")), strict=True)
+    found = [(small_jpeg(images.read(*row[:3]), SIDE)[0], f"{row[3]}/{row[2]}.jpg") for row in rows]
     return [{"bytes": jpeg, "path": path} if jpeg else None for jpeg, path in found]
 
 

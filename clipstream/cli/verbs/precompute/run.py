@@ -73,6 +73,7 @@ from clipstream.training.settings import Precision
 from clipstream.training.stored_features import image_fingerprint, text_fingerprint, tower_state
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ProgressBar
+from clipstream.utils.content import file_state
 from clipstream.utils.logs import announce, logger
 
 FEW = 4  # shards a rank; where there are fewer, the ranks take chunks in turn
@@ -264,7 +265,7 @@ def _pass(job: Job, model: Model, name: str, source: Source, writer: StoreWriter
         batch_size=options.batch_size,
         device=world.device,
     )
-    share = Share.of(writer, name, [SAMPLES, TEXTS, *model.parts.values()], world)
+    share = Share.of(writer, name, source, [SAMPLES, TEXTS, *model.parts.values()], world)
     if not share.todo:
         return None
     data = settings.data
@@ -332,20 +333,38 @@ class Share:
         return self.owns(shard, chunk) and (shard, chunk) not in self.present
 
     @classmethod
-    def of(cls, writer: StoreWriter, source: str, parts: Sequence[str], world: World) -> Share:
-        """The share of this rank, after checking the chunks that are there."""
+    def of(cls, writer: StoreWriter, name: str, source: Source, parts: Sequence[str], world: World) -> Share:
+        """The share of this rank, after checking the chunks that are there; those with dropped samples that may have
+        been mended since are removed.
+        """
         manifest = writer.manifest
-        shards, rows = len(manifest.sources[source].shards), manifest.chunk_rows
+        shards, rows = len(manifest.sources[name].shards), manifest.chunk_rows
         share = cls(world.rank, world.size, by_chunk=shards < FEW * world.size)
         for shard in range(shards):
             if not share.by_chunk and not share.owns(shard, 0):
                 continue
-            size = writer.shard_samples(source, shard)
+            size = writer.shard_samples(name, shard)
             mine = [chunk for chunk in range(-(-(size or 0) // rows)) if share.owns(shard, chunk)]
-            here = [chunk for chunk in mine if not any(writer.missing(source, shard, chunk, part) for part in parts)]
+            for chunk in mine:
+                if not any(writer.missing(name, shard, chunk, part) for part in (SAMPLES, TEXTS)):
+                    dropped, written = writer.dropped(name, shard, chunk)
+                    if changed_since(written, source, source.names[shard], [chunk * rows + n for n in dropped]):
+                        writer.remove(name, shard, chunk)
+            here = [chunk for chunk in mine if not any(writer.missing(name, shard, chunk, part) for part in parts)]
             share.present.update((shard, chunk) for chunk in here)
             (share.todo if size is None or len(here) < len(mine) else share.done).append(shard)
         return share
+
+
+def changed_since(time: int, source: Source, shard: str, samples: Sequence[int]) -> bool:
+    """Whether the file of a shard, or files of some of its samples, have changed since a time in ns."""
+    if not samples or source.types[shard].is_remote(shard):
+        return False
+    files = [source.types[shard].title(shard)]
+    if source.types[shard].has_files:
+        opened = source.open(shard)
+        files += [file for n in samples for ref in opened.index.samples[n : n + 1] for file in opened.files(ref)]
+    return any(max(file_state(file)[1:], default=0) > time for file in files)
 
 
 def _merged(ranks: Sequence[Mapping[str, SourceHealth]]) -> dict[str, SourceHealth]:

@@ -35,12 +35,11 @@ from clipstream.features.image_index import (
     ImageSearch,
     is_image,
     root,
-    stamp,
 )  # fmt: skip
 from clipstream.models.numpy_text import Floats, NumpyText
 from clipstream.text import framed, printable, shortened
 from clipstream.utils import atomic_write
-from clipstream.utils.content import SUFFIXES
+from clipstream.utils.content import SUFFIXES, file_state
 from clipstream.utils.logs import loading, logger, on_terminal
 from clipstream.utils.section import with_home
 
@@ -71,7 +70,7 @@ def index_of(call: ImageSearch) -> Path:
     memo = root() / "calls" / f"{_digest(json.dumps(given).encode())}.json"
     with suppress(OSError, ValueError):
         folder, watched = json.loads(memo.read_bytes())  # the index of this call, and the files that it depends on
-        if (root() / folder / ENDS).is_file() and all(stamp(path) == seen for path, seen in watched):
+        if (root() / folder / ENDS).is_file() and all(file_state(path) == seen for path, seen in watched):
             with suppress(OSError):  # the cache may be read-only
                 os.utime(root() / folder)
             return root() / str(folder)
@@ -79,7 +78,7 @@ def index_of(call: ImageSearch) -> Path:
     from clipstream.cli.verbs.search import indexing
 
     made, files = indexing.index_folder(call)
-    stamps = [(path, stamp(path)) for path in files]
+    stamps = [(path, file_state(path)) for path in files]
     if not (made / ENDS).is_file():
         try:
             made.mkdir(parents=True, exist_ok=True)
@@ -113,7 +112,7 @@ def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
         try:
             weights, config, seen = json.loads((folder / TEXT_MODEL).read_bytes())
             tower = NumpyText.of(Path(weights), config)
-            if tower is None or stamp(weights) != seen or any(map(is_image, missing)):
+            if tower is None or file_state(weights) != seen or any(map(is_image, missing)):
                 raise ValueError("for torch")
             features = [tower.encode(query) for query in missing]
         except (OSError, ValueError):  # torch computes other features

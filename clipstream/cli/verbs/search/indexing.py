@@ -11,10 +11,10 @@ import json
 import mmap
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 
 import braceexpand
@@ -33,21 +33,21 @@ from clipstream.data.sources.folders import levels
 from clipstream.data.text_settings import CaptionSettings
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError
-from clipstream.features.image_index import ImageRow, ImageSearch, root, stamp
+from clipstream.features.image_index import ImageRow, ImageSearch, root
 from clipstream.models.model_config import CONFIG_FILE
 from clipstream.models.pretrained import fetch, preflight
 from clipstream.open_clip.flags import SOURCE
 from clipstream.report.html_report import Card
 from clipstream.report.html_report import render_gallery as render_gallery
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.shard_url import PATH_SCHEMES, TABLE_FORMATS, ShardURL, parts_of, with_variables
+from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, parts_of, with_variables
+from clipstream.utils.content import file_state
 from clipstream.utils.section import with_home
 
 NEAR = 8  # neighbours of each image on a page
 NONE = "(no caption)"
 NAME = "train"
 OWN_NAMES = ("name", "pretrained", "cache_dir", "allow_mismatch")  # of settings; its files tell a model
-BESIDE = (".txt", ".json", ".tar", *TABLE_FORMATS)  # suffixes of files that the data depend on, beside images
 
 
 class AnyCaptionSettings(CaptionSettings):
@@ -114,7 +114,7 @@ def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
     model, section = settings.model.not_trained(), settings.data.sources[NAME]
     preflight(model, settings.tokenizer)
     files = fetch(model, settings.tokenizer, World())
-    listed, watched = _files(source, split_keys(section.image_key))
+    listed, watched = _files(source)
     with open(str(files.weights), "rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as data:
         digest = hashlib.sha256(data).hexdigest()
     made_of = {
@@ -124,18 +124,17 @@ def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
         "precision": settings.train.precision,
         "reading": reading_of(section),
         "shards": [ShardURL(name).unsigned for name in source.names],
-        "files": [(os.path.abspath(path), stamp(path)) for path in listed],
+        "files": [(os.path.abspath(path), file_state(path)) for path in listed],
     }
     folder = root() / hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:24]
     given = Path(call.model).expanduser()  # a run, whose next checkpoint appears in a folder, or a file `best`
     about = [str(given / "checkpoints" if (given / "checkpoints").is_dir() else given), *split(call.flags, [])[0]]
     weights = [str(files.weights), str(Path(str(files.weights)).with_name(CONFIG_FILE))]
-    return folder, [os.path.abspath(path) for path in (*weights, *about, *watched)]
+    return folder, [os.path.abspath(path) for path in (*weights, *about, *listed, *watched)]
 
 
-def _files(source: Source, image_keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The local files of images, captions, tables and tars that a source reads, and what changes when they do."""
-    suffixes = (*BESIDE, *(f".{key}" for key in image_keys))
+def _files(source: Source) -> tuple[list[str], list[str]]:
+    """The local files that a source reads (images, captions, tables, tars), and the folders in which more may be."""
     files: dict[str, None] = {}
     walked = set[str]()  # a folder has many shards
     watched: dict[str, None] = {}
@@ -154,14 +153,16 @@ def _files(source: Source, image_keys: Sequence[str]) -> tuple[list[str], list[s
         url = ShardURL(shard)
         path = shard.partition(":")[2] if url.scheme in PATH_SCHEMES else url.path or ""
         path = path if os.path.exists(path) else path.rpartition("#")[0]
+        if source.types[shard].has_files:
+            reader = source.open(shard)
+            files |= dict.fromkeys(file for ref in reader.index.samples for file in reader.files(ref))
         if os.path.isfile(path):
-            files[path] = watched[path] = None
+            files[path] = None
             watched |= {os.path.dirname(path): None} if in_folders else {}
         if path in walked or not os.path.isdir(path):
             continue
         walked.add(path)
-        found = chain.from_iterable(levels(path, folders := dict[str, int]()))
-        files |= {os.path.join(path, name): None for name in found if name.lower().endswith(suffixes)}
+        deque(levels(path, folders := dict[str, int]()), maxlen=0)
         watched |= dict.fromkeys(folders)
     return sorted(files), [*watched]
 

@@ -38,7 +38,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError, errors_as
 from clipstream.evals.context import context_for
 from clipstream.features import search as exact
-from clipstream.features.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image, stamp
+from clipstream.features.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.sample_scores import best_captions, near_duplicates
 from clipstream.features.search import Name, PairScores, StoredRows, pair_scores
@@ -50,6 +50,7 @@ from clipstream.models.settings import ModelSettings
 from clipstream.text import printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ResultConsole, result_table
+from clipstream.utils.content import file_state
 from clipstream.utils.logs import loading, logger
 from clipstream.utils.table_files import SAMPLE, TableWriter, check_suffix
 from clipstream.utils.torch_state import restored_matmul_precision
@@ -365,7 +366,7 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
         theirs = model.encode_text(PROBES).cpu().numpy()
         if tower is not None and np.abs([tower.encode(text) for text in PROBES] - theirs).max() < EXACT:
             weights = os.path.abspath(str(files.weights))
-            about = [weights, files.model_cfg, stamp(weights)]
+            about = [weights, files.model_cfg, file_state(weights)]
             with suppress(OSError):  # the cache may be read-only or full
                 atomic_write.replace(folder / TEXT_MODEL, json.dumps(about).encode())
     transform, found = EvalTransform(model.preprocess.image, "white", upright=True), []
