@@ -447,6 +447,9 @@ class Shard:
     def look(self, ref: SampleRef) -> dict[str, bytes]:
         return self.load(ref, [suffix for suffix, (_, size) in ref.members.items() if size != LINK])
 
+    def files(self, ref: SampleRef) -> list[str]:
+        return []
+
     def place(self, ref: SampleRef, keys: Collection[str]) -> Place | None:
         """Where the member of the first of `keys` that a sample has is; None without one, and for links."""
         span = next((ref.members[key] for key in keys if key in ref.members), (0, LINK))

@@ -145,6 +145,9 @@ def test_odd_probabilities(tmp_path: Path, shards: list[str], chances: str, caps
     table.write_text("shard,key,p\n00000.tar,000001,0.5\n")
     assert "no column 'probability'" in said(str(table))
     table.write_text("shard,key,probability\nother.tar,000001,0.5\n")
+    for mode in ({}, MODES["pad"]):
+        assert "0 of its 1 entries match samples of these data; 'other.tar/000001' does" in said(str(table), **mode)
+    table.write_text("shard,key,probability\n00000.tar,000001,0\n")
     assert "none of the 48 samples has one above 0" in said(str(table), **MODES["pad"])
     assert "no_probability, e.g. 00000.tar/000000: not in" in said(str(table))
     assert "'picture 0' is no number" in said("json:caption.en")

@@ -71,7 +71,7 @@ class Content:
         samples["start"] = np.cumsum(counts) - counts
         samples["views"] = rng.integers(0, 2**64, (count, self.views), dtype=np.uint64)
         first = chunk * self.chunk_rows
-        keys = [f"{shard}/{'é.' * (i == 1)}{first + i:06d}" for i in range(count)]
+        keys = [f"{shard}/{'é-' * (i == 1)}{first + i:06d}" for i in range(count)]
         captions = [[f"text {i} {j}" for j in range(c)] for i, c in enumerate(counts.tolist())]
         reasons = ["" if used else "no_caption" for used in samples["used"]]
         made: dict[str, Any] = {"samples": samples, "texts": (keys, captions, reasons)}

@@ -46,7 +46,8 @@ class ListedSource(Protocol):
         """Shard -> its name in names of samples."""
 
     def known_keys(self, shard: str, *, read: bool = False) -> Container[str] | None:
-        """The keys of the file that a shard is of; None where reading them takes long, also with `read`."""
+        """The keys of the file that a shard is of, as `storable`; None where reading them takes long, or, without
+        `read`, is needed."""
         ...
 
 
@@ -114,7 +115,7 @@ class ListedSamples:
             elsewhere |= found.is_elsewhere and _SHARD.fullmatch(key.strip()) is not None
         if absent and not elsewhere and self._source is not None:
             absent = (is_named or None not in self._all_keys) and not any(
-                name in keys for keys in self._all_keys if keys is not None for name in names[:2]
+                storable(name) in keys for keys in self._all_keys if keys is not None for name in names[:2]
             )
         return Meaning(names, absent and self._source is not None, elsewhere and absent)
 
@@ -122,7 +123,7 @@ class ListedSamples:
         if self._source is None:
             return Meaning([f"{part.rstrip('/').rpartition('/')[2]}/{key}", f"{part}/{key}"], False, False)
         known = {shard: self._keys_of(shard, read=True) for shard in shards}
-        have = [shard for shard, keys in known.items() if keys is not None and key in keys]
+        have = [shard for shard, keys in known.items() if keys is not None and storable(key) in keys]
         if len(have) > 1:
             both = " and ".join(f"{self._names[shard]}/{key}" for shard in have[:2])
             raise SettingsError(f"{printable(f'{part}/{key}', SHOWN)} may be {printable(both, 2 * SHOWN)}: write which")
@@ -223,6 +224,8 @@ class KeyList:
             of.extend([entry] * len(names))
         self._hashes, first, again = np.unique(np.array(hashes), return_index=True, return_inverse=True)
         self._entries = (theirs := np.array(of))[first]
+        self._same = np.arange(len(self))  # the first entry of the same name
+        np.minimum.at(self._same, theirs, self._entries[again])
         if self.values is not None:
             ours = self._entries[again]
             other = np.flatnonzero(~np.isclose(self.values[ours], self.values[theirs], rtol=0, atol=0, equal_nan=True))
@@ -239,17 +242,21 @@ class KeyList:
         return self.place(name, key) is not None
 
     def place(self, name: str, key: str) -> int | None:
-        """The number of the entry of a listed sample; None for others."""
+        """The number of the first entry of a listed sample, by its name or else by its key; None for others."""
+        return next(self.places(name, key), None)
+
+    def places(self, name: str, key: str) -> Iterator[int]:
+        """The numbers of the first entries that are the name of a sample and its key."""
         for value in (hash(storable(name)), hash(storable(key))):
             place = int(self._hashes.searchsorted(value))
             if place < len(self._hashes) and int(self._hashes[place]) == value:
-                return int(self._entries[place])
-        return None
+                yield int(self._entries[place])
 
     def set_found(self, entries: Iterable[int]) -> None:
         """Note the entries of which samples were found, after all samples were read."""
-        self.absent[:] = True
-        self.absent[np.fromiter(entries, np.int64)] = False
+        there = np.zeros(len(self), bool)
+        there[np.fromiter(entries, np.int64)] = True
+        self.absent = ~there[self._same]
 
     def check(self, others: Sequence[KeyList] = (), *, told: bool = True) -> None:
         """Compare the list with its source, by what is known of its keys or by `set_found`.
@@ -330,8 +337,7 @@ class SampleLists:
         found: list[dict[int, None]] = [{} for _ in self.lists]
         for name, key in samples:
             for one, of in zip(self.lists, found, strict=True):
-                if (place := one.place(name, key)) is not None:
-                    of[place] = None
+                of |= dict.fromkeys(one.places(name, key))
         return [[*of] for of in found]
 
 
@@ -405,6 +411,7 @@ def read_list(path: str, source: str | None, *columns: str) -> List:
     """
     if not path.endswith(TABLES):
         lines = [line for raw in read_text(Path(path)).split("\n") if (line := raw.rstrip("\r")).strip()]
+        lines = lines[1:] if lines[:1] and lines[0].startswith("# ") else lines  # the heading of a val_split.txt
         return List([None] * len(lines), lines, np.arange(len(lines)), [])
     from pyarrow import csv, parquet  # on use, as its import takes long
 

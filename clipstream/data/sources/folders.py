@@ -28,6 +28,7 @@ from braceexpand import braceexpand
 
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.class_names import class_names, folded
+from clipstream.data.decode.key_lists import storable
 from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
 from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType, entries
@@ -416,8 +417,10 @@ class FolderSource(SourceType):
 
     def keys(self, shard: str) -> Container[str]:
         if shard in self._blocks:
-            return self._keys.setdefault(self._blocks[shard][0], dict.fromkeys(self._blocks[shard][2].files))
-        return dict.fromkeys(ref.key for ref in self.open(shard).index.samples)
+            return self._keys.setdefault(
+                self._blocks[shard][0], dict.fromkeys(map(storable, self._blocks[shard][2].files))
+            )
+        return dict.fromkeys(storable(ref.key) for ref in self.open(shard).index.samples)
 
     def title(self, shard: str) -> str:
         return self._blocks[shard][0] if shard in self._blocks else super().title(shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,8 +10,7 @@ import pytest
 from pyarrow import csv, parquet
 
 from clipstream.data.decode.key_lists import KeyList
-from clipstream.data.loader import health
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import SettingsError
 from tests.support.loaders import data, loader
 from tests.support.pictures import picture
 from tests.support.tars import write_tar
@@ -116,7 +116,7 @@ def test_training_uses_the_samples_that_are_kept(tmp_path: Path, mode: str, work
 @pytest.mark.parametrize(
     ("flag", "lines", "said"),
     [
-        ("drop", "other.tar/k1", "drop: none of the "),
+        ("drop", "absent", "drop: none of the "),
         ("drop", "k3", ""),
         ("keep", "0.tar/k7", "keep: only "),
         ("keep", "\n".join(f"k{i}" for i in range(100)), ""),
@@ -136,11 +136,39 @@ def test_lists_that_match_next_to_nothing_are_told(
     assert len(warnings) == bool(said) and said in "".join(warnings)
 
 
-def test_a_list_of_other_shards_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = write_shards(tmp_path)
-    monkeypatch.setattr(health, "FIRST_LEFT_OUT", 3000)
-    (tmp_path / "keep.txt").write_text("other.tar/k1\n")
-    source = {"shards": shards, "keep": str(tmp_path / "keep.txt")}
-    said = r"--data.sources.train.keep and --data.sources.train.drop exclude them"
-    with loader(data(None, sources={"train": source})) as batches, pytest.raises(DataError, match=said):
-        next(batches)
+@pytest.mark.parametrize("flag", ["keep", "drop"])
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["other.tar/k1"], "0 of its 1 entries match"),
+        (["0.tar/k1", "1.tar/k1", "other.tar/k1"], ""),  # of more shards
+        (
+            ["0.tar/k1", "other.tar/k1"],
+            "1 of its 2 entries match samples of these data; 'other.tar/k1' does not, and",
+        ),
+        (
+            ["0.tar/k1", "0.tar/k50"],
+            "1 of its 2 entries match samples of these data; '0.tar/k50' does not: samples",
+        ),
+        (["/old/place/0.tar/k1", "1.tar#0-5/k2", "k3"], ""),
+    ],
+)
+def test_entries_without_a_sample_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flag: str, lines: list[str], said: str
+) -> None:
+    (tmp_path / "list.txt").write_text("\n".join(lines))
+    settings = data(None, sources={"train": {"shards": write_shards(tmp_path), flag: str(tmp_path / "list.txt")}})
+    if said:
+        with pytest.raises(SettingsError, match=re.escape(said)) as caught:
+            loader(settings)
+        assert f"--data.sources.train.{flag}: {tmp_path}/list.txt" in str(caught.value)
+    else:
+        next(loader(settings))
+        assert ("the list is of more shards" in caplog.text) == (len(lines) > 2 and "other.tar/k1" in lines)
+
+
+def test_sources_may_share_a_list(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    (tmp_path / "list.txt").write_text("0.tar/k1\n1.tar/k2")
+    sources = {str(n): {"shards": f"{tmp_path}/{n}.tar", "drop": str(tmp_path / "list.txt")} for n in range(2)}
+    next(loader(data(None, sources=sources)))

@@ -167,25 +167,30 @@ class Samples:
         column = next(of for of in (name, "score", "value") if of in table.column_names)
         theirs, own = table["key"].cast(pa.string()), self.all("key")
         every = self.table.read(["shard", "key"])  # those that training drops, too
-        there, found = every["key"], ListedSamples(self.source)
+        there, found, rows = every["key"], ListedSamples(self.source), np.arange(len(table))
         if "shard" in table.column_names:
             shards = [found.find(name or "") for name in table["shard"].to_pylist()]
-            rows = np.repeat(np.arange(len(shards)), [max(1, len(some)) for some in shards])
+            rows = np.repeat(rows, [max(1, len(some)) for some in shards])
             names = pa.array([name for some in shards for name in (some or [None])], pa.string())  # type: ignore[list-item]
-            table, theirs = table.take(rows), pc.binary_join_element_wise(names, theirs.take(rows), "/")
+            theirs = pc.binary_join_element_wise(names, theirs.take(rows), "/")
             own = pc.binary_join_element_wise(self.all("shard"), own, "/")
             there = pc.binary_join_element_wise(every["shard"], every["key"], "/")
-        absent = pc.invert(pc.fill_null(pc.is_in(theirs, there.unique()), False))
-        example = table.filter(absent).slice(0, 1).to_pylist()
-        check_absent(
-            f"--scores {spec}", ["/".join(str(row[of]) for of in ("shard", "key") if of in row) for row in example],
-            len(table), theirs.null_count, found, count=pc.sum(absent).as_py(),
-        )  # fmt: skip
         if "source" in table.column_names:
             of = table["source"].filter(pc.is_in(theirs, own.unique())).unique().drop_null().to_pylist()
             if len(of) > 1:
                 hint = "and none is 'train': give the scores of one source"
                 raise SettingsError(f"{where} has the samples in the sources {listed(of)}, {hint}")
+        is_there = pc.fill_null(pc.is_in(theirs, there.unique()), False)
+        counts = np.bincount(rows[is_there.to_numpy()], minlength=len(table))
+        if (counts > 1).any():
+            both = theirs.filter(pa.array(rows == counts.argmax())).to_pylist()
+            raise SettingsError(f"{where} has a row that may be {' or '.join(both)}: write which in its column shard")
+        example = table.filter(pa.array(counts == 0)).slice(0, 1).to_pylist()
+        check_absent(
+            f"--scores {spec}", ["/".join(str(row[of]) for of in ("shard", "key") if of in row) for row in example],
+            len(table), theirs.null_count, found, count=int((counts == 0).sum()),
+        )  # fmt: skip
+        table, theirs = table.take(rows[is_there.to_numpy()]), theirs.filter(is_there)
         _check_unique(own, theirs, where, "sample")
         self.add({name: table[column]}, theirs, own, where)
 
