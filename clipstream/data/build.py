@@ -6,13 +6,13 @@ the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, build_transform
 from clipstream.data.decode.images import EvalTransform, ImageTransform, OwnImageTransform
-from clipstream.data.decode.key_lists import build_filter, check_lists
+from clipstream.data.decode.key_lists import SampleLists, build_filter, check_lists
 from clipstream.data.decode.labels import GroupField, SampleProbability
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
@@ -116,10 +116,7 @@ def training_loader(
             _reader(name, settings.sources[name], inputs, settings, stored=known.get(name), shards=source)
             for name, source in sources.items()
         ]
-        check_lists([reader.filter for reader in readers], told=world.is_main)
-        for reader in readers:
-            if reader.probability is not None and reader.probability.list is not None:
-                reader.probability.list.check(told=world.is_main)
+        _check_lists(readers, world)
 
         def make_sampler(source: int, lane: int, shards: OpenShards) -> LaneSampler:
             cursor = start.lanes[lane].cursors[source].copy() if lane in start.lanes else Cursor()
@@ -180,7 +177,6 @@ def _stored(
         samples = found[name] = StoredSamples(features, name, source, weights, own, rows=rows)
         if not features.replaces_loader:
             continue
-        check_lists([own])
         _check_first_shard(source, samples)
         if settings.sampling.mode == "indexed":
             try:
@@ -188,6 +184,7 @@ def _stored(
             except SettingsError:  # the shards themselves need not be there
                 source.counts = samples.counts.tolist()
                 source.empty = {i: samples.fault(i) for i, count in enumerate(source.counts) if not count}
+    check_lists([samples.filter for samples in found.values()], told=rows)
     return found
 
 
@@ -310,6 +307,13 @@ def _reader(
     )
 
 
+def _check_lists(readers: Sequence[Reader], world: World) -> None:
+    """Compare the lists of a run with its sources, as far as they are known before samples are read."""
+    chances = [one.probability for one in readers]
+    check_lists([one.filter for one in readers], told=world.is_main)
+    check_lists([one and SampleLists(one.list, None) for one in chances], told=world.is_main)
+
+
 @dataclass(frozen=True)
 class EvalSource:
     """A source that an evaluation reads.
@@ -350,7 +354,7 @@ def evaluation_loader(
             f"{source.place}.shards: of {len(shards_of.names)} shards, {listed(absent, 1)} {verb} not exist"
         )
     reader = _reader(name, section, inputs, None, source.target, shards=shards_of)
-    check_lists([reader.filter], told=world.is_main)
+    _check_lists([reader], world)
     slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size)
     stream = Stream([name], SourceMix(0, (1.0,)), slots, DataState(lanes_total=lanes), ends=True)
     batches = SampleBatches(

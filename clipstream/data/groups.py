@@ -95,7 +95,8 @@ def probabilities(source: Source, data: DataSettings) -> list[np.ndarray[Any, An
     )  # fmt: skip
     every = np.unique(np.concatenate(entries))
     listed.set_found(np.where(every < -1, -2 - every, every)[every != -1].tolist())
-    listed.check()
+    if sum(one.probability == where for one in data.sources.values()) < 2:  # else it may be of another source
+        listed.check()
     assert listed.values is not None
     return [np.where(of < 0, np.nan, listed.values[np.maximum(of, 0)]) for of in entries]
 

@@ -361,6 +361,8 @@ class StoredRows:
         """What rows belong to; the texts of the shards that they are in are read."""
         found: dict[int, Name] = {}
         wanted = np.unique(np.asarray(rows, np.int64))
+        if len(wanted) and wanted[-1] >= len(self):
+            raise SettingsError(f"{self.store.shown} has {len(self):,} rows in {self.part}, and no row {wanted[-1]:,}")
         numbers = np.searchsorted(self.firsts, wanted, side="right") - 1
         for number in np.unique(numbers).tolist():
             shard, own = self.shards[number], wanted[numbers == number]

@@ -156,13 +156,13 @@ def shard_names(titles: Iterable[str]) -> dict[str, str]:
     """The name of each shard in names of samples, SHARD/KEY: the last part of its path, and as many of the folders
     above it as tell it from the other shards. A block of rows has the name of its file.
     """
-    left, found, depth = {title: whole_file(title).rstrip("/").split("/") for title in titles}, dict[str, str](), 0
+    left, found, depth = {title: whole_file(title).rstrip("/") for title in titles}, dict[str, str](), 0
     while left:
         depth += 1
-        names = {title: "/".join(parts[-depth:]) for title, parts in left.items()}
-        counts = Counter(name for name, _ in {(names[title], tuple(parts)) for title, parts in left.items()})
-        found |= {title: name for title, name in names.items() if counts[name] == 1 or depth >= len(left[title])}
-        left = {title: parts for title, parts in left.items() if title not in found}
+        names = {title: "/".join(file.rsplit("/", depth)[-depth:]) for title, file in left.items()}
+        counts = Counter("/".join(file.rsplit("/", depth)[-depth:]) for file in {*left.values()})
+        found |= {title: name for title, name in names.items() if counts[name] == 1 or name == left[title]}
+        left = {title: file for title, file in left.items() if title not in found}
     return found
 
 

@@ -173,7 +173,7 @@ def _scan(fd: int) -> ShardIndex:
     changed = _replaced(samples, again)
     if doubles or changed:
         kept = ((number, ref) for number, ref in enumerate(samples) if number not in doubles)
-        every = (SampleRef(ref.key, members) for n, ref in kept if (members := changed.get(n, ref.members)))
+        every = (SampleRef(ref.key, own) for n, ref in kept if (own := changed.get(n, ref.members)))
         samples = SampleTable(every)
     if not samples and fault is None:
         fault = Fault("empty", "it is a whole tar without one member named KEY.SUFFIX")

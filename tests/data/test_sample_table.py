@@ -12,6 +12,7 @@ import pytest
 from clipstream.config.settings import load
 from clipstream.data.sample_table import SHAPES, Columns, SampleTable, _Counts, part_of, sample_table
 from clipstream.data.scan import ImageReader
+from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import SettingsError
 from clipstream.features.byte_pairs import BytePairs
@@ -117,3 +118,23 @@ def test_tokens_are_those_of_open_clip() -> None:
     wanted = [theirs.encode(text) for text in texts]
     assert [ours.count(text) for text in texts] == [len(ids) + 2 for ids in wanted]
     assert [ours.encode(text)[1:-1] for text in texts] == wanted
+
+
+@pytest.mark.parametrize("kind", ["t.csv", "d"])
+def test_an_image_that_is_mended_in_place_is_read_again(tmp_path: Path, kind: str) -> None:
+    """Also one of the same size and date, as `cp -p` and `rsync -t` leave it."""
+    (tmp_path / "d").mkdir()
+    good = picture(1)
+    for n in range(4):
+        (tmp_path / f"d/{n}.jpg").write_bytes(good if n else bytes(len(good)))
+        (tmp_path / f"d/{n}.txt").write_text("a text")
+    (tmp_path / "t.csv").write_text("filepath,title\n" + "".join(f"d/{n}.jpg,a text\n" for n in range(4)))
+    reasons = []
+    for _ in range(2):
+        source = Source(SourceSettings(shards=str(tmp_path / kind)), SourceContext(key="data.sources.train"))
+        reasons.append(sample_table(source, DataSettings()).read(["reason"])["reason"].to_pylist())
+        path = tmp_path / "d/0.jpg"
+        times = path.stat()
+        path.write_bytes(good)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert reasons == [["undecodable_image", "", "", ""], [""] * 4]

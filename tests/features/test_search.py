@@ -149,7 +149,7 @@ def test_names_of_pictures_and_captions(tmp_path: Path) -> None:
     every = [
         (*name, i, [text]) for name, own in zip(made.names, made.captions, strict=True) for i, text in enumerate(own)
     ]
-    assert [tuple(name) for name in rows.names(range(len(rows)))] == every
+    assert [name[:5] for name in rows.names(range(len(rows)))] == every
     rows = StoredRows(store)
     for name in ("00002.tar/2/000004", "0/000000", "0/00000"):
         found = [i for i, (_, shard, key) in enumerate(made.names) if name in (key, f"{shard}/{key}")]

@@ -276,3 +276,31 @@ def test_an_open_shard_takes_little_memory(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     shard.close()
+
+
+def test_appended_members_replace_earlier_ones(tmp_path: Path) -> None:
+    """As GNU tar 1.34 extracts an archive to which `tar -r` appended members: the last one of a name stays."""
+    parts = [("a", "jpg", b"1"), ("a", "txt", b"old"), ("b", "jpg", b"2"), ("b", "txt", b"b"), ("c", "jpg", b"3")]
+    for appended, expected in (
+        ([("a", "txt", b"new")], {"a": {"jpg": b"1", "txt": b"new"}}),
+        ([("a", "txt", b"new"), ("b", "jpg", b"4"), ("a", "txt", b"newer")],
+         {"a": {"jpg": b"1", "txt": b"newer"}, "b": {"jpg": b"4", "txt": b"b"}}),
+        ([("a", "json", b"{}"), ("a", "txt", b"new")], {"a": {"jpg": b"1", "txt": b"new", "json": b"{}"}}),
+    ):  # fmt: skip
+        path = tmp_path / "a.tar"
+        with tarfile.open(path, "w") as tar:
+            for key, suffix, data in (*parts, *appended):
+                info = tarfile.TarInfo(f"{key}.{suffix}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        shard = Shard(path)
+        found = {ref.key: shard.load(ref) for ref in shard.index.samples}
+        assert found == {"b": {"jpg": b"2", "txt": b"b"}, "c": {"jpg": b"3"}, **expected}
+        assert [ref.key for ref in shard.index.samples] == ["a", "b", "c"] and shard.index.fault is None
+        shard.close()
+    # Joined shards, whose keys begin anew: other samples.
+    with tarfile.open(path, "w") as tar:
+        for key in "abab":
+            for suffix in ("jpg", "txt"):
+                tar.addfile(tarfile.TarInfo(f"{key}.{suffix}"))
+    assert [ref.key for ref in Shard(path).index.samples] == ["a", "b", "a", "b"]

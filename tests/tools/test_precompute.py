@@ -23,6 +23,7 @@ from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.features.manifest import decode_rows
+from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore, StoredSource
 from clipstream.models.towers import Towers
 from tests.support import hubtree
@@ -369,3 +370,32 @@ def test_wrong_flags(words: str, said: str, tmp_path: Path, monkeypatch: Any, ca
 def test_no_training_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["s", "--towers", "image"]) == SettingsError.exit_code
     assert "no training data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["table", "folder", "tar"])
+def test_what_failed_is_not_done(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    def write(good: int) -> None:
+        """The images and the texts of the first `good` samples, broken ones of the others."""
+        for n in range(6):
+            data = picture(n) if n < good else b"broken"
+            (tmp_path / f"d/{n}.jpg").write_bytes(data)
+            (tmp_path / f"d/{n}.txt").write_text(f"text {n}")
+        (tmp_path / "t.csv").write_text("filepath,title\n" + "".join(f"d/{n}.jpg,text {n}\n" for n in range(6)))
+        samples = [
+            {"__key__": f"{n}", "jpg": (tmp_path / f"d/{n}.jpg").read_bytes(), "txt": f"text {n}"} for n in range(6)
+        ]
+        write_tar(tmp_path / "0.tar", samples)
+
+    (tmp_path / "d").mkdir()
+    shards, store = {"table": "t.csv", "folder": "d", "tar": "0.tar"}[kind], tmp_path / "s"
+    command = argv(tmp_path, store, shards=shards)
+    command[command.index("--model") + 1] = f"{place}/model.json"
+    used = []
+    for good in (0, 0, 4, 6):
+        write(good)
+        for _ in range(2):  # again without a change
+            assert main(command) == (0 if good else 3)
+            assert good or "no sample is usable" in (said := capsys.readouterr().err) or "has no rows" in said
+        if good:
+            used.append(len(StoredRows(FeatureStore(store))))
+    assert used == [4, 6]

@@ -281,3 +281,21 @@ def test_features_without_torch_equal_torch_s(more: dict[str, Any], tmp_path: Pa
         NumpyText.of(tmp_path / "saved/open_clip_model.safetensors", {"text_cfg": {**TEXT, "pool_type": "last"}})
         is None
     )
+
+
+@pytest.mark.parametrize("data", ["replaced", "replaced.csv"])
+def test_a_replaced_image_is_computed_again(place: Path, data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also by one of the same size and date, as `cp -p` and `rsync -t` leave it."""
+    (folder := place / "replaced").mkdir(exist_ok=True)
+    for n in range(2):
+        Image.open(io.BytesIO(png(n))).convert("RGB").save(folder / f"{n}.bmp")
+        (folder / f"{n}.txt").write_text(f"text {n}")
+    (place / "replaced.csv").write_text("filepath,title\nreplaced/0.bmp,a\nreplaced/1.bmp,b\n")
+    found = []
+    for _ in range(2):
+        lines = search("local-dir:model", data, "a red bird", "--image-key", "bmp;filepath", capsys=capsys)
+        found.append(sorted({line.split()[0] for line in lines if ".bmp" in line}))
+        times = (folder / "0.bmp").stat()
+        (folder / "0.bmp").write_bytes((folder / "1.bmp").read_bytes())
+        os.utime(folder / "0.bmp", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert list(map(len, found)) == [2, 1], "both images are the same now"

@@ -508,6 +508,10 @@ class SampleBatches:
     image_views: int | None = None  # see Pipeline
     opened: list[OpenShards] = field(default_factory=list)  # by this process
 
+    def __post_init__(self) -> None:
+        for source in self.sources:
+            _ = source.shard_names  # before workers are forked, which share it
+
     @property
     def shape(self) -> BufferShape:
         """Of the batch buffers."""

@@ -229,7 +229,7 @@ class StoredSamples:
         self.base: Numbers = np.array([self.primary.base(shard) for shard in self._all[0].shards])
         self.groups: Numbers | None = None
         self.probabilities: np.ndarray[Any, Any] | None = None
-        self._filter = filter
+        self.filter = filter
         size = self.primary.n_chunks * self._chunk_rows
         self._kept: Flags | None = None if filter is None else np.ones(size, dtype=bool)  # by number
         self._dropped: dict[int, dict[int, tuple[str, str]]] = {}  # shard -> position -> key and reason
@@ -293,7 +293,7 @@ class StoredSamples:
                     held.append(one)
                 if shard not in self._compared:
                     self._compare(shard)
-                    if self._filter is not None:
+                    if self.filter is not None:
                         self._filter_shard(shard)
                     self._compared.add(shard)
             except BaseException:
@@ -518,10 +518,10 @@ class StoredSamples:
 
     def _filter_shard(self, shard: int) -> None:
         """Note which samples of a shard the settings keep."""
-        assert self._filter is not None and self._kept is not None
+        assert self.filter is not None and self._kept is not None
         begin = self.shard_names[shard]
         keys, base = self.primary.keys(self._all[0].shards[shard]), int(self.base[shard])
-        self._kept[base : base + len(keys)] = [self._filter(f"{begin}/{key}", key) for key in keys]
+        self._kept[base : base + len(keys)] = [self.filter(f"{begin}/{key}", key) for key in keys]
 
     def _read_dropped(self, shard: int) -> dict[int, tuple[str, str]]:
         """By position the key and the reason of each dropped sample of a shard."""
