@@ -11,7 +11,6 @@ worker.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 import re
@@ -26,15 +25,12 @@ from typing import NamedTuple, overload
 
 from clipstream.errors import Dropped
 from clipstream.text import printable
-from clipstream.utils import atomic_write
 from clipstream.utils.content import describe
 
 BLOCK = 512
 AHEAD = 1 << 16  # bytes read at once if headers are close to each other
 NEAR = 1 << 13  # mean distance of close headers, in bytes
 ZERO = bytes(BLOCK)
-RECORD = 20 * BLOCK
-WRITTEN_AT_ONCE = 1 << 20  # bytes
 ADLER = 65521
 _FILE = ord("0")
 _SPACES = b" " * 8  # in place of the checksum field when the checksum is computed
@@ -51,12 +47,6 @@ SCATTERED = "scattered_sample"
 UNPACKING = "mkdir out && tar -xf SHARD.tar -C out && "  # commands for users, of GNU tar
 PACKING = r"tar -cf NEW.tar --sort=name --transform='s,^\./,,' -C out ."
 META = re.compile(r"__[^/]*__($|[./])")  # webdataset's own members, which are no samples
-
-
-_MODE = b"0000644\0" + 2 * b"0000000\0"  # and the owner: the fields between a header's name and size
-_TIME = b"\0" + 11 * b"0" + b"\0"  # between size and checksum
-_REST = b"0" + bytes(100) + b"ustar\00000" + bytes(247)
-_PLAIN_SUM = sum(_MODE + _TIME + _SPACES + _REST)
 
 
 class Fault(NamedTuple):
@@ -493,64 +483,6 @@ class Shard:
         except (tarfile.TarError, ValueError, LookupError, OSError):
             pass
         raise Dropped("unreadable_member", f"{self.path}: {key}: a damaged sparse file: pack it by GNU tar, without -S")
-
-
-def header(name: str, size: int) -> bytes:
-    """The header of a regular file of `size` bytes, without owner and time: the same for the same arguments."""
-    raw = name.encode("utf-8", "surrogateescape")
-    if len(raw) > 100 or size >= 1 << 33:
-        made = tarfile.TarInfo(name)
-        made.size = size
-        return made.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-    digits = b"%011o" % size
-    checksum = b"%06o\0 " % (_PLAIN_SUM + sum(raw) + sum(digits))
-    return b"".join((raw.ljust(100, b"\0"), _MODE, digits, _TIME, checksum, _REST))
-
-
-def end_blocks(size: int) -> bytes:
-    """The end of an archive whose members take `size` bytes: zeros up to the end of a record."""
-    return bytes(-(size + 2 * BLOCK) % RECORD + 2 * BLOCK)
-
-
-class TarWriter:
-    """A tar being written, with the checksum of its bytes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._sum = path, hashlib.sha256()
-        self._held: list[bytes] = []
-        self._size = self._written = 0
-
-    def __enter__(self) -> TarWriter:
-        self._file = open(self._path, "wb", buffering=0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def add(self, name: str, data: bytes) -> int:
-        """Add a file; the offset of its data."""
-        head = header(name, len(data))
-        offset = self._size + len(head)
-        self._held += [head, data, bytes(-len(data) % BLOCK)]
-        self._size = offset + -(-len(data) // BLOCK) * BLOCK
-        if self._size - self._written > WRITTEN_AT_ONCE:
-            self._flush()
-        return offset
-
-    def close(self) -> tuple[int, str]:
-        """Write the end, and flush the file to the disk: its size and SHA-256."""
-        self._held.append(end := end_blocks(self._size))
-        self._size += len(end)
-        self._flush()
-        atomic_write.sync(self._file.fileno(), Path(self._path))
-        return self._size, self._sum.hexdigest()
-
-    def _flush(self) -> None:
-        data = memoryview(b"".join(self._held))
-        self._held, self._written = [], self._size
-        self._sum.update(data)
-        while data:  # a nearly full disk may take only a part
-            data = data[self._file.write(data) :]
 
 
 class Place(NamedTuple):

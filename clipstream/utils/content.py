@@ -9,6 +9,7 @@ import ast
 import base64
 import codecs
 import contextlib
+import hashlib
 import itertools
 import os
 import re
@@ -16,6 +17,7 @@ import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -242,6 +244,16 @@ def file_state(path: str | os.PathLike[str]) -> list[int]:
         stat = os.stat(path)
         return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
     return []
+
+
+@lru_cache(maxsize=256)
+def file_digest(file: Path) -> str:
+    """The SHA-256 of a file that does not change."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_file(path: str) -> bytes:

@@ -18,7 +18,7 @@ from clipstream.checkpoint.store import LATEST, Marker, begin, commit, held, is_
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.world import World
 from clipstream.storage.shard_cache import ShardCache, file_lock
-from clipstream.storage.tar import TarWriter
+from clipstream.storage.tar_writer import TarWriter
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import CHUNK
 from tests.support.savers import damage, small_disk

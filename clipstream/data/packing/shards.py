@@ -26,7 +26,8 @@ from clipstream.data.packing.sample import Recording, SamplePacker
 from clipstream.data.sources import ShardIndex, indexes
 from clipstream.errors import Dropped
 from clipstream.storage.download import ShardError, failed
-from clipstream.storage.tar import SampleTable, TarWriter
+from clipstream.storage.tar import SampleTable
+from clipstream.storage.tar_writer import TarWriter
 from clipstream.utils.processes import Failed
 
 

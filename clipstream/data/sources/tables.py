@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import hashlib
 import itertools
 import json
 import os
@@ -29,7 +28,7 @@ from clipstream.data.json_path import structure
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
 from clipstream.data.sources.splits import COLUMNS, SPLITS, TRAIN, preferred, split_of_cell
-from clipstream.data.sources.text_rows import SEPARATORS, csv_rows, json_rows
+from clipstream.data.sources.text_rows import SEPARATORS, RowKeys, csv_rows, json_rows
 from clipstream.errors import DataError, Dropped, SettingsError, did_you_mean
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache, cache_root
@@ -113,7 +112,7 @@ class TableSource(SourceType):
             raise SettingsError(f"{error}: set another folder with --data.cache or CLIPSTREAM_CACHE") from error
         try:
             if (named := ShardURL(url).path) is None:
-                version = _digest(_local(url, cache))
+                version = content.file_digest(_local(url, cache))
             else:
                 path = Path(named).absolute()
                 version = f"{path}:{content.file_state(path if path.exists() else _local(url, cache))}"
@@ -203,16 +202,6 @@ def _finds_image(arrow: Path, keys: Collection[str], folder: str) -> bool:
         return bool(RowShard(arrow, range(1), keys, folder).load(SampleRef("0"), keys))
     except Dropped:
         return False
-
-
-@lru_cache(maxsize=256)
-def _digest(file: Path) -> str:
-    """The hash of a downloaded table's bytes."""
-    digest = hashlib.sha256()
-    with open(file, "rb") as opened:
-        while block := opened.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _local(url: str, cache: str | None) -> Path:
@@ -400,20 +389,6 @@ def cells(arrow: Path, name: str, batches: Iterable[int]) -> Iterator[str]:
             yield text if isinstance(text, str) else ""
 
 
-class RowKeys:
-    """The keys of rows: their numbers."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        self._rows = rows if isinstance(rows, range) else dict.fromkeys(map(int, rows))
-
-    def __contains__(self, key: object) -> bool:
-        text = str(key)
-        return text.isdecimal() and int(text) in self._rows and str(int(text)) == text
-
-    def __iter__(self) -> Iterator[str]:
-        return map(str, self._rows)
-
-
 class _Refs(Sequence[SampleRef]):
     """References to rows, made on access; the key of a row is its number in the table."""
 
@@ -513,9 +488,9 @@ class RowShard(OpenShard):
         batch, row = divmod(int(ref.key), ROWS)
         if batch != self._paths[0]:
             there = [name for name in self._keys if name in self._names]
-            read = self._reader.get_batch(batch) if len(there) == 1 else None
-            self._paths = batch, [] if read is None else read.column(there[0]).to_pylist()
-        value = self._paths[1][row] if self._paths[1] else None
+            held = self._reader.get_batch(batch)
+            self._paths = batch, held.column(there[0]).to_pylist() if len(there) == 1 else [None] * len(held)
+        value = self._paths[1][row]
         text = os.fsdecode(value) if isinstance(value, bytes) and FAULT in self._names else value
         if isinstance(text, str) and _PLAIN.fullmatch(text):  # of many rows, `load` takes ten times as long
             return [os.path.join(self._folder, text)]
@@ -523,8 +498,7 @@ class RowShard(OpenShard):
 
         def note(path: str) -> bytes:
             tried.append(path)
-            if not os.path.exists(path):
-                raise OSError
+            os.stat(path)
             return b""
 
         with contextlib.suppress(Dropped):

@@ -136,3 +136,17 @@ def _elements(text: str) -> Iterator[bytes]:
         end = decoder.raw_decode(text, at)[1]
         yield text[at:end].encode("utf-8", "surrogateescape")
         at = end
+
+
+class RowKeys:
+    """The keys of rows: their numbers."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._rows = rows if isinstance(rows, range) else dict.fromkeys(map(int, rows))
+
+    def __contains__(self, key: object) -> bool:
+        text = str(key)
+        return text.isdecimal() and int(text) in self._rows and str(int(text)) == text
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, self._rows)
