@@ -365,8 +365,7 @@ def _look_at(
         pixels = np.asarray(converted(opaque(image, rgb(source.background))))
     except Dropped as drop:
         view.drops[drop.reason] += 1
-        shown = printable(where, 200)
-        detail = with_file(shard, ref, drop.detail)
+        shown, detail = printable(where, 200), with_file(shard, ref, drop.detail)
         view.examples.setdefault(drop.reason, f"{shown}: {detail}" if detail else shown)
     else:
         view.used += 1

@@ -28,6 +28,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, tables, text_rows
 from clipstream.errors import DataError, Dropped
 from clipstream.storage.shard_url import table_format
+from clipstream.utils.content import file_digest
 from tests.support import loaders
 from tests.support.loaders import data, evaluation_of
 from tests.support.pictures import ByteTokenizer, make_shards, picture
@@ -395,7 +396,7 @@ def test_a_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> None:
             path = put(tmp_path / "pairs.csv", csv_of(rows[:count]))
             assert len(all_of(source(path))[0]) == count
             url = site.put("pairs.csv", path.read_bytes())
-            tables._digest.cache_clear()  # as another process would
+            file_digest.cache_clear()  # as another process would
             tables._downloads.cache_clear()
             assert len(all_of(source(url, folder=str(tmp_path)))[0]) == count
 
