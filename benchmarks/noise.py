@@ -99,7 +99,8 @@ def main() -> None:
             keep, store = out / f"{name}.parquet", out / f"store-{model}"
             if not store.exists():
                 run("precompute", store, "--towers", "both", "--train-data", noisy, *captions, "--model", out / model)
-            run("filter", noisy, f"doubt in top {KEPT}%", "--scores", f"doubt={store}:doubt", "--out", keep, *captions)
+            best = f"rank() OVER (ORDER BY doubt DESC) <= {KEPT / 100} * count(*) OVER ()"
+            run("filter", noisy, "--where", best, "--scores", f"doubt={store}:doubt", "--out", keep, *captions)
             names = [f"{row['shard']}/{row['key']}" for row in parquet.read_table(keep).to_pylist()]
             after = train(out, name, out / "data", options, "--seed", seed, "--data.sources.train.keep", keep)
             noise = sum(name in moved for name in names) / len(names)

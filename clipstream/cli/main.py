@@ -20,7 +20,7 @@ VERBS = {
     "evaluate": "evaluate a checkpoint",
     "interpolate": "choose weights between the start and the end of a run, or average checkpoints",
     "check": "inspect a data set: which samples are used and dropped",
-    "filter": "choose the samples to train on, by a rule over fields and scores",
+    "filter": "choose the samples to train on, by conditions on fields and scores",
     "index": "write an index of each shard, for exact epochs",
     "bench": "measure how fast shards are read, or with `bench train` how fast a model trains",
     "audit": "audit the dtypes of a training step",

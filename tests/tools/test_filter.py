@@ -1,4 +1,4 @@
-"""`clipstream filter`: its rule language against Python's own values, its files, DataComp's baselines, balancing."""
+"""`clipstream filter`: conditions in SQL, its files, DataComp's baselines, balancing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import random
 import re
 import tempfile
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,166 +16,67 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
 from clipstream.cli.verbs.filter import main
 from clipstream.cli.verbs.filter.balance import Balance
-from clipstream.cli.verbs.filter.rules import Rule
+from clipstream.cli.verbs.filter.conditions import Conditions
 from clipstream.data.decode.key_lists import KeyList
 from clipstream.errors import SettingsError
 from tests.support.pictures import make_shards, picture
 from tests.support.stored_features import make_store
 from tests.support.tars import write_tar
 
-NUMBERS = st.one_of(st.none(), st.integers(-3, 3), st.sampled_from([0.5, -1.5, math.nan, math.inf]))
-TEXTS = st.one_of(st.none(), st.text("ab .é\n", max_size=4))
-ROWS = st.lists(
-    st.tuples(NUMBERS, st.one_of(st.none(), st.integers(-3, 3)), TEXTS, st.sampled_from([None, True, False]))
-)
-SIGNS = {"<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__", "==": "__eq__", "!=": "__ne__"}
-Value = Any  # of the reference: (text of the rule, row -> value)
+COLUMNS = {
+    "x": pa.array([0.5, math.nan, None, 2.0, -1.0]),
+    "n": pa.array([1, 2, None, 3, 2]),
+    "t": pa.array(["a", "b b", None, "A.", "é"]),
+    "b": pa.array([True, False, None, True, False]),
+    "json.exif.width": pa.array([1, 2, 3, None, 5]),
+    "json.tags.0": pa.array(["red", None, "red", "blue", None]),
+    "nowhere": pa.nulls(5),
+}
 
 
-def there(value: Any) -> Any:
-    return None if isinstance(value, float) and math.isnan(value) else value
+def hold(*texts: str) -> list[str]:
+    """The samples that hold each condition, by their numbers."""
+    conditions = Conditions(texts)
+    conditions.check_fields(list(COLUMNS))
+    columns = {name: COLUMNS[name] for some in conditions.fields for name in some}
+    return ["".join(map(str, np.flatnonzero(one))) for one in conditions.hold(columns, 5)]
 
 
-def compared(sign: str, one: Any, other: Any) -> bool:
-    return one is not None and other is not None and bool(getattr(Fraction, SIGNS[sign])(*map(exact, (one, other))))
-
-
-def exact(value: float) -> Any:
-    return Fraction(value) if math.isfinite(value) else Fraction(10**400 * (1 if value > 0 else -1))
-
-
-def numbers() -> st.SearchStrategy[Value]:
-    leaves = st.one_of(
-        st.sampled_from([("x", lambda row: there(row["x"])), ("n", lambda row: row["n"])]),
-        st.integers(-3, 3).map(lambda n: (str(n), lambda row: n)),
-        st.just(("chars(t)", lambda row: None if row["t"] is None else len(row["t"]))),
-        st.just(("words(t)", lambda row: None if row["t"] is None else len(row["t"].split()))),
-    )
-
-    def inner(parts: st.SearchStrategy[Value]) -> st.SearchStrategy[Value]:
-        def both(sign: str, one: Value, other: Value) -> Value:
-            def value(row: Any) -> Any:
-                a, b = one[1](row), other[1](row)
-                if a is None or b is None:
-                    return None
-                with np.errstate(all="ignore"):
-                    a, b = np.float64(a), np.float64(b)
-                    found = {"+": a + b, "-": a - b, "*": a * b, "/": a / b, "min": min(a, b), "max": max(a, b)}[sign]
-                return there(float(found))
-
-            return f"{sign}({one[0]}, {other[0]})" if sign in ("min", "max") else f"({one[0]} {sign} {other[0]})", value
-
-        return st.builds(both, st.sampled_from(["+", "-", "*", "/", "min", "max"]), parts, parts)
-
-    return st.recursive(leaves, inner, max_leaves=4)
-
-
-def conditions(parts: st.SearchStrategy[Value]) -> st.SearchStrategy[Value]:
-    def either(word: str, one: Value, other: Value) -> Value:
-        join = all if word == "and" else any
-        return f"({one[0]} {word} {other[0]})", lambda row: join((one[1](row), other[1](row)))
-
-    return st.one_of(
-        st.builds(either, st.sampled_from(["and", "or"]), parts, parts),
-        parts.map(lambda one: (f"not {one[0]}", lambda row: not one[1](row))),
-    )
-
-
-LEAVES = st.one_of(
-    st.builds(
-        lambda sign, a, b: (f"{a[0]} {sign} {b[0]}", lambda row: compared(sign, a[1](row), b[1](row))),
-        st.sampled_from(list(SIGNS)), numbers(), numbers(),
-    ),
-    st.sampled_from([
-        ("b", lambda row: row["b"] is True),
-        ("x is missing", lambda row: there(row["x"]) is None),
-        ("t is not missing", lambda row: row["t"] is not None),
-        ("t == 'a'", lambda row: row["t"] == "a"),
-        ("t != \"a\"", lambda row: row["t"] not in (None, "a")),
-        ("t in ['a', 'b b']", lambda row: row["t"] in ("a", "b b")),
-        ("n not in [1, 2.0]", lambda row: row["n"] not in (None, 1, 2)),
-        ("t matches '^a|b$'", lambda row: row["t"] is not None and re.search(r"^a|b\Z", row["t"]) is not None),
-        ("t not matches '\\.'", lambda row: row["t"] is not None and "." not in row["t"]),
-        ("0 < n <= 2", lambda row: row["n"] is not None and 0 < row["n"] <= 2),
-        ("coalesce(n, x) > 0", lambda row: compared(">", row["n"] if row["n"] is not None else there(row["x"]), 0)),
-    ]),
-)  # fmt: skip
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.recursive(LEAVES, conditions, max_leaves=5), ROWS)
-def test_rules_agree_with_python(part: Value, rows: list[tuple[Any, ...]]) -> None:
-    text, reference = part
-    table = [dict(zip("xntb", row, strict=True)) for row in rows]
-    types = {"x": pa.float64(), "n": pa.int32(), "t": pa.string(), "b": pa.bool_()}
-    columns = {name: pa.array([row[name] for row in table], kind) for name, kind in types.items()}
-    rule = Rule(text)
-    found = np.ones(len(table), bool)
-    for test in rule.conjuncts:
-        found &= rule.holds(test, columns, len(table))
-    assert found.tolist() == [reference(row) for row in table], text
-
-
-@given(st.lists(NUMBERS, min_size=1), st.integers(0, 100))
-def test_shares_count_the_values_that_are_there(values: list[float | None], share: int) -> None:
-    columns = {"x": pa.array([None if value is None else float(value) for value in values])}
-    known = sorted((value for value in values if there(value) is not None), reverse=True)
-    count = round(share * len(known) / 100)
-    for word, order in (("top", known), ("bottom", known[::-1])):
-        rule = Rule(f"x in {word} {share}%")
-        rule.ranks = {"x": np.sort(rule.values(rule.ranked["x"], columns, len(values)))}
-        least = order[count - 1] if count else math.nan
-        wanted = [there(v) is not None and (v >= least if word == "top" else v <= least) for v in values]
-        assert rule.holds(rule.conjuncts[0], columns, len(values)).tolist() == wanted
+def test_conditions_see_all_samples_and_do_not_hold_where_a_value_is_missing() -> None:
+    assert hold("x > 0", "NOT x > 0", "x IS NULL", "n <> 2", "n NOT IN (1, 3)") == ["03", "4", "12", "03", "14"]
+    assert hold("b", "t = 'a' OR lower(t) = 'a.'", "regexp_matches(t, '^a|b$')", "length(t) = 1") == [
+        "03", "03", "01", "04",
+    ]  # fmt: skip
+    assert hold("json.tags.\"0\" = 'red' AND json.exif.width < 3", "samples.json.exif.width = 5") == ["0", "4"]
+    assert hold("rank() OVER (ORDER BY n DESC NULLS LAST) <= 2", "n = (SELECT max(n) FROM samples)") == ["134", "3"]
+    assert hold("nowhere = 1", "nowhere IS NULL", "coalesce(n, 9) > 2 -- a comment") == ["", "01234", "23"]
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "words"),
+    ("text", "told"),
     [
-        ("w = 3", 2, "write =="),
-        ("w => 3", 2, "write >="),
-        ("w > 3 and", 9, "at the end"),
-        ("w > (3", 4, "never closed"),
-        ("wdith > 3", 0, "did you mean 'width'"),
-        ("width > 3 and t == 4", 19, "'t' is a text and '4' a number"),
-        ("width > 3 and width", 14, "is no test"),
-        ("length(t) > 3", 0, "no such function"),
-        ("words(width) > 3", 6, "expected a text"),
-        ("t matches '('", 10, "malformed regular expression"),
-        ("width & 3", 0, "no meaning"),
-        ("__import__('os').system('x')", 0, "no such function"),
-        ("width in 3", 9, "expected a list"),
-        ("min() > 3", 0, "takes 1 or more"),
-        ("t matches 'wdith' or wdith > 1", 21, "unknown field"),
-        ("rank(rank(w)) > 3", 10, "cannot be parts of each other"),
-        ("not ~w", 4, "write not"),
-        ("+w > 1", 0, "has no meaning"),
-        ("w in top(width)", 5, "write top 30%"),
-        ("w in top()", 5, "write top 30%"),
-        ("w in top(-5)", 5, "write top 30%"),
-        ("w in bottom('x')", 5, "write bottom 30%"),
-        ("w in top 101%", 5, "write top 30%"),
-        ("t == '#' and w > 1 # and w > 2", 19, "# has no meaning"),
-        ("w < 1" + "0" * 400, 4, "too large"),
-        ("t == f'a'", 5, "without letters"),
-        ("t == b'a'", 5, "without letters"),
+        ("n >", "syntax error"),
+        ("n > 3 AND", "syntax error"),
+        ("json.exif.with > 3", "unknown field 'json.exif.with'; did you mean 'json.exif.width'?"),
+        ('t = "a"', "unknown field 'a'; texts stand in single quotes"),
+        ("n", "it is BIGINT, not a test"),
+        ("t > 3 AND x > 'a'", "t > 3 AND x > 'a'"),
+        ("lenght(t) > 3", "lenght does not exist"),
+        ("regexp_matches(t, '(')", "missing )"),
+        ("n > 1; DROP TABLE samples", "syntax error"),
+        ("n IN (SELECT 1 FROM read_csv('{file}'))", "disabled by configuration"),
     ],
 )
-def test_wrong_rules_are_told_with_their_place(text: str, place: int, words: str) -> None:
-    columns = {"width": pa.array([1, 2]), "t": pa.array(["a", None]), "w": pa.array([1, 2])}
-    with pytest.raises(SettingsError, match=words) as error:
-        rule = Rule(text)
-        rule.check_fields(list(columns))
-        for test in rule.conjuncts:
-            rule.holds(test, columns, 2)
-    lines = str(error.value).split("\n")
-    assert lines[1] == f"  {text}" and lines[2] == f"  {' ' * place}^"
+def test_wrong_conditions_are_told(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    with pytest.raises(SettingsError, match=re.escape(told)):
+        hold(text.replace("{file}", str(tmp_path / "a.csv")))
 
 
 def data(folder: Path, counts: Sequence[int] = (6, 5)) -> str:
@@ -192,7 +92,7 @@ def test_the_list_is_what_training_keeps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards, out = data(tmp_path), tmp_path / "keep.parquet"
-    assert main([shards, 'json.n >= 3 and caption matches "[4-9]"', "--out", str(out)]) == 0
+    assert main([shards, "--where", "json.n >= 3 AND regexp_matches(caption, '[4-9]')", "--out", str(out)]) == 0
     wanted = [f"{int(n > 5):05d}.tar/{n:06d}" for n in range(11) if n >= 4 and n != 10]
     assert kept(out) == wanted
     told = capsys.readouterr().out
@@ -203,22 +103,33 @@ def test_the_list_is_what_training_keeps(
     for executor in ("local:1", "local:2"):
         monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / executor))  # without the table
         assert (
-            main([shards, 'json.n >= 3 and caption matches "[4-9]"', "--out", str(text), "--executor", executor]) == 0
+            main(
+                [
+                    shards,
+                    "--where",
+                    "json.n >= 3 AND regexp_matches(caption, '[4-9]')",
+                    "--out",
+                    str(text),
+                    "--executor",
+                    executor,
+                ]
+            )
+            == 0
         )
         assert text.read_text().split() == wanted
 
 
 def test_unusual_results_and_fields_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards, out = data(tmp_path), tmp_path / "keep.csv"
-    assert main([shards, "width > 0"]) == 0
-    assert "the rule drops nothing" in capsys.readouterr().out
-    assert main([shards, "width > 0 and json.n < 0", "--out", str(out)]) == 3
-    assert "keeps none of 11 samples: none is left after 'json.n < 0'" in capsys.readouterr().err and not out.exists()
-    assert main([shards, "json.captoin.en == 'a'"]) == 2
+    assert main([shards, "--where", "width > 0"]) == 0
+    assert "the conditions drop nothing" in capsys.readouterr().out
+    assert main([shards, "--where", "width > 0", "--where", "json.n < 0", "--out", str(out)]) == 3
+    assert "keep none of 11 samples: none is left after 'json.n < 0'" in capsys.readouterr().err and not out.exists()
+    assert main([shards, "--where", "json.captoin.en = 'a'"]) == 2
     assert "did you mean 'json.caption.en'" in capsys.readouterr().err
-    assert main([shards, "width > 0", "--scores", "s=missing.csv"]) == 2
+    assert main([shards, "--where", "width > 0", "--scores", "s=missing.csv"]) == 2
     assert "missing.csv: cannot read" in capsys.readouterr().err
-    assert main([shards]) == 2 and main([shards, "width > 0", "--t", "3"]) == 2
+    assert main([shards]) == 2 and main([shards, "--where", "width > 0", "--t", "3"]) == 2
 
 
 def test_scores_and_tables_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,20 +140,21 @@ def test_scores_and_tables_are_joined(tmp_path: Path, capsys: pytest.CaptureFixt
     parquet.write_table(pa.table({**columns, "score": [n / 10 for n in order]}), tmp_path / "scores.parquet")
     (tmp_path / "listed.csv").write_text("key\n000002\n000009\n")
     flags = ["--scores", f"clip={tmp_path}/scores.parquet", "--scores", f"bad={tmp_path}/listed.csv", "--out", str(out)]
-    assert main([shards, "clip in top 30% and not bad", *flags]) == 0
+    best = "rank() OVER (ORDER BY clip DESC) <= 0.3 * count(clip) OVER ()"
+    assert main([shards, "--where", best, "--where", "NOT bad", *flags]) == 0
     assert kept(out) == ["00001.tar/000007", "00001.tar/000008"]
     assert "lacks 1 of 11 samples: the field is missing there" in capsys.readouterr().out
     parquet.write_table(pa.table({"n": [1, 4], "aesthetic": [5.0, None]}), tmp_path / "more.parquet")
     flags = ["--join", f"{tmp_path}/mo*.parquet", "--on", "json.n", "--out", str(out)]
-    assert main([shards, "aesthetic is missing or aesthetic < 5", *flags]) == 0
+    assert main([shards, "--where", "aesthetic IS NULL OR aesthetic < 5", *flags]) == 0
     assert len(kept(out)) == 10 and "00000.tar/000001" not in kept(out)
-    assert main([shards, "n == 4", *flags]) == 0 and kept(out) == ["00000.tar/000004"]
-    assert main([shards, "asthetic > 3", *flags]) == 2
+    assert main([shards, "--where", "n = 4", *flags]) == 0 and kept(out) == ["00000.tar/000004"]
+    assert main([shards, "--where", "asthetic > 3", *flags]) == 2
     assert "did you mean 'aesthetic'" in capsys.readouterr().err
-    assert main([shards, "not duplicate_of_file", "--best", "caption"]) == 2
+    assert main([shards, "--where", "NOT duplicate_of_file", "--best", "caption"]) == 2
     assert "no field 'caption' with numbers; did you mean 'captions'?" in capsys.readouterr().err
     (tmp_path / "other.csv").write_text("key,score\nz,1\n")
-    assert main([shards, "s > 0", "--scores", f"s={tmp_path}/other.csv"]) == 2
+    assert main([shards, "--where", "s > 0", "--scores", f"s={tmp_path}/other.csv"]) == 2
     assert "0 of its 1 entries match samples of these data; 'z' does not" in capsys.readouterr().err
 
 
@@ -251,17 +163,17 @@ def test_names_that_stand_for_several_samples_are_refused(tmp_path: Path, capsys
         write_tar(tmp_path / shard, [{"__key__": key, "jpg": picture(0), "txt": "a"} for key in keys])
 
     def said(shards: str, rule: str, *flags: str) -> str:
-        assert main([f"{tmp_path}/{shards}", rule, *flags]) == 2
+        assert main([f"{tmp_path}/{shards}", "--where", rule, *flags]) == 2
         return capsys.readouterr().err
 
     out = ("--out", str(tmp_path / "keep.csv"))
-    assert main([f"{tmp_path}/{{a,b}}/0.tar", "width > 0", *out]) == 0  # folders tell them apart
+    assert main([f"{tmp_path}/{{a,b}}/0.tar", "--where", "width > 0", *out]) == 0  # folders tell them apart
     table = tmp_path / "s.csv"
     flags = ("--scores", f"s={table}")
     table.write_text("shard,key,s\n0.tar,x,1\n")
     assert "may be a/0.tar/x or b/0.tar/x: write which" in said("{a,b}/0.tar", "s > 0", *flags)
     table.write_text("shard,key,s\nb/0.tar,x,1\n0.tar,y,2\n")
-    assert main([f"{tmp_path}/{{a,b}}/0.tar", "s > 0", *flags, *out]) == 0
+    assert main([f"{tmp_path}/{{a,b}}/0.tar", "--where", "s > 0", *flags, *out]) == 0
     assert (tmp_path / "keep.csv").read_text().split()[1:] == ['"a/0.tar","y"', '"b/0.tar","x"']
     table.write_text("key,s\nx,1\n")
     assert "key 'x' stands for 2 samples: add the column shard" in said("b/{0,1}.tar", "s > 0", *flags)
@@ -271,7 +183,7 @@ def test_names_that_stand_for_several_samples_are_refused(tmp_path: Path, capsys
     table.write_text("key,s\ny,1\nz,1\nz,2\n")
     assert "1 of its 3 entries match samples of these data; 'z' does not" in said("a/0.tar", "s > 0", *flags)
     table.write_text("key\nx\nx\n")
-    assert main([f"{tmp_path}/b/{{0,1}}.tar", "s", *flags]) == 0
+    assert main([f"{tmp_path}/b/{{0,1}}.tar", "--where", "s", *flags]) == 0
     table.write_text("source,key,s\none,x,1\ntwo,x,2\n")
     assert "in the sources one, two, and none is 'train'" in said("a/0.tar", "s > 0", *flags)
     table.write_text("kye,s\nx,1\n")
@@ -292,12 +204,24 @@ def test_scores_of_a_store_are_those_of_its_pairs(tmp_path: Path, capsys: pytest
         write_tar(tmp_path / shard, [{"__key__": key, "jpg": picture(n), "txt": "a"} for n, key in enumerate(keys)])
     best = {"/".join(name) for name in sorted(scores, key=lambda name: -scores[name])[: round(len(scores) / 2)]}
     flags = ["--scores", f"clip={tmp_path}/store", "--out", str(out)]
-    assert main([f"{tmp_path}/*.tar", "clip in top 50%", *flags]) == 0
+    half = "rank() OVER (ORDER BY clip DESC) <= round(0.5 * count(clip) OVER ())"
+    assert main([f"{tmp_path}/*.tar", "--where", half, *flags]) == 0
     assert set(kept(out)) == best
-    assert main([f"{tmp_path}/*.tar", "clip > 0", "--scores", f"clip={tmp_path}/other"]) == 2
+    assert main([f"{tmp_path}/*.tar", "--where", "clip > 0", "--scores", f"clip={tmp_path}/other"]) == 2
     assert "has the samples in the sources a, b/c, and none is 'train'" in capsys.readouterr().err
     assert (
-        main([f"{tmp_path}/*.tar", "same < 2", "--scores", f"same={tmp_path}/store:duplicate", "--out", str(out)]) == 0
+        main(
+            [
+                f"{tmp_path}/*.tar",
+                "--where",
+                "same < 2",
+                "--scores",
+                f"same={tmp_path}/store:duplicate",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
     )
     assert len(kept(out)) == len(train)
 
@@ -312,9 +236,9 @@ def test_of_duplicates_the_best_one_stays(tmp_path: Path) -> None:
     shard, out = write_tar(tmp_path / "a.tar", samples), tmp_path / "keep.parquet"
     wanted = {"image": ["0", "1", "3", "5"], "file": ["0", "1", "2", "3", "5"], "caption": ["0", "2", "3", "4", "5"]}
     for of, keys in wanted.items():
-        assert main([str(shard), f"not duplicate_of_{of}", "--out", str(out)]) == 0
+        assert main([str(shard), "--where", f"NOT duplicate_of_{of}", "--out", str(out)]) == 0
         assert kept(out) == [f"a.tar/{key}" for key in keys]
-    assert main([str(shard), "not duplicate_of_image", "--best", "json.s", "--out", str(out)]) == 0
+    assert main([str(shard), "--where", "NOT duplicate_of_image", "--best", "json.s", "--out", str(out)]) == 0
     assert kept(out) == [f"a.tar/{key}" for key in ("0", "3", "4", "5")]
 
 
@@ -429,7 +353,7 @@ def test_probabilities_are_written_for_all_usable_samples(tmp_path: Path, capsys
     shard, out, entries = write_tar(tmp_path / "a.tar", samples), tmp_path / "p.parquet", tmp_path / "entries.txt"
     entries.write_text("red\nbird\na red\n")
     flags = ["--balance", str(entries), "--t", "2", "--out", str(out)]
-    assert main([str(shard), "not caption matches 'bus'", *flags]) == 0
+    assert main([str(shard), "--where", "NOT caption LIKE '%bus%'", *flags]) == 0
     rows = {row["key"]: row["probability"] for row in parquet.read_table(out).to_pylist()}
     assert rows == pytest.approx({"0": 1, "1": 1 - 1 / 9, "2": 1 - 1 / 9, "3": 1, "4": 0, "5": 0})
     told = capsys.readouterr().out
@@ -454,6 +378,8 @@ def test_a_fasttext_model_gives_the_language_as_in_datacomp(tmp_path: Path) -> N
     codes = [model.predict(text.replace("\n", " "))[0][0].split("__label__")[1] for text in captions]
     assert codes == ["en", "de", "fr"]
     for code, key in zip(codes, "012", strict=True):
-        assert main([str(shard), f"language == '{code}'", "--language-model", str(file), "--out", str(out)]) == 0
+        assert (
+            main([str(shard), "--where", f"language = '{code}'", "--language-model", str(file), "--out", str(out)]) == 0
+        )
         assert kept(out) == [f"a.tar/{key}"]
-    assert main([str(shard), "language == 'en'", "--language-model", str(shard)]) == 2
+    assert main([str(shard), "--where", "language = 'en'", "--language-model", str(shard)]) == 2

@@ -150,7 +150,7 @@ class Made:
             (
                 (search.main, "duplicates", store, "--threshold", "0.9999"),
                 (search.main, "scores", store, "--min-score", "-1"),
-                (filter_verb.main, self.shards, "width > 3", *self.flags),
+                (filter_verb.main, self.shards, "--where", "width > 3", *self.flags),
             )
         ):
             suffix = SUFFIXES[(at + number) % len(SUFFIXES)]  # each with each, over the kinds
@@ -225,7 +225,7 @@ def test_each_list_works_in_each_reader(made: Made, capsys: pytest.CaptureFixtur
         assert rows == N or used_of(made, drop=str(path)) == packed(made, "drop", path) == N - rows, name
         capsys.readouterr()
         if "score" not in name and "near" not in name and "doubt" not in name:
-            run(filter_verb.main, made.shards, "not x is missing", "--scores", f"x={path}", *made.flags)
+            run(filter_verb.main, made.shards, "--where", "x IS NOT FALSE", "--scores", f"x={path}", *made.flags)
             assert f"{rows} of {N} samples kept" in capsys.readouterr().out, name
 
 
@@ -240,8 +240,8 @@ def test_numbers_of_samples_and_their_neighbours(made: Made, capsys: pytest.Capt
     assert source.probabilities is not None and not np.isnan(np.concatenate(source.probabilities)).any()
     scores = next(name for name in made.lists if name.startswith("scores"))
     if not scores.endswith(".txt"):
-        run(filter_verb.main, made.shards, "s > -2", "--scores", f"s={made.folder / scores}", *made.flags)
-    run(filter_verb.main, made.shards, "s > -2", "--scores", f"s={made.folder / 'store'}", *made.flags)
+        run(filter_verb.main, made.shards, "--where", "s > -2", "--scores", f"s={made.folder / scores}", *made.flags)
+    run(filter_verb.main, made.shards, "--where", "s > -2", "--scores", f"s={made.folder / 'store'}", *made.flags)
     assert "lacks" not in capsys.readouterr().out
 
 

@@ -350,7 +350,7 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
         (tmp_path / f"s/caf\udce9{n}.txt").write_text(f"text {n}")
     assert len(packed(tmp_path / "x", f"{tmp_path}/s", "--val-split", "0.3")) == 40
     keep = str(tmp_path / "keep.parquet")
-    assert filtered([f"{tmp_path}/s", "caption_chars == 6", "--out", keep]) == 0
+    assert filtered([f"{tmp_path}/s", "--where", "caption_chars = 6", "--out", keep]) == 0
     assert len(packed(tmp_path / "y", f"{tmp_path}/s", "--data.sources.train.keep", keep)) == 10
 
 

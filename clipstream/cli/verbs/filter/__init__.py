@@ -1,4 +1,4 @@
-"""The verb `clipstream filter SOURCE RULE`: which samples to train on. The flags; `run` does the work."""
+"""The verb `clipstream filter SOURCE --where SQL`: which samples to train on. The flags; `run` does the work."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream filter",
-        usage="clipstream filter SOURCE [RULE] --out FILE [FLAGS…]",
-        description="Write the list of the samples that a rule keeps, for data.sources.NAME.keep and for `clipstream "
-        "pack`; or with --balance a table of probabilities, for data.sources.NAME.probability. FLAGS of training say "
-        "how SOURCE is read. Example: "
-        "'caption_tokens >= 4 and width >= 200 and clip_score in top 30%%'. Without --out the rule is only tried.",
+        usage="clipstream filter SOURCE --where SQL --out FILE [FLAGS…]",
+        description="Write the list of the samples that hold all conditions, for data.sources.NAME.keep and for "
+        "`clipstream pack`; or with --balance a table of probabilities, for data.sources.NAME.probability. FLAGS of "
+        "training say how SOURCE is read. Without --out the conditions are only tried.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("source", metavar="SOURCE", help="what training reads: tars, a table or a folder")
-    add("rule", metavar="RULE", nargs="?", default="", help="a test of fields; an unknown field lists those there are")
+    add(
+        "--where", action="append", default=[], metavar="SQL",
+        help="a condition of fields in DuckDB's SQL, such as 'caption_tokens >= 4 AND width >= 200'; several must all "
+        "hold; an unknown field lists those there are",
+    )  # fmt: skip
     add("--recipe", choices=RECIPES, metavar="NAME", help=f"a baseline of DataComp: {', '.join(RECIPES)}")
     add("--out", type=own_path, metavar="FILE", help="the list: .parquet, .csv, .jsonl or .txt")
     add(
@@ -45,10 +48,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 @entry_point
 def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code: 0, 2 for a wrong rule, 3 if no sample is kept."""
+    """Run the verb, and return its exit code: 0, 2 for a wrong condition, 3 if no sample is kept."""
     options, flags = build_parser().parse_known_args(argv)
-    if not (options.rule or options.recipe or options.balance):
-        raise SettingsError("give a RULE right after SOURCE, --recipe NAME or --balance FILE")
+    if flags and not flags[0].startswith("-"):
+        raise SettingsError(f"unexpected {flags[0]!r}: conditions are given by --where")
+    if not (options.where or options.recipe or options.balance):
+        raise SettingsError("give --where SQL, --recipe NAME or --balance FILE")
     if (options.balance is None) != (options.t is None) or (options.t is not None and options.t < 1):
         raise SettingsError("--balance FILE and --t N, 1 or more, go together")
     options.executor = checked(options.executor)

@@ -1,4 +1,4 @@
-"""The baselines of DataComp (arXiv:2304.14108) as rules, from `baselines/apply_filter.py` of mlfoundations/datacomp.
+"""The baselines of DataComp (arXiv:2304.14108) in SQL, from `baselines/apply_filter.py` of mlfoundations/datacomp.
 
 With DataComp's metadata by `--join`, captions and sizes are its columns `text`, `original_width` and `original_height`.
 Without, captions are those of the source, which have no spaces around them, and sizes those of the original file, where
@@ -14,7 +14,17 @@ from __future__ import annotations
 
 _SIDES = ", ".join(f"coalesce(original_{side}, json.original_{side}, {side})" for side in ("width", "height"))
 _TEXT = "coalesce(text, caption)"
-_IMAGE = rf'language == "en" and count({_TEXT}, "\n|[^ \n\r\t\v\f\x00]+") > 1 and chars({_TEXT}) > 5 and near_imagenet'
+# Words as Python's split() separates them, and tokens as fastText's tokenize().
+_WORDS = rf"len(regexp_extract_all({_TEXT}, '[^\s\p{{Z}}\x0b\x1c-\x1f\x85]+'))"
+_TOKENS = rf"len(regexp_extract_all({_TEXT}, '\n|[^ \n\r\t\v\f\x00]+'))"
+_ENGLISH = ("language = 'en'", f"length({_TEXT}) > 5")
+_IMAGE = (*_ENGLISH, f"{_TOKENS} > 1", "near_imagenet")
+
+
+def _top(field: str) -> str:
+    return f"{field} IS NOT NULL AND rank() OVER (ORDER BY {field} DESC NULLS LAST) - 1 <= 0.3 * count(*) OVER ()"
+
+
 OPTIONAL = (
     "text",
     "original_width",
@@ -23,12 +33,11 @@ OPTIONAL = (
     "json.original_height",
 )  # fields that need not be there
 RECIPES = {
-    "basic": f'language == "en" and words({_TEXT}) > 2 and chars({_TEXT}) > 5 '
-    f"and min({_SIDES}) >= 200 and max({_SIDES}) / min({_SIDES}) <= 3.0",
-    "laion-2b": 'language_cld3 == "en" and clip_b32_similarity_score >= 0.28',
-    "text-based": 'language == "en" and wordnet_entity',
+    "basic": (*_ENGLISH, f"{_WORDS} > 2", f"least({_SIDES}) >= 200", f"greatest({_SIDES}) / least({_SIDES}) <= 3.0"),
+    "laion-2b": ("language_cld3 = 'en'", "clip_b32_similarity_score >= 0.28"),
+    "text-based": ("language = 'en'", "wordnet_entity"),
     "image-based": _IMAGE,
-    "clip-l14-30": "rank(clip_l14_similarity_score) <= 0.3 * samples()",
-    "clip-b32-30": "rank(clip_b32_similarity_score) <= 0.3 * samples()",
-    "datacomp-1b": f"{_IMAGE} and rank(clip_l14_similarity_score) <= 0.3 * samples()",
+    "clip-l14-30": (_top("clip_l14_similarity_score"),),
+    "clip-b32-30": (_top("clip_b32_similarity_score"),),
+    "datacomp-1b": (*_IMAGE, _top("clip_l14_similarity_score")),
 }

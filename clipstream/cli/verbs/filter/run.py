@@ -1,8 +1,8 @@
-"""The work of `clipstream filter`: a source and a rule enter, a list of samples or their probabilities leaves.
+"""The work of `clipstream filter`: a source and conditions enter, a list of samples or their probabilities leaves.
 
-Samples are those that training uses. Shards are read into the sample table, which stays in the cache; then rules are
-evaluated shard by shard. In memory are, for all samples, the names and columns that scores and tables are found by, the
-columns that come from these, the values of `top` and `rank`, and hashes of duplicates.
+Samples are those that training uses. Shards are read into the sample table, which stays in the cache. In memory are,
+for all samples, the fields of the conditions, the names and columns that scores and tables are found by, and hashes of
+duplicates.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
 from clipstream.cli.verbs.filter.balance import Balance
+from clipstream.cli.verbs.filter.conditions import Conditions
 from clipstream.cli.verbs.filter.recipes import OPTIONAL, RECIPES
-from clipstream.cli.verbs.filter.rules import Rule
 from clipstream.config.settings import load
 from clipstream.data.decode.key_lists import TABLES, KeyList, ListedSamples, SampleLists, check_absent, check_lists
 from clipstream.data.duplicates import near_groups
@@ -38,18 +38,19 @@ CELL = 80
 
 
 def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
-    """Evaluate the rule, print what each of its tests leaves, and write the file.
+    """Evaluate the conditions, print what each of them leaves, and write the file.
 
     Raises:
-        SettingsError: the rule is wrong, or a file cannot be read or written.
+        SettingsError: a condition is wrong, or a file cannot be read or written.
         DataError: a shard cannot be read, or no sample is kept.
     """
     if options.out:
         check_suffix(Path(options.out))
     settings = load(["--train-data", options.source, *flags])
-    recipe = RECIPES.get(options.recipe, "")
-    rule = Rule(f"({recipe}) and ({options.rule})" if recipe and options.rule else recipe or options.rule or "true")
-    wanted = [*rule.fields, *([options.on] if options.join else []), *([options.best] if options.best else [])]
+    recipe = RECIPES.get(options.recipe, ())
+    conditions = Conditions([*recipe, *options.where])
+    fields = {name for some in conditions.fields for name in some}
+    wanted = [*fields, *([options.on] if options.join else []), *([options.best] if options.best else [])]
     key, table, names = options.on.rpartition(".")[2], None, list[str]()
     if options.join:
         table, names = _read(sorted(glob.glob(options.join)) or [options.join], {key, *wanted})
@@ -78,10 +79,10 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
         samples.add(joined, table[key].cast(pa.string()), own, options.join)
     for name in set(OPTIONAL if recipe else ()) - {*samples.fields}:
         samples.columns[name] = pa.nulls(len(samples))
-    rule.check_fields([*dict.fromkeys([*samples.fields, *names])])
-    for name in DUPLICATES.keys() & rule.fields.keys():
+    conditions.check_fields([*dict.fromkeys([*samples.fields, *names])])
+    for name in DUPLICATES.keys() & fields:
         samples.columns[name] = samples.duplicates(name, options.best)
-    kept = _evaluate(rule, samples)
+    kept = _evaluate(conditions, samples)
     if options.balance:
         _balance(options, samples, kept)
     elif options.out:
@@ -128,7 +129,7 @@ class Samples:
 
     @property
     def fields(self) -> list[str]:
-        """The names that a rule may use."""
+        """The names that a condition may use."""
         return [*self._own, *self.columns, *DUPLICATES]
 
     def blocks(self, names: Sequence[str]) -> Iterator[tuple[int, dict[str, Any], int]]:
@@ -151,6 +152,14 @@ class Samples:
         """A column of all samples."""
         tables = [pa.table({name: block[name]}) for _, block, _ in self.blocks([name])]
         return pa.concat_tables(tables, promote_options="permissive")[name].combine_chunks()
+
+    def names_of(self, numbers: set[int]) -> dict[int, str]:
+        """The names of samples by their numbers."""
+        return {
+            number: f"{block['shard'][number - start]}/{block['key'][number - start]}"
+            for start, block, rows in self.blocks(["shard", "key"])
+            for number in numbers & {*range(start, start + rows)}
+        }
 
     def join_scores(self, spec: str) -> None:
         """Add a column from a store or a file, `NAME=FROM`."""
@@ -199,7 +208,7 @@ class Samples:
         lists = SampleLists(KeyList(where, None, source=self.source, flag=f"--scores {spec}"), None)
         check_lists([lists], [[lists.entries(self._names(self.table.read(["shard", "key"])))]])
         own = pa.table({of: self.all(of) for of in ("shard", "key")})
-        self.columns[name] = pa.array([lists(*one) or None for one in self._names(own)], pa.bool_())
+        self.columns[name] = pa.array([bool(lists(*one)) for one in self._names(own)], pa.bool_())
 
     @staticmethod
     def _names(table: Any) -> Iterator[tuple[str, str]]:
@@ -239,41 +248,32 @@ class Samples:
         return pa.array(found)
 
 
-def _evaluate(rule: Rule, samples: Samples) -> np.ndarray[Any, Any]:
-    """Whether each sample is kept; prints what the tests leave. Raises DataError: none is."""
-    rule.samples = len(samples)
-    if rule.ranked:
-        found: dict[str, list[Any]] = {text: [] for text in rule.ranked}
-        for _, block, rows in samples.blocks([*rule.fields]):
-            for text, node in rule.ranked.items():
-                found[text].append(rule.values(node, block, rows))
-        rule.ranks = {text: np.sort(np.concatenate(values)) for text, values in found.items()}
-    kept = np.zeros(len(samples), bool)
-    alone, left = [0] * len(rule.conjuncts), [0] * len(rule.conjuncts)
-    examples: list[list[str]] = [[] for _ in rule.conjuncts]
-    for start, block, rows in samples.blocks([*dict.fromkeys([*rule.fields, "shard", "key", "caption"])]):
-        still = np.ones(rows, bool)
-        for number, test in enumerate(rule.conjuncts):
-            holds = rule.holds(test, block, rows)
-            alone[number] += int(holds.sum())
-            for row in np.flatnonzero(still & ~holds)[: EXAMPLES - len(examples[number])].tolist():
-                values = ", ".join(f"{name} {block[name][row].as_py()!r}" for name in rule.fields_of(test))
-                examples[number].append(printable(f"{block['shard'][row]}/{block['key'][row]}: {values}", CELL))
-            still &= holds
-            left[number] += int(still.sum())
-        kept[start : start + rows] = still
-    table = result_table("Samples", ("test", "hold it", "left", "dropped, for example"), ("hold it", "left"))
+def _evaluate(conditions: Conditions, samples: Samples) -> np.ndarray[Any, Any]:
+    """Whether each sample is kept; prints what the conditions leave. Raises DataError: none is."""
+    names = dict.fromkeys(name for some in conditions.fields for name in some)
+    columns = {name: samples.all(name) for name in names}
+    kept, left, dropped = np.ones(len(samples), bool), list[int](), list[Any]()
+    table = result_table("Samples", ("condition", "hold it", "left", "dropped, for example"), ("hold it", "left"))
     table.add_row(
         "usable in training", "", f"{len(samples):,}", f"{samples.dropped:,} others" if samples.dropped else ""
     )
-    for test, passed, rest, some in zip(rule.conjuncts, alone, left, examples, strict=True):
-        table.add_row(printable(rule.shown(test), CELL), f"{passed:,}", f"{rest:,}", "\n".join(some))
+    rows = []
+    for text, holds in zip(conditions.texts, conditions.hold(columns, len(samples)), strict=True):
+        dropped.append(np.flatnonzero(kept & ~holds)[:EXAMPLES].tolist())
+        kept &= holds
+        left.append(int(kept.sum()))
+        rows.append((printable(text, CELL), f"{int(holds.sum()):,}", f"{left[-1]:,}"))
+    of = samples.names_of({row for some in dropped for row in some})
+    for cells, fields, some in zip(rows, conditions.fields, dropped, strict=True):
+        values = {row: ", ".join(f"{name} {columns[name][row].as_py()!r}" for name in fields) for row in some}
+        table.add_row(*cells, "\n".join(printable(f"{of[row]}: {values[row]}", CELL) for row in some))
     ResultConsole(markup=False).print(table)
-    if not left[-1]:
-        shown = rule.shown(rule.conjuncts[left.index(0)])
-        raise DataError(f"the rule keeps none of {len(samples):,} samples: none is left after {shown!r}")
-    every = ": the rule drops nothing" if left[-1] == len(samples) else ""
-    print(f"{left[-1]:,} of {counted(len(samples), 'sample', ',')} kept ({left[-1] / len(samples):.2%}){every}")
+    count = int(kept.sum())
+    if not count:
+        told = f"none is left after {conditions.texts[left.index(0)]!r}"
+        raise DataError(f"the conditions keep none of {len(samples):,} samples: {told}")
+    every = ": the conditions drop nothing" if count == len(samples) and left else ""
+    print(f"{count:,} of {counted(len(samples), 'sample', ',')} kept ({count / len(samples):.2%}){every}")
     return kept
 
 
