@@ -1,6 +1,6 @@
 """Reading of a feature store: sample numbers and rows enter, stored rows leave.
 
-Rows of a part are one array over all chunks of a source (`Region`), so that a batch is one `np.take`, without Python
+Rows of a part are one array over all chunks of a source (`_Table`), so that a batch is one `np.take`, without Python
 for each sample. A shard has to be held while its rows are read; holding it checks each chunk's CRC-32 once per process.
 Local uncompressed chunks are mapped where they are; all others become local files first, in the cache or in a temporary
 folder (`storage.shard_cache`).
@@ -309,7 +309,7 @@ class StoredSource:
             for chunk in range(int(self._first[shard + 1]) - first):
                 with self._opened(part, shard, chunk, files) as (file, shown):
                     header, rows = self._verify(part, shard, chunk, file, shown)
-                    table.map(first + chunk, file, header.size, rows)
+                    table.map(first + chunk, file.fileno(), header.size, rows)
                     self._mapped[part, shard, chunk] = Path(file.name), shown
 
     def _verify(self, part: str, shard: int, chunk: int, file: BinaryIO, shown: str) -> tuple[Header, int]:
@@ -391,8 +391,25 @@ def _version(stat: os.stat_result) -> _Version:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
+_MAP_FIXED = 0x10  # on Linux and macOS; Python's mmap has no name for it
+_FAILED = ctypes.c_void_p(-1).value
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
 class _Table:
-    """The rows of one part of a source over all of its chunks."""
+    """The rows of one part of a source over all of its chunks: one range of addresses with a slot for each chunk.
+
+    The range is reserved without memory (mmap with PROT_NONE, through ctypes, as Python's mmap takes no address), and
+    the rows of a chunk are mapped into its slot (MAP_FIXED) while the chunk is held; where slots are no whole pages,
+    they are read instead. Reading a slot that holds nothing would end the process with a segmentation fault, so `take`
+    checks which are held.
+
+    Raises DataError: the process may not have so many addresses or mappings.
+    """
 
     def __init__(self, source: StoredSource, part: str) -> None:
         manifest = source.store.manifest
@@ -400,9 +417,15 @@ class _Table:
         self._slot_rows = manifest.chunk_rows * manifest.rows_of(part)  # between the first rows of two chunks
         if manifest.per_caption(part):
             self._slot_rows = source.caption_slot
-        self._region = Region(source.n_chunks, self._slot_rows * self.row_bytes)
-        self._rows = self._region.array.reshape(-1, self.row_bytes)
-        self._held = np.zeros(source.n_chunks + 1, np.int64)  # rows of each chunk that is mapped, else 0
+        self._slot_bytes = self._slot_rows * self.row_bytes  # a multiple of 4096
+        self._mapped = self._slot_bytes % mmap.PAGESIZE == 0 and BLOCK % mmap.PAGESIZE == 0
+        self._access = 0 if self._mapped else mmap.PROT_READ | mmap.PROT_WRITE
+        size = source.n_chunks * self._slot_bytes
+        self._address = _map(None, max(size, mmap.PAGESIZE), self._access, _RESERVED, -1, 0)
+        weakref.finalize(self, _libc.munmap, self._address, max(size, mmap.PAGESIZE)).atexit = False  # threads may read
+        self._bytes: Bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._address))
+        self._rows = self._bytes.reshape(-1, self.row_bytes)
+        self._held = np.zeros(source.n_chunks + 1, np.int64)  # rows of each chunk that is held, else 0
 
     def take(self, rows: Numbers, out: Bytes | None = None) -> Bytes:
         """Bytes [n, row_bytes] of rows. Raises IndexError: a row is not held."""
@@ -417,78 +440,29 @@ class _Table:
             some = rows[at : at + AHEAD]
             if self.row_bytes >= WIDE:
                 # Loads of single bytes do not wait for each other: the rows' first lines arrive together, 10% faster.
-                np.take(self._region.array, some * self.row_bytes, mode="clip")
+                np.take(self._bytes, some * self.row_bytes, mode="clip")
             # With mode 'raise', numpy would copy into a buffer first.
             np.take(self._rows, some, axis=0, out=out[at : at + AHEAD], mode="clip")
         return out
 
-    def map(self, chunk: int, file: BinaryIO, offset: int, rows: int) -> None:
-        self._region.map(chunk, file.fileno(), offset, rows * self.row_bytes)
-        self._held[chunk] = rows
-
-    def unmap(self, chunk: int) -> None:
-        if self._held[chunk]:
-            self._held[chunk] = 0
-            self._region.unmap(chunk)
-
-
-_MAP_FIXED = 0x10  # on Linux and macOS; Python's mmap has no name for it
-_FAILED = ctypes.c_void_p(-1).value
-_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-class Region:
-    """One contiguous range of addresses over many files: slots of the same size, one behind the other.
-
-    The range is reserved without memory (mmap with PROT_NONE, through ctypes, as Python's mmap takes no address), and
-    the body of each chunk is mapped into its slot (MAP_FIXED) while the chunk is held. Reading a slot that holds
-    nothing ends the process with a segmentation fault: callers check which slots are mapped.
-
-    Args:
-        slot_bytes: a multiple of 4096.
-        page: bytes of a page of memory; where slots are no whole pages, files are read instead of mapped.
-
-    Attributes:
-        array: uint8 [slots * slot_bytes], for reading.
-
-    Raises DataError: the process may not have so many addresses.
-    """
-
-    def __init__(self, slots: int, slot_bytes: int, page: int = mmap.PAGESIZE) -> None:
-        self._slot_bytes = slot_bytes
-        self._mapped = slot_bytes % page == 0 and BLOCK % page == 0
-        self._access = 0 if self._mapped else mmap.PROT_READ | mmap.PROT_WRITE
-        size = max(slots * slot_bytes, page)
-        self._address = _map(None, size, self._access, _RESERVED, -1, 0)
-        weakref.finalize(self, _libc.munmap, self._address, size).atexit = False  # threads may still read
-        memory = (ctypes.c_uint8 * (slots * slot_bytes)).from_address(self._address)
-        self.array: Bytes = np.ctypeslib.as_array(memory)
-
-    def map(self, slot: int, handle: int, offset: int, size: int) -> None:
-        """Show bytes of an open file in a slot; the file may be closed then, and must not become shorter.
-
-        Args:
-            offset: in the file, a multiple of 4096.
-
-        Raises DataError: the process may not have so many mappings.
-        """
-        start = slot * self._slot_bytes
+    def map(self, chunk: int, handle: int, offset: int, rows: int) -> None:
+        """Show the rows of an open file at `offset`; the file may be closed then, and must not become shorter."""
+        start, size = chunk * self._slot_bytes, rows * self.row_bytes
         if not self._mapped:
-            target = memoryview(self.array[start : start + size].data)
+            target = memoryview(self._bytes[start : start + size].data)
             while target and (count := os.preadv(handle, [target], offset)):
                 target, offset = target[count:], offset + count
         elif size:
             _map(self._address + start, size, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, handle, offset)
+        self._held[chunk] = rows
 
-    def unmap(self, slot: int) -> None:
-        """Give back the memory of a slot; its addresses stay reserved."""
-        address = self._address + slot * self._slot_bytes
-        with contextlib.suppress(DataError):  # what stays mapped is mapped over later
-            _map(address, self._slot_bytes, self._access, _RESERVED | _MAP_FIXED, -1, 0)
+    def unmap(self, chunk: int) -> None:
+        """Give back the memory of a chunk; its addresses stay reserved."""
+        if self._held[chunk]:
+            self._held[chunk] = 0
+            with contextlib.suppress(DataError):  # what stays mapped is mapped over later
+                start = self._address + chunk * self._slot_bytes
+                _map(start, self._slot_bytes, self._access, _RESERVED | _MAP_FIXED, -1, 0)
 
 
 def _map(address: int | None, size: int, access: int, flags: int, handle: int, offset: int) -> int:
