@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from clipstream.data.decode.key_lists import ListedSamples, check_absent, errors_of_list, read_list
+from clipstream.data.decode.key_lists import KeyList, List, errors_of_list, read_list
 from clipstream.data.decode.labels import GroupField, LabelField, SampleProbability, compare_groups
 from clipstream.data.order.lanes import Numbers
-from clipstream.data.order.rng import hash_of
 from clipstream.data.scan import ShardPass, ShardSamples, scanned
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
@@ -27,8 +26,7 @@ from clipstream.utils.content import file_state
 from clipstream.utils.logs import logger
 from clipstream.utils.processes import Failed
 
-FORM = 2  # of what is kept: another one is another identity
-ABSENT, UNUSED = -1, -2  # in place of the number of a sample
+FORM = 3  # of what is kept: another one is another identity
 
 
 def look_up(source: Source, data: DataSettings, *, told: bool = False) -> None:
@@ -82,19 +80,7 @@ def probabilities(source: Source, data: DataSettings) -> list[np.ndarray[Any, An
         how = FORM, where, *_reading(source)
         return scanned(setting, source, data, one.members, one, float("nan"), "probabilities", *how)
 
-    def entry(name: str, key: str) -> int:
-        place = listed.place(name, key)
-        return -1 if place is None else place
-
-    def left_out(name: str, key: str) -> int:
-        return -2 - entry(name, key)  # -1 for a sample that is not in the list
-
-    entries = scanned(
-        setting, source, data, (), lambda name, sample: entry(name, sample["__key__"]), -1, "entries", FORM, where,
-        file_state(where), left_out=left_out,
-    )  # fmt: skip
-    every = np.unique(np.concatenate(entries))
-    listed.set_found(np.where(every < -1, -2 - every, every)[every != -1].tolist())
+    entries = _entries(setting, source, data, listed)
     if sum(one.probability == where for one in data.sources.values()) < 2:  # else it may be of another source
         listed.check()
     assert listed.values is not None
@@ -152,62 +138,56 @@ def _neighbours(source: Source, path: str, data: DataSettings, told: bool) -> np
     """
     setting = "data.hard_negatives"
     with errors_of_list(f"{setting}: {path}"):
-        listed = read_list(path, _name(source), "neighbours")
-        lists = listed.columns[0]
-        flat = [name for names in lists for name in names or ()]
-        each = np.array([len(names or ()) for names in lists], dtype=np.int64)
+        table = read_list(path, _name(source), "neighbours")
+        lists = table.columns[0]
         if any(isinstance(names, str) for names in lists):
             raise ValueError("the column 'neighbours' has no lists")
-    held = np.concatenate(
-        scanned(
-            setting, source, data, (), lambda name, _: _hash_of(name) & ~1, 0, "names", FORM,
-            left_out=lambda name, _: _hash_of(name) | 1,
-        )
-    )  # fmt: skip
-    samples, meanings, elsewhere = ListedSamples(source), dict[str, list[str]](), 0
-    for shard, key in [*zip(listed.shards, listed.keys, strict=True), *((None, name) for name in flat)]:
-        if (name := key if shard is None else f"{shard}/{key}") not in meanings:
-            meanings[name], _, is_elsewhere = samples.meaning(shard, key)
-            elsewhere += is_elsewhere
-    known = dict(zip(meanings, _numbers([*meanings.values()], held).tolist(), strict=True))
-    rows = np.repeat(np.array([known[listed.name(n)] for n in range(len(lists))], dtype=np.int64), each)
-    near = np.array([known[name] for name in flat], dtype=np.int64)
-    ranks = np.arange(len(flat)) - np.repeat(np.cumsum(each) - each, each)
+    owners, names = [table.name(n) for n in range(len(lists))], [name for names in lists for name in names or ()]
+    each = np.array([len(some or ()) for some in lists], dtype=np.int64)
+    entries: dict[str, tuple[str | None, str]] = {name: (None, name) for name in names}
+    entries |= dict(zip(owners, zip(table.shards, table.keys, strict=True), strict=True))
+    shards, keys = zip(*entries.values(), strict=True) if entries else ((), ())
+    every = List(shards, keys, np.arange(len(keys)), [])
+    listed = KeyList(path, _name(source), source=source, flag=setting, listed=every)
+    of = np.concatenate(_entries(setting, source, data, listed, by_key=False))
+    listed.check(told=told, advice="mine it from a store of this source, as `clipstream search`")
+    numbers = np.full(len(listed), -1)
+    used = np.flatnonzero(of >= 0)[::-1]  # of a shard that is listed twice, the first one counts
+    numbers[of[used]] = used
+    known = dict(zip(entries, numbers[listed.same].tolist(), strict=True))
+    rows = np.repeat(np.array([known[name] for name in owners], dtype=np.int64), each)
+    near = np.array([known[name] for name in names], dtype=np.int64)
+    ranks = np.arange(len(names)) - np.repeat(np.cumsum(each) - each, each)
     good = (rows >= 0) & (near >= 0) & (rows != near)
-    absent = [name for name, number in known.items() if number == ABSENT]
-    check_absent(
-        f"{setting}: {path}", absent, len(known), elsewhere, samples, told=told, advice="mine it from a store of this "
-        "source, as `clipstream search`",
-    )  # fmt: skip
     if not good.any():
-        of = f"none of its {counted(len(known), 'sample', ',')} with neighbours is used in training"
-        raise SettingsError(f"{setting}: {path}: {of}: keep and drop leave them out")
-    found = np.full((len(held), int(each.max())), -1, dtype=np.int32)
+        said = f"none of its {counted(len(known), 'sample', ',')} with neighbours is used in training"
+        raise SettingsError(f"{setting}: {path}: {said}: keep and drop leave them out")
+    found = np.full((len(of), int(each.max())), -1, dtype=np.int32)
     found[rows[good], ranks[good]] = near[good]
     return found
 
 
-def _numbers(names: Sequence[Sequence[str]], held: Numbers) -> Numbers:
-    """The numbers of samples that may have several names; UNUSED if training does not use them, ABSENT if they are not
-    there.
+def _entries(
+    setting: str, source: Source, data: DataSettings, listed: KeyList, *, by_key: bool = True
+) -> list[np.ndarray[Any, Any]]:
+    """By shard, the first entry of each sample in a list, whose entries without a sample are noted: int64; -1 for none,
+    -2 - entry for a sample that training does not use.
 
     Args:
-        held: hashes of the samples' names, odd for samples that training does not use.
+        by_key: whether an entry may be a key alone.
     """
-    order = np.argsort(held, kind="stable")
-    found: Numbers = np.full(len(names), ABSENT, dtype=np.int64)
-    of = np.repeat(np.arange(len(names)), [len(some) for some in names])
-    wanted = np.array([_hash_of(name) for some in names for name in some], dtype=np.int64) & ~1
-    for odd in (1, 0):
-        places = order[np.minimum(np.searchsorted(held, wanted | odd, sorter=order), len(order) - 1)]
-        there = held[places] == wanted | odd
-        found[of[there]] = UNUSED if odd else places[there]
+
+    def entry(name: str, key: str) -> int:
+        place = listed.place(name, key if by_key else name)
+        return -1 if place is None else place
+
+    found = scanned(
+        setting, source, data, (), lambda name, sample: entry(name, sample["__key__"]), -1, "entries", FORM, setting,
+        listed.path, file_state(listed.path), left_out=lambda name, key: -2 - entry(name, key),
+    )  # fmt: skip
+    every = np.unique(np.concatenate(found))
+    listed.set_found(np.where(every < -1, -2 - every, every)[every != -1].tolist())
     return found
-
-
-def _hash_of(name: str) -> int:
-    """A hash that fits into int64."""
-    return hash_of(name.encode(errors="surrogateescape")) - (1 << 63)
 
 
 def _name(source: Source) -> str:

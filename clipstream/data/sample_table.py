@@ -173,7 +173,7 @@ def sample_table(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"the sample table cannot be written: {error}") from error
-    check_lists([lists := build_filter(source.settings, source.context.key, source)])
+    check_lists([lists := build_filter(source.settings, source.context.key, source)], told=False)
     work = table_pass(source, data, columns, folder)
     paths = [part_of(folder, number) for number in range(len(work.names))]
     work.numbers = [number for number, path in enumerate(paths) if not path.exists()]
@@ -182,7 +182,7 @@ def sample_table(
     faults = {name: error.removeprefix(f"{printable(name)}: ") for name, error in broken.items()}
     table = SampleTable(folder, [path for path in paths if path.exists()], faults)
     is_whole = not faults and not any(about.fault for about in table.abouts())
-    if is_whole and lists is not None and not all(one.samples.are_known for one in lists.lists):
+    if is_whole and lists is not None:
         rows = table.read(["shard", "key"])
         keys = rows["key"].to_pylist()
         names = map("/".join, zip(rows["shard"].to_pylist(), keys, strict=True))

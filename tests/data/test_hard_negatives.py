@@ -81,7 +81,7 @@ def test_files_that_do_not_fit(shards: list[str], tmp_path: Path, caplog: pytest
     other = mined(tmp_path / "2.parquet", shard=["other.tar"] * 48, neighbours=[[f"x.tar/{n}"] for n in range(48)])
     assert "0 of its 96 entries match samples of these data" in said(other)
     assert "the column 'neighbours' has no lists" in said(mined(tmp_path / "3.parquet", neighbours=["a"] * 48))
-    assert "none of its" in said(mined(tmp_path / "4.parquet", source=["other"] * 48))
+    assert "no keys of source 'train' in it" in said(mined(tmp_path / "4.parquet", source=["other"] * 48))
     parquet.write_table(pa.table({"key": ["1"]}), tmp_path / "5.parquet")
     assert "no column 'neighbours'" in said(str(tmp_path / "5.parquet"))
     assert "No such file" in said(str(tmp_path / "none.parquet"))

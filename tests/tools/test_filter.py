@@ -176,10 +176,10 @@ def test_names_that_stand_for_several_samples_are_refused(tmp_path: Path, capsys
     assert main([f"{tmp_path}/{{a,b}}/0.tar", "--where", "s > 0", *flags, *out]) == 0
     assert (tmp_path / "keep.csv").read_text().split()[1:] == ['"a/0.tar","y"', '"b/0.tar","x"']
     table.write_text("key,s\nx,1\n")
-    assert "key 'x' stands for 2 samples: add the column shard" in said("b/{0,1}.tar", "s > 0", *flags)
+    assert "'x' may be 0.tar/x or 1.tar/x: write which in the column shard" in said("b/{0,1}.tar", "s > 0", *flags)
     assert "key 'x' stands for 2 samples" in said("b/{0,1}.tar", "s > 0", "--join", str(table), "--on", "key")
     table.write_text("key,s\nx,1\nx,2\n")
-    assert "key 'x' stands for 2 rows: add the column shard" in said("a/0.tar", "s > 0", *flags)
+    assert "'x' has 2 rows: write which in the column shard" in said("a/0.tar", "s > 0", *flags)
     table.write_text("key,s\ny,1\nz,1\nz,2\n")
     assert "1 of its 3 entries match samples of these data; 'z' does not" in said("a/0.tar", "s > 0", *flags)
     table.write_text("key\nx\nx\n")

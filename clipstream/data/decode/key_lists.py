@@ -15,7 +15,6 @@ from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -88,11 +87,6 @@ class ListedSamples:
         return "SHARD/KEY" if shard is None else f"{self._names[shard]}/{'KEY' if first is None else first}"
 
     @property
-    def are_known(self) -> bool:
-        """Whether the keys of all shards are known that entries were looked for in."""
-        return None not in self._keys.values()
-
-    @property
     def has_more(self) -> bool:
         """Whether the source has shards that no entry named."""
         return sum(map(len, self._shards.values())) > len(self.named)
@@ -131,12 +125,6 @@ class ListedSamples:
         names = [f"{self._names[shard]}/{key}" for shard in have or shards]
         return Meaning(names, not have and None not in known.values(), not shards)
 
-    def find(self, shard: str) -> list[str]:
-        """The names of the shards that a column of an entry may mean."""
-        found = self._find(shard)
-        self.named.update(found)
-        return [self._names[one] for one in found]
-
     def _find(self, part: str) -> list[str]:
         """The shards that a path means."""
         if (found := self._found.get(part)) is None:
@@ -159,7 +147,8 @@ class ListedSamples:
 
     @cached_property
     def _all_keys(self) -> list[Container[str] | None]:
-        return [self._keys_of(shard) for some in self._shards.values() for _, shard in some]
+        shards = [shard for some in self._shards.values() for _, shard in some]
+        return [self._keys_of(shard, read=len(shards) <= LOOKED) for shard in shards]
 
 
 def _common(path: Sequence[str], other: Sequence[str]) -> int:
@@ -192,40 +181,50 @@ class KeyList:
         column: of a table, with a number for each sample.
         source: the source; without it, any sample may be there.
         flag: the setting, for messages.
+        listed: the entries, if they are read already.
 
     Attributes:
         values: of `column`, float64, by entry; None without one.
+        rows: of the entries in the file, int64.
+        same: the number of the first entry of the same sample, int64.
+        absent, elsewhere: see `Meaning`, bool.
 
     Raises SettingsError: the file cannot be read, or holds no entry of this source, or `column` is not there, holds no
         numbers, or two for one sample; an entry names samples of several files.
     """
 
     def __init__(
-        self, path: str, name: str | None, column: str | None = None, source: ListedSource | None = None, flag: str = ""
+        self,
+        path: str,
+        name: str | None,
+        column: str | None = None,
+        source: ListedSource | None = None,
+        flag: str = "",
+        listed: List | None = None,
     ) -> None:
-        self.path, self.flag, self.values = path, flag, None
+        self.path, self.flag, self.values, self._listed = path, flag, None, listed
         with errors_of_list(path):
-            listed = read_list(path, name, *([] if column is None else [column]))
+            listed = read_list(path, name, *([] if column is None else [column])) if listed is None else listed
             if column is not None:
                 self.values = np.array(listed.columns[0], dtype=np.float64)
                 if self.values.ndim != 1:
                     raise ValueError(f"the column {column!r} has lists, not numbers")
         if not listed.keys:
-            raise SettingsError(f"{path}: no keys of source {name!r} in it")
-        self.samples, self._rows = ListedSamples(source), listed.rows
+            raise SettingsError(f"{path}: no keys{'' if name is None else f' of source {name!r}'} in it")
+        self.samples, self.rows = ListedSamples(source), listed.rows
         self.absent, self.elsewhere = (np.zeros(len(listed.keys), bool) for _ in range(2))
-        hashes, of = array("q"), array("i")
+        hashes, numbers = array("q"), array("i")
         for entry, (shard, key) in enumerate(zip(listed.shards, listed.keys, strict=True)):
             try:
                 names, self.absent[entry], self.elsewhere[entry] = self.samples.meaning(shard, key)
             except SettingsError as error:
                 raise SettingsError(f"{path}: {error}") from error
             hashes.extend(hash(storable(name)) for name in names)  # of this process, which forked workers have too
-            of.extend([entry] * len(names))
+            numbers.extend([entry] * len(names))
         self._hashes, first, again = np.unique(np.array(hashes), return_index=True, return_inverse=True)
-        self._entries = (theirs := np.array(of))[first]
-        self._same = np.arange(len(self))  # the first entry of the same name
-        np.minimum.at(self._same, theirs, self._entries[again])
+        self._entries = (theirs := np.array(numbers))[first]
+        self.same = np.arange(len(self))
+        np.minimum.at(self.same, theirs, self._entries[again])
         if self.values is not None:
             ours = self._entries[again]
             other = np.flatnonzero(~np.isclose(self.values[ours], self.values[theirs], rtol=0, atol=0, equal_nan=True))
@@ -256,65 +255,38 @@ class KeyList:
         """Note the entries of which samples were found, after all samples were read."""
         there = np.zeros(len(self), bool)
         there[np.fromiter(entries, np.int64)] = True
-        self.absent = ~there[self._same]
+        self.absent = ~there[self.same]
 
-    def check(self, others: Sequence[KeyList] = (), *, told: bool = True) -> None:
-        """Compare the list with its source, by what is known of its keys or by `set_found`.
+    def check(self, others: Sequence[KeyList] = (), *, told: bool = True, advice: str = "") -> None:
+        """Refuse the list if entries are absent from its source, by what is known of its keys or by `set_found`.
+
+        If the absent ones all name shards that the sources do not have, and the list names all shards of these, it is a
+        list of more shards: a warning tells.
 
         Args:
             others: the same file, as other sources of the run use it.
-            told: see `check_absent`.
+            told: whether to warn.
 
-        Raises SettingsError: as `check_absent`.
+        Raises SettingsError.
         """
-        absent = self.absent.copy()
+        absent, elsewhere = self.absent.copy(), self.elsewhere.copy()
         for other in others:
-            absent &= ~np.isin(self._rows, other._rows[~other.absent])
-        if not absent.any():
+            absent &= ~np.isin(self.rows, other.rows[~other.absent])
+            elsewhere &= ~np.isin(self.rows, other.rows[~other.elsewhere])
+        if not (missing := int(absent.sum())):
             return
-        examples = [read_list(self.path, None).name(int(self._rows[absent.argmax()]))]
-        count, away = int(absent.sum()), int((absent & self.elsewhere).sum())
-        more = [one.samples for one in others]
-        check_absent(
-            f"{self.flag}: {self.path}", examples, len(self), away, self.samples, *more, count=count, told=told
-        )
-
-
-def check_absent(
-    where: str,
-    absent: Sequence[str],
-    entries: int,
-    elsewhere: int,
-    *samples: ListedSamples,
-    count: int | None = None,
-    told: bool = True,
-    advice: str = "",
-) -> None:
-    """Refuse a list of `entries` samples of which some are absent from the sources that it is used with.
-
-    Args:
-        where: the setting and the file.
-        absent: entries without a sample; the first one is shown.
-        elsewhere: how many of them name shards that the sources do not have. If these are all, and the list names all
-            shards of the sources, it is a list of more shards: a warning tells.
-        samples: of the sources.
-        count: entries without a sample, if `absent` has not all.
-        told: whether to warn.
-
-    Raises SettingsError.
-    """
-    if not (missing := len(absent) if count is None else count):
-        return
-    said = f"{where}: {entries - missing:,} of its {entries:,} entries match samples of these data; "
-    said += f"{printable(repr(absent[0]), SHOWN)} does not"
-    if elsewhere:
-        said += f", and {elsewhere:,} name shards that the data do not have"
-    if elsewhere == missing < entries and not any(one.has_more for one in samples):
-        if told:
-            logger.warning(f"{said}: the list is of more shards than these")
-        return
-    hint = f": {advice}" if advice else ""
-    raise SettingsError(f"{said}: samples are called {printable(samples[0].example, SHOWN)!r} here{hint}")
+        listed = read_list(self.path, None) if self._listed is None else self._listed
+        example = listed.name(int(np.searchsorted(listed.rows, self.rows[absent.argmax()])))
+        said = f"{self.flag}: {self.path}: {len(self) - missing:,} of its {len(self):,} entries match samples of these "
+        said += f"data; {printable(repr(example), SHOWN)} does not"
+        if away := int((absent & elsewhere).sum()):
+            said += f", and {away:,} name shards that the data do not have"
+        if away == missing < len(self) and not any(one.samples.has_more for one in (self, *others)):
+            if told:
+                logger.warning(f"{said}: the list is of more shards than these")
+            return
+        hint = f": {advice}" if advice else ""
+        raise SettingsError(f"{said}: samples are called {printable(self.samples.example, SHOWN)!r} here{hint}")
 
 
 @dataclass(frozen=True)
@@ -364,16 +336,12 @@ def check_lists(
         filters: of each source.
         found: by source, what `SampleLists.entries` gave for each of its shards, if all samples were read.
     """
-    every: list[tuple[KeyList, set[int] | None]] = []
-    for number, some in enumerate(filters):
+    for some, shards in zip(filters, found, strict=False):
         for place, one in enumerate([] if some is None else some.lists):
-            here = {entry for shard in found[number] for entry in shard[place]} if found else None
-            every.append((one, here))
-    for one, here in every:
-        if here is not None:
-            one.set_found(here)
-    for one, _ in every:
-        one.check([other for other, _ in every if other is not one and other.path == one.path], told=told)
+            one.set_found({entry for shard in shards for entry in shard[place]})
+    every = [one for some in filters if some is not None for one in some.lists]
+    for one in every:
+        one.check([other for other in every if other is not one and other.path == one.path], told=told)
 
 
 def storable(text: str) -> str:
@@ -386,7 +354,7 @@ class List(NamedTuple):
 
     shards: Sequence[str | None]  # None for a line of text
     keys: Sequence[str]
-    rows: np.ndarray[Any, np.dtype[np.int64]]  # their numbers in the file
+    rows: np.ndarray[Any, np.dtype[np.int64]]  # their numbers in the file, ascending
     columns: list[list[Any]]  # further ones
 
     def name(self, entry: int) -> str:
@@ -415,34 +383,38 @@ def read_list(path: str, source: str | None, *columns: str) -> List:
         return List([None] * len(lines), lines, np.arange(len(lines)), [])
     from pyarrow import csv, parquet  # on use, as its import takes long
 
-    table: Any
-    wanted = ("source", "shard", "key", *columns)
     if path.endswith(".parquet"):
         schema = parquet.read_schema(path).names
+        wanted = ("source", "shard", "key", *columns)
         table = parquet.read_table(path, columns=[name for name in wanted if name in schema])
-    else:
-        import pyarrow as pa
+        return list_of(table.to_pydict(), source, *columns)
+    text = read_text(Path(path)).encode("utf-8", "surrogateescape")
+    if path.endswith(".jsonl"):
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("expected a JSON object on each line")
+        return list_of({name: [row.get(name) for row in rows] for name in set().union(*rows)}, source, *columns)
+    import pyarrow as pa
 
-        text = read_text(Path(path)).encode("utf-8", "surrogateescape")
-        if path.endswith(".jsonl"):
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-            if not all(isinstance(row, dict) for row in rows):
-                raise ValueError("expected a JSON object on each line")
-            names = dict.fromkeys(name for row in rows for name in row if name in wanted)
-            table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
-        else:
-            texts = csv.ConvertOptions(column_types=dict.fromkeys(wanted[:3], pa.string()))
-            table = csv.read_csv(io.BytesIO(text), convert_options=texts)
-            table = table.rename_columns([name.strip() for name in table.column_names])
+    texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key"), pa.string()))
+    table = csv.read_csv(io.BytesIO(text), convert_options=texts)
+    return list_of({name.strip(): table[name].to_pylist() for name in table.column_names}, source, *columns)
+
+
+def list_of(table: Mapping[str, Sequence[Any]], source: str | None, *columns: str) -> List:
+    """The entries of a table, those of this source or of all, and further columns.
+
+    Raises ValueError: a column is missing.
+    """
     for column in ("key", *columns):
-        if column not in table.column_names:
+        if column not in table:
             raise ValueError(f"no column {column!r}")
-    table = table.filter(table["key"].is_valid())  # without lines on shards
-    keys = [str(key) for key in table["key"].to_pylist()]
-    shards = table["shard"].to_pylist() if "shard" in table.column_names else [None] * len(keys)
-    found: list[list[Any]] = [shards, keys, *(table[column].to_pylist() for column in columns)]
-    mine = [True] * len(keys)
-    if "source" in table.column_names and source is not None:
-        mine = [of == source for of in table["source"].to_pylist()]
-        found = [[*compress(values, mine)] for values in found]
-    return List(found[0], found[1], np.flatnonzero(mine), found[2:])
+    keys, of = table["key"], table.get("source") if source is not None else None
+    rows = [row for row, key in enumerate(keys) if key is not None and (of is None or of[row] == source)]
+    shards = table.get("shard", [None] * len(keys))
+    return List(
+        [shards[row] or None for row in rows],  # a cell may be empty
+        [str(keys[row]) for row in rows],
+        np.array(rows, np.int64),
+        [[table[column][row] for row in rows] for column in columns],
+    )

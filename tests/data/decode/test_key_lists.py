@@ -118,7 +118,7 @@ def test_training_uses_the_samples_that_are_kept(tmp_path: Path, mode: str, work
     [
         ("drop", "absent", "drop: none of the "),
         ("drop", "k3", ""),
-        ("keep", "0.tar/k7", "keep: only "),
+        ("keep", "1.tar/k7", "keep: only "),
         ("keep", "\n".join(f"k{i}" for i in range(100)), ""),
     ],
 )
@@ -126,9 +126,10 @@ def test_lists_that_match_next_to_nothing_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, flag: str, lines: str, said: str
 ) -> None:
     samples = [{"__key__": f"k{i}", "jpg": picture(i, size=8), "txt": f"{i}"} for i in range(1200)]
-    write_tar(tmp_path / "0.tar", samples)
+    for n in range(3):  # of one or two, all keys are compared before samples are read
+        write_tar(tmp_path / f"{n}.tar", samples[n::3])
     (tmp_path / "list").write_text(lines)
-    source = {"shards": str(tmp_path / "0.tar"), flag: str(tmp_path / "list")}
+    source = {"shards": str(tmp_path / "{0..2}.tar"), flag: str(tmp_path / "list")}
     with loader(data(source["shards"], sources={"train": source})) as batches:
         while batches.health.sources["train"].read < 2100:
             next(batches)
@@ -151,6 +152,11 @@ def test_lists_that_match_next_to_nothing_are_told(
             "1 of its 2 entries match samples of these data; '0.tar/k50' does not: samples",
         ),
         (["/old/place/0.tar/k1", "1.tar#0-5/k2", "k3"], ""),
+        (
+            ["k1", "k50"],
+            "1 of its 2 entries match samples of these data; 'k50' does not: samples are called '0.tar/k0'",
+        ),
+        (["0/k1"], "0 of its 1 entries match samples of these data; '0/k1' does not: samples are called '0.tar/k0'"),
     ],
 )
 def test_entries_without_a_sample_are_refused(
@@ -167,8 +173,25 @@ def test_entries_without_a_sample_are_refused(
         assert ("the list is of more shards" in caplog.text) == (len(lines) > 2 and "other.tar/k1" in lines)
 
 
-def test_sources_may_share_a_list(tmp_path: Path) -> None:
+def test_sources_may_share_a_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_shards(tmp_path)
     (tmp_path / "list.txt").write_text("0.tar/k1\n1.tar/k2")
     sources = {str(n): {"shards": f"{tmp_path}/{n}.tar", "drop": str(tmp_path / "list.txt")} for n in range(2)}
     next(loader(data(None, sources=sources)))
+    (tmp_path / "list.txt").write_text("0.tar/k1\n1.tar/k2\n1.tar/absent")
+    with pytest.raises(SettingsError, match=r"2 of its 3 entries match samples of these data; '1.tar/absent' does"):
+        loader(data(None, sources=sources))
+    assert "more shards" not in caplog.text
+
+
+def test_cells_of_a_list_may_be_empty_or_numbers(tmp_path: Path) -> None:
+    """A cell `shard` without a text is an entry by its key alone; keys are texts or numbers."""
+    lists = {
+        "csv": "shard,key\n,k1\n0.tar,k2\n",
+        "jsonl": '{"key": "k1"}\n{"key": 7, "shard": null}\n{"key": "k2", "shard": "0.tar"}\n',
+    }
+    for suffix, text in lists.items():
+        (path := tmp_path / f"list.{suffix}").write_text(text)
+        keys = KeyList(str(path), "train")
+        assert keys.holds("9.tar/k1", "k1") and keys.holds("0.tar/k2", "k2") and not keys.holds("1.tar/k2", "k2")
+        assert keys.holds("9.tar/7", "7") == (suffix == "jsonl")

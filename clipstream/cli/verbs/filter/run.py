@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from clipstream.cli.verbs.filter.balance import Balance
 from clipstream.cli.verbs.filter.conditions import Conditions
 from clipstream.cli.verbs.filter.recipes import OPTIONAL, RECIPES
 from clipstream.config.settings import load
-from clipstream.data.decode.key_lists import TABLES, KeyList, ListedSamples, SampleLists, check_absent, check_lists
+from clipstream.data.decode.key_lists import TABLES, KeyList, errors_of_list, list_of, read_list
 from clipstream.data.duplicates import near_groups
 from clipstream.data.sample_table import SCHEMA, Columns, SampleTable, sample_table
 from clipstream.data.sources import Source, SourceContext
@@ -72,11 +73,8 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
         samples.join_scores(spec)
     if table is not None:
         hidden = {*FIELDS} - {"language"} | {key} - {*wanted}  # of the same name in samples, or not in the rule
-        joined = {name: table[name] for name in table.column_names if name not in hidden}
-        own = samples.all(options.on).cast(pa.string())
-        if options.on == "key":  # several samples may have the same row by other fields
-            _check_unique(own, table[key].cast(pa.string()), options.join, "sample")
-        samples.add(joined, table[key].cast(pa.string()), own, options.join)
+        joined = [name for name in table.column_names if name not in hidden]
+        samples.join(table, joined, table[key], options.on, options.join)
     for name in set(OPTIONAL if recipe else ()) - {*samples.fields}:
         samples.columns[name] = pa.nulls(len(samples))
     conditions.check_fields([*dict.fromkeys([*samples.fields, *names])])
@@ -166,63 +164,53 @@ class Samples:
         name, _, where = spec.partition("=")
         if not where:
             raise SettingsError(f"--scores {spec}: expected NAME=STORE or NAME=FILE")
-        table = _read([where])[0] if where.endswith(TABLES) else None if where.endswith(".txt") else _scores_of(where)
-        if table is None or not {name, "score", "value"} & {*table.column_names}:
-            return self._join_list(name, where, spec)
-        if "key" not in table.column_names:
+        is_table = where.endswith(TABLES)
+        table = _read([where])[0] if is_table else pa.table({}) if where.endswith(".txt") else _scores_of(where)
+        if is_table and "key" not in table.column_names:
             raise SettingsError(f"--scores {spec}: {where} has no column key; for other keys use --join and --on")
-        if "source" in table.column_names and "train" in (sources := table["source"]).to_pylist():
-            table = table.filter(pc.equal(sources, "train"))
-        column = next(of for of in (name, "score", "value") if of in table.column_names)
-        theirs, own = table["key"].cast(pa.string()), self.all("key")
-        every = self.table.read(["shard", "key"])  # those that training drops, too
-        there, found, rows = every["key"], ListedSamples(self.source), np.arange(len(table))
-        if "shard" in table.column_names:
-            shards = [found.find(name or "") for name in table["shard"].to_pylist()]
-            rows = np.repeat(rows, [max(1, len(some)) for some in shards])
-            names = pa.array([name for some in shards for name in (some or [None])], pa.string())  # type: ignore[list-item]
-            theirs = pc.binary_join_element_wise(names, theirs.take(rows), "/")
-            own = pc.binary_join_element_wise(self.all("shard"), own, "/")
-            there = pc.binary_join_element_wise(every["shard"], every["key"], "/")
-        if "source" in table.column_names:
-            of = table["source"].filter(pc.is_in(theirs, own.unique())).unique().drop_null().to_pylist()
-            if len(of) > 1:
-                hint = "and none is 'train': give the scores of one source"
-                raise SettingsError(f"{where} has the samples in the sources {listed(of)}, {hint}")
-        is_there = pc.fill_null(pc.is_in(theirs, there.unique()), False)
-        counts = np.bincount(rows[is_there.to_numpy()], minlength=len(table))
-        if (counts > 1).any():
-            both = theirs.filter(pa.array(rows == counts.argmax())).to_pylist()
-            raise SettingsError(f"{where} has a row that may be {' or '.join(both)}: write which in its column shard")
-        example = table.filter(pa.array(counts == 0)).slice(0, 1).to_pylist()
-        check_absent(
-            f"--scores {spec}", ["/".join(str(row[of]) for of in ("shard", "key") if of in row) for row in example],
-            len(table), theirs.null_count, found, count=int((counts == 0).sum()),
-        )  # fmt: skip
-        table, theirs = table.take(rows[is_there.to_numpy()]), theirs.filter(is_there)
-        _check_unique(own, theirs, where, "sample")
-        self.add({name: table[column]}, theirs, own, where)
+        column = next((of for of in (name, "score", "value") if of in table.column_names), None)
+        cells = {of: table[of].to_pylist() for of in ("source", "shard", "key") if of in table.column_names}
+        sources = sorted({*cells.get("source", ())} - {None})
+        of = "train" if "train" in sources else None
+        if column is not None and of is None and len(sources) > 1:
+            hint = "and none is 'train': give the scores of one source"
+            raise SettingsError(f"{where} has the samples in the sources {listed(sources)}, {hint}")
+        with errors_of_list(f"--scores {spec}: {where}"):
+            entries = list_of(cells, of) if cells else read_list(where, None)
+        found = KeyList(where, of, source=self.source, flag=f"--scores {spec}", listed=entries)
+        every = self.table.read(["shard", "key", "reason"])  # those that training drops, too
+        names = pc.binary_join_element_wise(every["shard"], every["key"], "/").to_pylist()
+        places = [found.place(*one) for one in zip(names, every["key"].to_pylist(), strict=True)]
+        found.set_found({place for place in places if place is not None})
+        found.check()
+        own = pa.array(places, pa.int64()).filter(pc.equal(every["reason"], "").combine_chunks())
+        if column is None:
+            self.columns[name] = own.is_valid()
+            return
+        for place, number in Counter(places).items():
+            if place is not None and number > 1:
+                some = [one for one, at in zip(names, places, strict=True) if at == place]
+                hint = "write which in the column shard"
+                raise SettingsError(f"{where}: {entries.name(place)!r} may be {some[0]} or {some[1]}: {hint}")
+        for place, first in enumerate(found.same.tolist()):
+            if place != first:
+                raise SettingsError(f"{where}: {entries.name(place)!r} has 2 rows: write which in the column shard")
+        self.add({name: table[column]}, pa.array(found.rows).take(own), where)
 
-    def _join_list(self, name: str, where: str, spec: str) -> None:
-        """Add whether samples are listed."""
-        lists = SampleLists(KeyList(where, None, source=self.source, flag=f"--scores {spec}"), None)
-        check_lists([lists], [[lists.entries(self._names(self.table.read(["shard", "key"])))]])
-        own = pa.table({of: self.all(of) for of in ("shard", "key")})
-        self.columns[name] = pa.array([bool(lists(*one)) for one in self._names(own)], pa.bool_())
-
-    @staticmethod
-    def _names(table: Any) -> Iterator[tuple[str, str]]:
-        """The name and the key of each sample."""
-        for shard, key in zip(table["shard"].to_pylist(), table["key"].to_pylist(), strict=True):
-            yield f"{shard}/{key}", key
-
-    def add(self, columns: dict[str, Any], theirs: Any, own: Any, where: str) -> None:
-        """Add columns of a table from `where`, whose rows have the keys `theirs`, by the keys `own` of the samples."""
+    def join(self, table: Any, names: Sequence[str], theirs: Any, on: str, where: str) -> None:
+        """Add columns of a table from `where`, whose rows have the values `theirs` of the field `on`."""
+        own, theirs = self.all(on).cast(pa.string()), theirs.cast(pa.string())
+        if on == "key":  # several samples may have the same row by other fields
+            _check_unique(own, theirs, where, "sample")
         _check_unique(theirs, own, where, "row")
         rows = pc.index_in(own, value_set=theirs.combine_chunks(), skip_nulls=True)
         if rows.null_count == len(self):
             example = own[0].as_py()
             raise SettingsError(f"{where} has none of the {len(self):,} samples, the first of which is {example!r}")
+        self.add({name: table[name] for name in names}, rows, where)
+
+    def add(self, columns: dict[str, Any], rows: Any, where: str) -> None:
+        """Add columns of a table from `where`, of which `rows` has the row of each sample, null for none."""
         if rows.null_count:
             print(f"{where} lacks {rows.null_count:,} of {len(self):,} samples: the field is missing there")
         self.columns |= {name: column.combine_chunks().take(rows) for name, column in columns.items()}
