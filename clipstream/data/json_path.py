@@ -11,7 +11,8 @@ exactly, or else case-insensitively, and may have dots in the data: `a.b` matche
 A path leads on into a text that is itself a list or an object, see `structure`.
 
 In place of a path, `{title} by {brand}` makes a text of fields, each with its path in braces. The texts and numbers of
-a list are joined by `, `, or as `{tags| / }` says. `{{` and `}}` are braces, and so is one behind a backslash.
+a list are joined by `, `, or as `{tags| / }` says. `{{` and `}}` are braces, and so is one behind a backslash; a
+backslash and `n` are a new line.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def parse_text(path: str) -> Steps | Template:
     """The steps of a path, or a template. Raises ValueError: as `parse_path`, or a brace is alone."""
     if not _BRACE.search(path):
         return parse_path(path)
+    path = path.replace(r"\n", "\n")
     parts: list[str | tuple[Steps, str]] = []
     at = 0
     for match in _PLACE.finditer(path):
@@ -187,7 +189,7 @@ def _printed(text: str) -> Any:
         warnings.simplefilter("ignore")
         if _STRINGS.fullmatch(text):
             found = [ast.literal_eval(one) for one in re.findall(_STRING, text, re.DOTALL)]
-            return [one.decode(errors="surrogateescape") if isinstance(one, bytes) else one for one in found]
+            return [one.decode() if isinstance(one, bytes) else one for one in found]
         value = ast.literal_eval(text)
         return value if isinstance(value, bytes) else _as_json(value)
 

@@ -164,7 +164,12 @@ def _caption(given: Given, around: Around) -> Found:
     if len(set(members.values())) > 1:
         raise ValueError(f"{' and '.join(members)} name different members: give one of them")
     if paths is not None:
-        parts = [path.strip() for path in re.split(r";(?![^{}]*\})", paths)]  # a template's joiner may be one
+        parts = re.split(r"(?<!\\);(?![^{}]*\})", paths)  # a template's joiner may be one
+        if "{" in paths and len(parts) > 1 and any(path != path.strip() for path in parts):
+            raise ValueError(
+                f"--caption-json: {paths!r}: ; is between paths, without spaces: write \\; for one in a text"
+            )
+        parts = [path.strip() for path in parts]
         # Every key is set: weights and fallback in a file belong to the paths in that file.
         caption = {"path": parts[0] if len(parts) == 1 else parts, "weights": None, "fallback": member}
         yield "--caption-json", CAPTION, {"type": "json", **caption}

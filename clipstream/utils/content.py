@@ -48,15 +48,18 @@ _EXTRA = "image: install clipstream[{}] to decode it, or convert it to JPEG or P
 # Encodings that iconv knows too -> see `_reads_well`. The first level of a standard holds its common characters.
 _JAPANESE = ("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "CJK")
 _ENCODINGS: dict[str, tuple[tuple[str, ...], str, int]] = {
-    "EUC-KR": (("HANGUL",), "", 0),
+    "CP949": (("HANGUL",), "euc_kr", 0xC8),
     "GB18030": (("CJK",), "gb2312", 0xD7),
     "BIG5": (("CJK",), "big5", 0xC6),
     "CP932": (_JAPANESE, "euc_jp", 0xCF),
     "EUC-JP": (_JAPANESE, "euc_jp", 0xCF),
     "CP1252": (("LATIN",), "", 0),
     "CP1250": (("LATIN",), "", 0),
+    "CP1254": (("LATIN",), "", 0),
+    "ISO-8859-2": (("LATIN",), "", 0),
     "CP1251": (("CYRILLIC",), "", 0),
     "KOI8-R": (("CYRILLIC",), "", 0),
+    "CP866": (("CYRILLIC",), "", 0),
     "CP1253": (("GREEK",), "", 0),
     "CP1255": (("HEBREW",), "", 0),
     "CP1256": (("ARABIC",), "", 0),
@@ -173,29 +176,31 @@ def to_utf8(data: bytes) -> str:
     likely = sorted(read.items(), key=lambda one: one[0].isupper())[:4]
     shown = " or ".join(f"{text[:20]!r} in {encoding}" for text, encoding in likely)
     name = likely[0][1] if len(likely) == 1 else "ENCODING"
-    said = f"it reads {shown}: convert it from the right one" if likely else "convert it from its encoding"
+    said = f"it reads {shown}: if one is right, convert it from that" if likely else "convert it from its encoding"
     return f"{said}, iconv -f {name} -t utf-8"
 
 
 def _reads_well(text: str, scripts: Collection[str], han: str, last: int) -> bool:
-    """Whether a text has words in these scripts, few signs, and nearly only common ones of Han characters.
+    """Whether a text has words in these scripts, few signs, and nearly only common ones of Han and Hangul characters.
 
     Args:
-        han: encoding whose lead bytes are in the order of the levels of its standard; '' without Han characters.
+        han: encoding whose lead bytes are in the order of the levels of its standard; '' without such characters.
         last: lead byte of the last character of the first level, the common ones.
     """
     own = [char for char in text if not char.isascii()]
     letters = [char for char in own if char.isalpha()]
     kinds = Counter(unicodedata.category(char)[0] for char in own)
-    if not letters or kinds["C"] or 8 * kinds["S"] > len(letters):
+    if not letters or "\0" in text or kinds["C"] or 8 * kinds["S"] > len(letters):
         return False
     if not {unicodedata.name(char, "").split(" ")[0] for char in letters} <= {*scripts}:
         return False
     if "LATIN" in scripts:  # most letters have no accent
         return 2 * len(letters) < sum(map(str.isalpha, text)) + 2
     if han:
-        leads = [char.encode(han, "replace")[0] for char in letters if unicodedata.name(char, "").startswith("CJK")]
-        return 5 * sum(0x80 < lead <= last for lead in leads) >= 4 * len(leads)
+        codes = [
+            char.encode(han, "replace") for char in letters if unicodedata.name(char).startswith(("CJK", "HANGUL"))
+        ]
+        return 5 * sum(len(code) == 2 and code[0] <= last for code in codes) >= 4 * len(codes)
     # Words are of one script, without capitals inside.
     words = [word for word in re.findall(r"[^\W\d_]+", text) if not word.isascii()]
     cased = all(word.lower() in (word, word[:1].lower() + word[1:]) or word.isupper() for word in words)

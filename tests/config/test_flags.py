@@ -205,6 +205,8 @@ def test_val_data_are_read_as_the_training_data_unless_a_file_says_otherwise(tmp
     for more, caption in (
         ([], JsonCaption(path=["x", "y"], weights=[1, 2])),
         (["--caption-json= en ; de"], JsonCaption(path=["en", "de"])),
+        (["--caption-json={a} by {b|;};c"], JsonCaption(path=["{a} by {b|;}", "c"])),
+        ([r"--caption-json={a}\; {b}"], JsonCaption(path=r"{a}\; {b}")),
     ):
         settings = load(["--config", file, "--val-data=v", *more])
         assert at(settings, "evals.val.data.image_key") == "png"
@@ -220,6 +222,12 @@ def test_without_training_the_flags_of_captions_are_the_validations() -> None:
     assert (at(settings, "evals.val.data.image_key"), at(settings, "evals.val.data.separator")) == ("f", ";")
     assert "--val-data" in problems(["--caption-json=en"], trains=False)[0]
     assert "--train-data" in problems(["--val-data=v", "--caption-json=en"])[0]
+
+
+def test_a_semicolon_in_a_text_of_fields_is_told_from_one_between_paths() -> None:
+    """Of '{a}; {b}', the second field would be a fallback that no sample takes."""
+    for paths in ("{a}; {b}", "a ;{b}", "{a};b "):
+        assert r"write \; for one in a text" in problems(["--train-data=x", f"--caption-json={paths}"])[0]
 
 
 def test_epochs_become_steps(tmp_path: Path) -> None:

@@ -128,6 +128,10 @@ def test_any_text_is_a_template_a_path_or_a_clear_error(text: str) -> None:
             assert isinstance(found, (str, list)) and found
 
 
+def test_a_text_of_fields_may_have_lines_and_semicolons() -> None:
+    assert texts_at({"a": "x", "b": [1, 2]}, parse_text(r"{a}\; {b|\n}\n.")) == ["x; 1\n2\n."]
+
+
 def test_a_brace_alone_is_named_by_its_position() -> None:
     for path, position in (("a {b", 3), ("a} {b}", 2), ("{a} {", 5), ("{}", 1), ("{a..b}", 3), ("{a|", 1)):
         with pytest.raises(ValidationError, match=f"at position {position}:"):

@@ -25,7 +25,7 @@ from clipstream.data.json_path import parse_path, parse_text, structure, texts_a
 from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import listed, printable
-from clipstream.utils.content import HEAD, PRINTED, kind, to_utf8
+from clipstream.utils.content import HEAD, PRINTED, encoding_of, kind, to_utf8
 from clipstream.utils.plugins import called, load_function, load_plugin, make_plugin
 
 if TYPE_CHECKING:
@@ -503,10 +503,7 @@ def member_of(sample: RawSample, suffixes: Sequence[str]) -> Any:
         if suffix in sample:
             return sample[suffix]
     lowered = {name.lower(): name for name in sample if isinstance(name, str)}
-    for suffix in suffixes:
-        if suffix in lowered:
-            return sample[lowered[suffix]]
-    return ABSENT
+    return next((sample[lowered[suffix]] for suffix in suffixes if suffix in lowered), ABSENT)
 
 
 def text_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
@@ -520,6 +517,9 @@ def text_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
     try:
         return str(value, "utf-8").removeprefix("\ufeff").strip()  # the codec utf-8-sig takes ten times as long
     except UnicodeDecodeError as error:
+        with contextlib.suppress(UnicodeDecodeError):
+            if text := bytes(value).decode(encoding_of(bytes(value))).strip():
+                return text
         raise Dropped("caption_not_utf8", f"no UTF-8: {to_utf8(bytes(value))}") from error
 
 

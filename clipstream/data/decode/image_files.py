@@ -165,8 +165,9 @@ def _tiff(data: bytes) -> tuple[str, bool]:
     what += f"{', zero is white' * (photometric == 0)}{', bands apart' * apart}{', compressed' * packed}"
     negative = photometric == 0 and bits[0] > 8
     first_alone = apart and photometric in (0, 1)  # of bands of grey that are stored apart
+    single = bands == 1 and tags.get(284) == 2 and not packed and (photometric == 0 or bits[0] == 32 or forms[0] == 2)
     mixed = apart and ((bits[0] == 16 and (bands > 3 or not packed)) or (bands > 3 and packed and 338 not in tags))
-    return what, negative or first_alone or mixed or (forms[0], bits[0]) == (2, 8)
+    return what, negative or first_alone or single or mixed or (forms[0], bits[0]) == (2, 8)
 
 
 def _without_text(data: bytes) -> bytes:

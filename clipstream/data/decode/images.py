@@ -195,6 +195,10 @@ def loaded(image: Image.Image) -> Image.Image:
                 _scale_colours(image, file.getvalue())
             if image.format == "TIFF" and image.mode == "RGBA":
                 _check_alpha(image)
+            low = image.getextrema()[0] if image.mode == "I" and image.format == "TIFF" else 0
+            if low < 0 and image.tag_v2.get(339) == (1,):  # type: ignore[operator,attr-defined]
+                what = "a TIFF image of 1 x 32 bits, unsigned, with values over 2,147,483,647: save it as PNG"
+                raise Dropped("undecodable_image", what)
             if image.format == "JPEG2000" and image.mode in ("RGB", "RGBA"):
                 _check_depth(image, file.getvalue())
     except Dropped:

@@ -14,6 +14,7 @@ from pathlib import Path
 from clipstream.data.decode.sample_profile import CAPTION_NAMES
 from clipstream.data.sources.splits import SPLIT
 from clipstream.errors import SettingsError
+from clipstream.storage.shard_url import table_format
 from clipstream.text import counted, listed
 from clipstream.utils import content
 
@@ -83,7 +84,8 @@ def refuse_texts_elsewhere(folder: str, images: Collection[str], others: Sequenc
         if _LISTS.fullmatch(os.path.basename(file)) and _has_lines(path := Path(folder, file), len(images)):
             with open(path, "rb") as opened:
                 head = opened.read(content.HEAD)
-            known = content.describe(head) if content.kind(head) in ("COCO", "CSV", "sep", "utf16") else ""
+            named = ("COCO",) if table_format(file) else ("COCO", "CSV", "sep", "utf16")
+            known = content.describe(head) if content.kind(head) in named else ""
             raise SettingsError(
                 f"{folder} holds {held} (in {listed(sorted(tops), 3)}) without texts beside them, and {file}"
                 f"{f' ({known})' if known else ''}: if it has the captions, name it as a table, or write a table with "

@@ -11,7 +11,7 @@ from functools import cache
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SPLITS = "", TRAIN, VALIDATION, TEST  # by the group of SPLIT that matches
-COLUMNS = ("split", "data_split", "subset", "partition")  # of a table, with the split of each row
+COLUMNS = ("split", "data_split", "subset", "partition", "set", "phase")  # of a table, with the split of each row
 SPLIT = re.compile(
     r"(?i)(?:^|[/._ =-])(?:(train(?:ing|val)?)|(val(?:id(?:ation)?)?|dev)|(test(?:ing)?|eval(?:uation)?))(?:set)?"
     r"(?=[/._ \d-]|$)"

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -198,10 +199,9 @@ def _are_addresses(arrow: Path, names: Sequence[str]) -> bool:
 
 def _finds_image(arrow: Path, keys: Collection[str], folder: str) -> bool:
     """Whether the image of the first row is found from this folder."""
-    try:
+    with contextlib.suppress(Dropped):
         return bool(RowShard(arrow, range(1), keys, folder).load(SampleRef("0"), keys))
-    except Dropped:
-        return False
+    return False
 
 
 def _local(url: str, cache: str | None) -> Path:
@@ -363,10 +363,8 @@ def columns(arrow: Path) -> list[str]:
         return names
     seen: dict[str, None] = {}
     for raw in reader.get_batch(0).column(0):
-        try:
+        with contextlib.suppress(Dropped):
             seen.update(dict.fromkeys(_object(raw.as_py())))
-        except Dropped:
-            continue
     return list(seen)
 
 
@@ -532,8 +530,10 @@ class RowShard(OpenShard):
             url = ShardURL(text)
             if url.path is None:
                 raise Dropped(MISSING_IMAGE, f"{url}: {DOWNLOAD}")
-            # A path with the spaces around it in the table, and one of Windows, are tried as they are first.
-            for path in dict.fromkeys((url.path, url.path.strip(), url.path.strip().replace("\\", "/"))):
+            # As it stands, without spaces around it, of Windows, and with accents apart, as macOS has them, or not.
+            clean = url.path.strip().replace("\\", "/")
+            forms = (unicodedata.normalize(form, clean) for form in ("NFD", "NFC"))
+            for path in dict.fromkeys((url.path, url.path.strip(), clean, *forms)):
                 where = os.path.join(self._folder, os.path.expanduser(path))
                 try:
                     return {name: read(where)}

@@ -81,7 +81,9 @@ def test_the_first_present_image_is_taken_whatever_its_case() -> None:
         ({"txt": "\ufeffein Käfer".encode()}, "ein Käfer"),
         ({"TXT": "already text "}, "already text"),
         ({"txt": b" \n"}, "dropped: empty_caption"),
-        ({"txt": b"\xff\xfe"}, "dropped: caption_not_utf8"),
+        *(({"txt": "\ufeffein Käfer\n".encode(form)}, "ein Käfer") for form in ("utf-16-le", "utf-16-be")),
+        ({"txt": b"\xff\xfe\xff"}, "dropped: caption_not_utf8"),
+        ({"txt": repr([b"abc", b"\xff"]).encode()}, repr([b"abc", b"\xff"])),
         ({"json": b"{}"}, "dropped: no_caption"),
         *(({"txt": text.encode()}, "a cat") for text in (
             '["a cat", "a cat"]', '[null, " a cat "]', "['a cat', 'a cat']", "['a cat' 'a cat']", "('a cat',)",

@@ -165,16 +165,17 @@ READ = {("u1", 1, None), ("u1", 3, None), ("u1", 4, None), ("u1", 4, 0), ("u2", 
         ("u2", 4, 0), ("f4", 1, None), ("i4", 1, None)}  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "i4", "f2", "f4", "f8"])
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "i4", "u4", "f2", "f4", "f8"])
 @pytest.mark.parametrize("bands", [1, 2, 3, 4, 5])
 def test_a_tiff_has_its_pixels_or_is_dropped_as_what_it_is(dtype: str, bands: int) -> None:
     """Pillow 12.3 and 13.0 misread 16-bit bands apart, big-endian float32 and int32 that are compressed, a fourth band
-    without ExtraSamples (as alpha), signed bytes, and grey of more than 8 bits whose zero is white (as a negative).
+    without ExtraSamples (as alpha), signed bytes, grey of more than 8 bits whose zero is white (as a negative), one
+    band that is said to be apart (not inverted, nor swapped), and unsigned values over 2**31 (as negative).
     """
-    most = {"u1": 255, "i1": 127, "u2": 65535, "i2": 32767, "i4": 65535}.get(dtype, 1)
+    most = {"u1": 255, "i1": 127, "u2": 65535, "i2": 32767, "i4": 65535, "u4": 2**32 - 1}.get(dtype, 1)
     values = (RAMPS[..., :bands] * most).astype(dtype)
     for order, apart, packed, photometric in itertools.product("<>", (False, True), (False, True), (0, 1, 2)):
-        if (photometric == 2) > (bands > 2) or apart > (bands > 1):
+        if (photometric == 2) > (bands > 2):
             continue
         for extra in (None, 0, 1, 2) if bands > (3 if photometric == 2 else 1) else (None,):
             data = tiff(values, order, photometric, extra, apart, packed)

@@ -269,6 +269,7 @@ def test_splits_are_known_by_their_names(tmp_path: Path) -> None:
         ("file_name", "split=train/", "split=dev/"),
         ("split", "train", "test"),  # Karpathy's
         ("partition", "Training", "valid"),
+        ("phase", "train", "test"),
     ],
 )
 def test_rows_of_a_split(tmp_path: Path, form: str, column: str, of_train: str, of_test: str) -> None:

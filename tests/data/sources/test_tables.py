@@ -9,6 +9,7 @@ import io
 import json
 import multiprocessing
 import os
+import unicodedata
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path, PureWindowsPath
@@ -321,6 +322,17 @@ def test_stray_quotes_cost_no_row(tmp_path: Path, name: str) -> None:
 def test_quotes_may_be_taken_as_they_stand(tmp_path: Path) -> None:
     path = put(tmp_path / "a.tsv", 'filepath\ttitle\npictures/1.jpg\t"Best" in town\npictures/2.jpg\t5" nails\n')
     assert all_of(source(path, quoting=False))[0] == {"a.tsv/0": '"Best" in town', "a.tsv/1": '5" nails'}
+
+
+def test_names_of_files_may_be_composed_or_not(tmp_path: Path) -> None:
+    """macOS and its archives write é as e and an accent (NFD), a keyboard as one character (NFC)."""
+    for form, other in (("NFC", "NFD"), ("NFD", "NFC")):
+        picture_name = unicodedata.normalize(other, f"{form}-é.jpg")
+        put(tmp_path / "pictures" / picture_name, picture(1))
+        path = put(
+            tmp_path / f"{form}.csv", f"filepath,title\npictures/{unicodedata.normalize(form, picture_name)},a\n"
+        )
+        assert all_of(source(path))[0] == {f"{form}.csv/0": "a"}
 
 
 def test_relative_paths_begin_at_the_list_or_else_where_one_works(
