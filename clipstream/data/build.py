@@ -22,14 +22,7 @@ from clipstream.data.loader.features import FeatureBatches
 from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, Health
 from clipstream.data.loader.loader import BatchSource, Hosting, Loader
 from clipstream.data.loader.pipeline import ModelInputs, Reader, SampleBatches
-from clipstream.data.loader.sampler import (
-    ChunkPlan,
-    ChunkSampler,
-    LaneSampler,
-    OnceSampler,
-    OpenShards,
-    WindowSampler,
-)
+from clipstream.data.loader.sampler import ChunkPlan, ChunkSampler, LaneSampler, OnceSampler, OpenShards, WindowSampler
 from clipstream.data.loader.stored import BatchRows, StoredData, StoredSamples
 from clipstream.data.loader.workers import auto_workers
 from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, SourceMix, Stream, lanes_of_rank

@@ -23,14 +23,7 @@ from clipstream.data.groups import look_up
 from clipstream.data.order.lanes import Fingerprint, Mix, SourceMix
 from clipstream.data.order.lines import GroupedOrder, NeighbourOrder
 from clipstream.data.order.rng import hash_of
-from clipstream.data.order.windows import (
-    EpochPlan,
-    IndexedOrder,
-    Order,
-    SourceOrder,
-    SystematicDraws,
-    group_size_for,
-)
+from clipstream.data.order.windows import EpochPlan, IndexedOrder, Order, SourceOrder, SystematicDraws, group_size_for
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples

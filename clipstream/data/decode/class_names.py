@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
 
 _OTHER_PLACE = re.compile(r"(?i)[{}]|%s|[<\[](?:cls|class|label|name|category|object)\w*[>\]]|\blambda\b")
-_CODE = re.compile(r"[\[{(]$|^[\]})]|^(?:#|//|lambda\b)|['\"],$")  # in lines of Python or protobuf, or comments
+_CODE = re.compile(r"[\[{(;]$|^[\]})]|^(?:#|//|lambda\b|[-*•]\s)|['\"],$|\t")  # in lines that are no names
 
 
 def class_names(spec: str | Sequence[str]) -> list[str]:
@@ -61,7 +61,7 @@ def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
     for text in texts:
         if not has_place(text):
             raise SettingsError(f"templates: {text!r} has no {{c}} or {{}} where the class name goes")
-        if other := _OTHER_PLACE.search(text.replace("{c}", "").replace("{}", "")):
+        if other := _OTHER_PLACE.search(text.replace("{c}", "x").replace("{}", "x")):
             raise SettingsError(
                 f"templates: {text!r}: only {{c}} and {{}} are replaced by the class name, not {other[0]!r}"
             )
@@ -146,7 +146,7 @@ def text_list(text: str, suffix: str = "") -> list[str]:
         return texts if number is None else _in_order([row[number] for row in rows[1:]], texts)
     if lines and all(re.match(r"n\d{8}\s+\d+\s", line) for line in lines):
         raise ValueError("lines of WordNet's numbers, other numbers and names: write the names alone, in order")
-    for form in (r"(\d+)\s*[\s:,.)]\s*(.+)", r"(n\d{8})\s+(.+)"):
+    for form in (r"(\d+)\s*[\s:;,.)]\s*(.+)", r"(n\d{8})\s+(.+)"):
         numbered = [(one[1], one[2]) for line in lines if (one := re.fullmatch(form, line))]
         if len(numbered) == len(lines) and form[1] == "n":
             return [name for _, name in numbered]
@@ -174,7 +174,8 @@ def _checked(lines: list[str]) -> list[str]:
     for number, line in enumerate(lines := _unquoted(lines), 1):
         if _CODE.search(line) and not has_place(line):
             raise ValueError(
-                f"line {number}, {printable(line, 60)!r}, is code or a comment: write one text a line, or JSON"
+                f"line {number}, {printable(line, 60)!r}, is code or a comment, or of a table or list with marks: "
+                "write one text a line, or JSON"
             )
     return lines
 

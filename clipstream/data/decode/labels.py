@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from clipstream.data.decode.captions import (
-    JsonField,
-    RawSample,
-    TextField,
-    build_caption,
-    label_text,
-    usable_text,
-)
+from clipstream.data.decode.captions import JsonField, RawSample, TextField, build_caption, label_text, usable_text
 from clipstream.data.decode.captions import LabelField as LabelField
 from clipstream.data.decode.class_names import folded, number_of
 from clipstream.data.decode.key_lists import TABLES, KeyList, ListedSource

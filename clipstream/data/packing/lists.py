@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipstream.data.decode.captions import (
-    RawSample,
-)
+from clipstream.data.decode.captions import RawSample
 from clipstream.data.decode.key_lists import SampleLists, build_filter
 from clipstream.data.order.rng import hash_of
 from clipstream.data.packing.sample import plain_key

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from clipstream.data.decode.captions import (
-    build_caption,
-    candidates,
-)
+from clipstream.data.decode.captions import build_caption, candidates
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
 from clipstream.data.packing.lists import PARTS, Corpus, Listed

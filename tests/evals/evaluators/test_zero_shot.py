@@ -154,7 +154,7 @@ NAMES = ["red", "lime, green", "blue"]
         ("quotes.txt", "".join(f"'{name}',\n" for name in NAMES)), ("last.txt", '",\n"'.join(NAMES).join('""')),
         ("commas.txt", ",\n".join(NAMES)),
         ("quotes_numbered.txt", "".join(f"{n}: '{x}',\n" for n, x in enumerate(NAMES))),
-        ("colons.txt", "".join(f"{n}: {name}\n" for n, name in enumerate(NAMES))),
+        *((f"{n}.txt", "".join(f"{n}{by} {name}\n" for n, name in enumerate(NAMES))) for n, by in enumerate(":;")),
         ("synsets.txt", "".join(f"n{n:08d} {name}\n" for n, name in enumerate(NAMES))),
         ("table.csv", "id,name\n" + "".join(f'{n},"{NAMES[n]}"\n' for n in (2, 0, 1))),
         ("table.txt", "id,name\n" + "".join(f'{n},"{name}"\n' for n, name in enumerate(NAMES))),
@@ -183,6 +183,8 @@ def test_class_names_in_any_form(tmp_path: Path, name: str, text: str) -> None:
         ("a.pbtxt", "item {\n  id: 1\n  name: 'a'\n}\n", "line 1, 'item {', is code"),
         ("a.txt", "a\n'b',\nc\n", """line 2, "'b',", is code"""),
         ("a.txt", "n01440764 0 tench\nn01443537 1 goldfish\n", "the names alone, in order"),
+        *(("a.txt", form.format("a") + "\n" + form.format("b"), "line 1, .* of a table or list with marks")
+          for form in ("{}\t0", "- {}", "* {}", "{};")), ("a.txt", "1\ta\n10\tb", "line 1, .* of a table"),
         ("a.txt", "red, green, blue", "expected at least 2, not 1"),
     ],
 )  # fmt: skip
@@ -201,7 +203,16 @@ def test_templates(tmp_path: Path) -> None:
     assert len(say("simple")) == 7
     assert say("plain") == ["cat"]
     assert say(["a {c}, {c}", "one {}", "<a> [b] 100% {c}"]) == ["a cat, cat", "one cat", "<a> [b] 100% cat"]
-    for text in ("{other} {c}", "{} %s", "a {0} {c}", "<class> {}", "a [CLASS] {c}", "lambda c: f'a {c}.'", "{{}}"):
+    for text in (
+        "{other} {c}",
+        "{} %s",
+        "a {0} {c}",
+        "<class> {}",
+        "a [CLASS] {c}",
+        "lambda c: f'a {c}.'",
+        "{{}}",
+        "a {{c}}",
+    ):
         with pytest.raises(SettingsError, match=r"only \{c\} and \{\} are replaced by the class name, not"):
             say([text])
     (tmp_path / "t.txt").write_text("my {c}\n\nyour {c}\n")
