@@ -303,8 +303,7 @@ def _reader(
 def _check_lists(readers: Sequence[Reader], world: World) -> None:
     """Compare the lists of a run with its sources, as far as they are known before samples are read."""
     chances = [None if one.probability is None else SampleLists(one.probability.list, None) for one in readers]
-    check_lists([one.filter for one in readers], told=world.is_main)
-    check_lists(chances, told=world.is_main)
+    check_lists([*(one.filter for one in readers), *chances], told=world.is_main)
 
 
 @dataclass(frozen=True)

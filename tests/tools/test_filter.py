@@ -182,6 +182,11 @@ def test_names_that_stand_for_several_samples_are_refused(tmp_path: Path, capsys
     assert "'x' has 2 rows: write which in the column shard" in said("a/0.tar", "s > 0", *flags)
     table.write_text("key,s\ny,1\nz,1\nz,2\n")
     assert "1 of its 3 entries match samples of these data; 'z' does not" in said("a/0.tar", "s > 0", *flags)
+    lines = tmp_path / "s.jsonl"
+    lines.write_text('{"key": "x", "s": 1}\n{"key": 7, "s": 2}\n')
+    assert "1 of its 2 entries match samples of these data; '7' does not" in said(
+        "a/0.tar", "s > 0", "--scores", f"s={lines}"
+    )
     table.write_text("key\nx\nx\n")
     assert main([f"{tmp_path}/b/{{0,1}}.tar", "--where", "s", *flags]) == 0
     table.write_text("source,key,s\none,x,1\ntwo,x,2\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -130,7 +131,7 @@ class ListedSamples:
         if (found := self._found.get(part)) is None:
             path = whole_file(part).rstrip("/").split("/")
             there = self._shards.get(stable_name("/".join(path)), [])
-            common = [_common(path[:-1], other[:-1]) for other, _ in there]
+            common = [len(os.path.commonprefix([path[-2::-1], other[-2::-1]])) for other, _ in there]  # noqa: RUF071
             found = [shard for (_, shard), n in zip(there, common, strict=True) if n == max(common)]
             self._found[part] = found
         return found
@@ -151,21 +152,12 @@ class ListedSamples:
         return [self._keys_of(shard, read=len(shards) <= LOOKED) for shard in shards]
 
 
-def _common(path: Sequence[str], other: Sequence[str]) -> int:
-    """The number of parts that are equal at the end of two paths."""
-    ends = zip(reversed(path), reversed(other), strict=False)
-    return next((n for n, (a, b) in enumerate(ends) if a != b), min(len(path), len(other)))
-
-
 def _divided(line: str) -> Iterator[tuple[str, str]]:
     """How a line may be divided into a shard and a key."""
     if found := _SHARD.fullmatch(line):
         yield found[1], found[2]
         return
-    at = line.find("/")
-    while at >= 0:
-        yield line[:at], line[at + 1 :]
-        at = line.find("/", at + 1)
+    yield from ((line[:at], line[at + 1 :]) for at, letter in enumerate(line) if letter == "/")
 
 
 class KeyList:
@@ -226,12 +218,10 @@ class KeyList:
         self.same = np.arange(len(self))
         np.minimum.at(self.same, theirs, self._entries[again])
         if self.values is not None:
-            ours = self._entries[again]
-            other = np.flatnonzero(~np.isclose(self.values[ours], self.values[theirs], rtol=0, atol=0, equal_nan=True))
-            for a, b in zip(ours[other[:1]], theirs[other[:1]], strict=True):
-                found = " and ".join(f"{self.values[n]:g} for {listed.name(n)!r}" for n in (a, b))
-                hint = "samples are found by KEY or SHARD/KEY, without folders: give shards different names"
-                raise SettingsError(f"{path}: {column} {found}: {hint}")
+            firsts = self.values[self.same]
+            for n in np.flatnonzero((self.values != firsts) & ~(np.isnan(self.values) & np.isnan(firsts)))[:1].tolist():
+                both = " and ".join(f"{self.values[m]:g} for {listed.name(m)!r}" for m in (int(self.same[n]), n))
+                raise SettingsError(f"{path}: {column} {both}, which are one sample here: leave one of them")
 
     def __len__(self) -> int:
         return len(self.absent)
@@ -388,17 +378,23 @@ def read_list(path: str, source: str | None, *columns: str) -> List:
         wanted = ("source", "shard", "key", *columns)
         table = parquet.read_table(path, columns=[name for name in wanted if name in schema])
         return list_of(table.to_pydict(), source, *columns)
-    text = read_text(Path(path)).encode("utf-8", "surrogateescape")
     if path.endswith(".jsonl"):
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        if not all(isinstance(row, dict) for row in rows):
-            raise ValueError("expected a JSON object on each line")
-        return list_of({name: [row.get(name) for row in rows] for name in set().union(*rows)}, source, *columns)
+        return list_of(json_columns(path), source, *columns)
     import pyarrow as pa
 
+    text = read_text(Path(path)).encode("utf-8", "surrogateescape")
     texts = csv.ConvertOptions(column_types=dict.fromkeys(("source", "shard", "key"), pa.string()))
     table = csv.read_csv(io.BytesIO(text), convert_options=texts)
     return list_of({name.strip(): table[name].to_pylist() for name in table.column_names}, source, *columns)
+
+
+def json_columns(path: str) -> dict[str, list[Any]]:
+    """The columns of a file with a JSON object on each line. Raises OSError, ValueError."""
+    text = read_text(Path(path)).encode("utf-8", "surrogateescape")
+    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError("expected a JSON object on each line")
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def list_of(table: Mapping[str, Sequence[Any]], source: str | None, *columns: str) -> List:

@@ -374,7 +374,6 @@ class FolderSource(SourceType):
         self._image_key, self._image_keys = settings.image_key, split_keys(settings.image_key)
         self._blocks: dict[str, tuple[str, range, Contents]] = {}
         self._caption = settings.caption
-        self._keys: dict[str, dict[str, None]] = {}  # folder -> those of its images with texts
 
     def list_shards(self, spec: str) -> Sequence[str]:
         """The classes in the order of their names, or blocks of images in the order of their paths.
@@ -417,9 +416,7 @@ class FolderSource(SourceType):
 
     def keys(self, shard: str) -> Container[str]:
         if shard in self._blocks:
-            return self._keys.setdefault(
-                self._blocks[shard][0], dict.fromkeys(map(storable, self._blocks[shard][2].files))
-            )
+            return dict.fromkeys(map(storable, self._blocks[shard][2].files))
         return dict.fromkeys(storable(ref.key) for ref in self.open(shard).index.samples)
 
     def title(self, shard: str) -> str:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import csv, json, parquet
+from pyarrow import csv, parquet
 
 from clipstream.cli.verbs.filter.balance import Balance
 from clipstream.cli.verbs.filter.conditions import Conditions
 from clipstream.cli.verbs.filter.recipes import OPTIONAL, RECIPES
 from clipstream.config.settings import load
-from clipstream.data.decode.key_lists import TABLES, KeyList, errors_of_list, list_of, read_list
+from clipstream.data.decode.key_lists import TABLES, KeyList, errors_of_list, json_columns, list_of, read_list
 from clipstream.data.duplicates import near_groups
 from clipstream.data.sample_table import SCHEMA, Columns, SampleTable, sample_table
 from clipstream.data.sources import Source, SourceContext
@@ -177,7 +177,7 @@ class Samples:
             raise SettingsError(f"{where} has the samples in the sources {listed(sources)}, {hint}")
         with errors_of_list(f"--scores {spec}: {where}"):
             entries = list_of(cells, of) if cells else read_list(where, None)
-        found = KeyList(where, of, source=self.source, flag=f"--scores {spec}", listed=entries)
+        found = KeyList(where, of, source=self.source, flag="--scores", listed=entries)
         every = self.table.read(["shard", "key", "reason"])  # those that training drops, too
         names = pc.binary_join_element_wise(every["shard"], every["key"], "/").to_pylist()
         places = [found.place(*one) for one in zip(names, every["key"].to_pylist(), strict=True)]
@@ -301,20 +301,25 @@ def _is_json(name: str) -> bool:
 
 def _read(paths: Sequence[str], wanted: Container[str] | None = None) -> tuple[Any, list[str]]:
     """The rows of tables, or those of their columns that are wanted; and the names of all. Raises SettingsError."""
-    types = dict.fromkeys(("source", "shard", "key", "uid"), pa.string())
-    texts, lines = csv.ConvertOptions(column_types=types), json.ParseOptions(explicit_schema=pa.schema(types))
+    names_of = "source", "shard", "key", "uid"  # read as texts
+    texts = csv.ConvertOptions(column_types=dict.fromkeys(names_of, pa.string()))
     found = []
     try:
         for path in paths:
-            if path.endswith((".csv", ".jsonl")):
-                is_csv = path.endswith(".csv")
-                found.append(csv.read_csv(path, convert_options=texts) if is_csv else json.read_json(path, None, lines))
+            if path.endswith(".csv"):
+                found.append(csv.read_csv(path, convert_options=texts))
                 names = found[-1].column_names
+            elif path.endswith(".jsonl"):
+                cells = json_columns(path)
+                for name in cells.keys() & {*names_of}:
+                    cells[name] = [value if value is None else str(value) for value in cells[name]]
+                found.append(pa.table(cells))
+                names = [*cells]
             else:
                 names = parquet.read_schema(path).names
                 found.append(parquet.read_table(path, columns=[name for name in names if not wanted or name in wanted]))
         return pa.concat_tables(found, promote_options="permissive"), names
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise SettingsError(f"{path}: cannot read a table: {str(error).splitlines()[0]}") from error
 
 
