@@ -515,9 +515,9 @@ class RowShard(OpenShard):
                 value = next(iter(value), None)  # the first of several
             if isinstance(value, dict):  # an image as Hugging Face's datasets store it
                 value = value.get("bytes") or value.get("path")
-            if isinstance(value, list):  # of the numbers of bytes, as a list<uint8>
+            if isinstance(value, list):  # of the numbers of bytes, as a list<uint8>, or signed, as Java's
                 with contextlib.suppress(TypeError, ValueError):
-                    value = bytes(value)
+                    value = bytes(byte + 256 * (byte < 0) for byte in value)
             if not value:
                 continue
             if isinstance(value, bytes):

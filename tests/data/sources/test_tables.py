@@ -109,6 +109,7 @@ def forms(rows: Rows) -> dict[str, str | bytes]:
         "pairs.parquet": parquet_of(rows, row_group_size=5),
         "list.parquet": parquet_of(with_images(rows, lambda _, path: [path, "other"])),
         "structs.parquet": parquet_of(with_images(rows, lambda n, _: [{"bytes": picture(n), "path": "x"}])),
+        "signed.parquet": parquet_of(with_images(rows, lambda n, _: [one - 256 * (one > 127) for one in picture(n)])),
         "stream.arrow": arrow_of(rows, pa.ipc.new_stream),
         "file.arrow": arrow_of(rows, pa.ipc.new_file),
     }
