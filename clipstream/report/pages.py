@@ -1,16 +1,23 @@
-"""Parts that HTML pages share: their templates, and thumbnails. Imports no torch."""
+"""Parts that HTML pages share, templates and thumbnails, and the page of a data set. Imports no torch.
+
+The latter (`clipstream check --all --html`) is one HTML file of figures, charts and images that needs no network; texts
+are escaped, and thumbnails are left out once they take as much as on a gallery.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
 import re
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from clipstream import __version__
 from clipstream.data.decode.images import converted, loaded, opaque, opened, orientation_of, turned
 from clipstream.errors import Dropped
+from clipstream.report.charts import Bars
+from clipstream.text import percent
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # which no page has, though names of runs may
 MOST = 4_700_000  # bytes of thumbnails of a gallery
@@ -64,3 +71,30 @@ def small_jpeg(data: bytes | None, side: int) -> tuple[bytes, int, int]:
     file = io.BytesIO()
     image.save(file, "JPEG", quality=82)
     return file.getvalue(), *image.size
+
+
+class Sheet(NamedTuple):
+    title: str
+    says: str  # a sentence
+    images: Sequence[tuple[bytes | None, str, str, str]]  # (file, SHARD/KEY, caption, note)
+
+
+def render_data(
+    figures: Mapping[str, Any], charts: Sequence[Bars], sheets: Sequence[Sheet], told: Mapping[str, Any]
+) -> str:
+    """The page.
+
+    Args:
+        figures: as `check_all` has them.
+        charts: histograms and counts by name.
+        sheets: images of problems, and examples.
+        told: `yaml`, the settings that train, `command`, `quantiles` (name -> cells) and `needed` (rows of a table).
+    """
+    thumbnails, shown = Thumbnails(), []
+    for sheet in sheets:
+        images = []
+        for data, name, caption, note in sheet.images:
+            src, width, height = thumbnails(data, SMALL)
+            images.append({"src": src, "width": width, "height": height, "key": name, "text": caption, "note": note})
+        shown.append({"title": sheet.title, "says": sheet.says, "images": images})
+    return fill("data.html", told, figures=figures, charts=charts, sheets=shown, percent=percent)

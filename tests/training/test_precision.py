@@ -15,7 +15,7 @@ from torch import nn
 import clipstream
 from clipstream.cli.verbs.train import main
 from clipstream.errors import SettingsError
-from clipstream.features.duplicates import nearest_preferred
+from clipstream.features.sample_scores import nearest_preferred
 from clipstream.features.search import TensorRows
 from clipstream.training.precision import check_device, prepare_towers
 from clipstream.utils.torch_state import restored_matmul_precision

@@ -1,7 +1,7 @@
 """`clipstream check --all`: figures of all samples of a data set, and what is wrong with them.
 
 A source enters, whose sample table is made unless it is there; its figures leave, as JSON values (`Examined.figures`)
-and as a page (`report.data_page`). Imports no torch.
+and as a page (`report.pages`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
 from clipstream.errors import Dropped
 from clipstream.report.charts import Bars, short
-from clipstream.report.data_page import Sheet, render_data
+from clipstream.report.pages import Sheet, render_data
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.text import counted, listed, percent, printable, shortened
 from clipstream.utils import atomic_write

@@ -12,9 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.errors import SettingsError
-from clipstream.features import duplicates as module
-from clipstream.features.duplicates import cluster, nearest_in_clusters, nearest_preferred
-from clipstream.features.sample_scores import near_duplicates, sample_scores
+from clipstream.features import sample_scores as module
+from clipstream.features.sample_scores import (
+    cluster,
+    near_duplicates,
+    nearest_in_clusters,
+    nearest_preferred,
+    sample_scores,
+)
 from clipstream.features.search import StoredRows, TensorRows
 from tests.support.stored_features import make_rows, make_store
 
