@@ -24,7 +24,8 @@ from clipstream.utils.logs import on_terminal
 from tests.support.environment import hide
 
 HOME = hide()  # before a test module imports torch or the Hub's client
-HANDLERS = {number: signal.getsignal(number) for number in SIGNALS}
+# Python's own, whatever is ignored here, as SIGHUP is under nohup.
+HANDLERS = {number: signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL for number in SIGNALS}
 
 with suppress(ImportError):  # tests/gpu runs without
     from hypothesis import HealthCheck, settings
@@ -141,7 +142,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """Handle signals as at the start again: a verb that ends ignores SIGTERM, and so would processes forked later."""
+    """Handle signals as Python does at its start: a verb that ends ignores SIGTERM, and so would processes forked later."""
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
     yield
