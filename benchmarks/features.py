@@ -69,11 +69,11 @@ def write_store(path: Path, rows: int, width: int, dtype: str, zstd: bool = Fals
                 count = draft.chunk_samples(size, chunk)
                 features = torch.nn.functional.normalize(torch.randn(count, width), dim=1)
                 samples, made = np.zeros(count, sample_dtype(0, 1)), {"image": encode_rows(features, dtype)}
+                samples["used"], samples["counts"], samples["start"] = 1, 1, np.arange(count)
                 if ids:
-                    samples["used"], samples["counts"], samples["start"] = 1, 1, np.arange(count)
                     made[IDS] = torch.randint(0, 49408, (count, TOKENS)).to(torch.uint16)
                 keys = [f"{shard:05d}{number:05d}" for number in range(count)]
-                texts = Texts(keys, [["a"] if ids else []] * count, [""] * count)
+                texts = Texts(keys, [["a"]] * count, [""] * count)
                 writer.write(Chunk("train", shard, chunk, size), {**made, "samples": samples}, texts)
         writer.finish()
 

@@ -45,7 +45,7 @@ def of_a_table(name: str, folder: Path) -> object:
 
 def of_a_tar(name: str, folder: Path) -> object:
     samples = [
-        {"__key__": f"{number}{name}", f"{name}x": b"a", "json": json.dumps({name: name})} for number in range(9)
+        {"__key__": f"{number}{name}", f"{name}x": b"7", "json": json.dumps({name: number})} for number in range(9)
     ]
     write_tar(folder / "a.tar", samples)
     return read(SourceSettings(shards=str(folder / "a.tar")))

@@ -76,7 +76,7 @@ def test_help_is_short_and_says_how_to_see_more(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    own = {"evaluate": "--checkpoint", "bench": "--gpu-rate", "stage": "--quality"}.get(verb, "--resume")
+    own = {"evaluate": "--checkpoint", "bench": "--gpu-rate", "stage": "--executor"}.get(verb, "--resume")
     data = "--val-data" if verb == "evaluate" else "--train-data"
     for argv in ([verb, "--help"], [verb, "-h", "--steps", "3"]):
         assert main.main(argv) == 0

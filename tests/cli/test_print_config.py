@@ -126,7 +126,7 @@ VERBS = {
     "train --train-data=a.tar --resume=auto": {"data", "checkpoint"},
     "evaluate --val-data=a.tar --caption-json=x --output=a.csv": {"evals"},
     "bench --train-data=a.tar --counts=1": {"data"},
-    "stage staged --val-data=a.tar --size=3": {"evals"},
+    "stage staged --val-data=a.tar --executor=local:1": {"evals"},
     "check a.tar b.tar --caption-key=cap": {"data"},
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from open_clip import list_models
 
-from clipstream.cli.verbs import check, compare, evaluate, stage, train
+from clipstream.cli.verbs import check, compare, evaluate, pack, stage, train
 from clipstream.config.settings import load
 from clipstream.models.model_config import ModelConfig, builtin, check_config
 from tests.support.runs import MODEL, flags
@@ -120,7 +120,7 @@ LONG = "n" * 300
         (compare, [LONG], "invalid file name nnn"),
         (evaluate, [f"--checkpoint={LONG}"], "invalid file name nnn"),
         (stage, [LONG, "--train-data=a.tar"], ": File name too long"),
-        (stage, ["out", "--train-data=a.tar", f"--size={'9' * 5000}"], "--size: expected a whole number, at least 1"),
+        (pack, ["out", "a.tar", f"--size={'9' * 5000}"], "--size: expected a whole number, at least 1"),
         (check, [""], "name at least one shard"),
     ],
 )

@@ -77,6 +77,8 @@ def test_nccl_is_given_the_gpu_and_has_its_exchanges_written(
         sys.modules["torch.distributed.rendezvous"], "rendezvous", lambda *_, **options: iter([(HashStore(), 1, 2)])
     )
     monkeypatch.setattr(world_module, "meet", lambda *_: "word")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
     monkeypatch.setattr(dist, "init_process_group", init)
     with pytest.raises(SettingsError, match=r"cuda:1 of rank 3 .* \(Duplicate GPU detected : rank 1\)"):
         World(3, 4, 1, 2, "cuda:1").start(timedelta(seconds=5))

@@ -252,7 +252,7 @@ def test_refusals(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ([vit, "--to", "open_clip", str(models("vit").parent)], "which is to be exported: name another folder"),
         ([vit, "--to", "open_clip", "--int8"], "--int8 is of ONNX graphs: use --to onnx"),
         ([vit, "--to", "open_clip", "--private"], "--private requires --push-to-hub"),
-        ([str(tmp_path / "none"), "--to", "open_clip"], "no model"),
+        ([str(tmp_path / "none"), "--to", "open_clip"], "none does not exist"),
     ):
         with pytest.raises(SettingsError, match=said):
             export_run.export_model(parsed(argv))

@@ -15,7 +15,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The verb's command line."""
     parser = argparse.ArgumentParser(
         prog="clipstream filter",
-        usage="clipstream filter SOURCE --where SQL --out FILE [FLAGS…]",
+        usage="clipstream filter SOURCE --where SQL [FLAGS…]",
         description="Write the list of the samples that hold all conditions, for data.sources.NAME.keep and for "
         "`clipstream pack`; or with --balance a table of probabilities, for data.sources.NAME.probability. FLAGS of "
         "training say how SOURCE is read. Without --out the conditions are only tried.",
