@@ -142,7 +142,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """Handle signals as Python does at its start: a verb that ends ignores SIGTERM, and so would processes forked later."""
+    """Handle signals as Python does at its start: a verb that ends ignores SIGTERM, as would processes forked later."""
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
     yield
