@@ -135,7 +135,7 @@ def test_dependencies_have_lower_bounds_only_which_are_the_lowest_constraints() 
     bounds = {name.lower(): version for name, version in re.findall(r'"([\w-]+)>=([\d.]+)"', block[1])}
     lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
     lowest = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
-    assert len(bounds) >= 19
+    assert len(bounds) >= 18
     for name, bound in bounds.items():
         assert re.fullmatch(re.escape(bound) + r"(\.0)*", lowest[name]), name
 

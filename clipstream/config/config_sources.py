@@ -18,7 +18,8 @@ import yaml
 from pydantic import ValidationError
 
 from clipstream.errors import absent, did_you_mean
-from clipstream.text import Lines, message, printable
+from clipstream.open_clip.flags import BY_FLAG
+from clipstream.text import Lines, listed, message, printable
 from clipstream.utils.section import (
     Path,
     PluginSection,
@@ -337,6 +338,7 @@ _EXPECTED = {
     "model_type": "a mapping of keys",
     "model_attributes_type": "a mapping of keys",
 }
+_SECTIONS = {"dict_type", "model_type", "model_attributes_type"}
 _LIMITS = {
     "greater_than": ("gt", "a number above"),
     "greater_than_equal": ("ge", "at least"),
@@ -368,8 +370,18 @@ def format_errors(root: type[Section], tree: Tree, error: ValidationError, place
         where, text = _sentence(root, tree, path, findings)
         # A missing key is not the fault of flags that set other keys of the same section.
         missing = any(one["type"] == "missing" for one in findings)
-        lines.append(_line(places.place_of(where, written=missing), dotted(where), text))
+        place = places.place_of(where, written=missing)
+        if place.startswith("--") and {one["type"] for one in findings} <= _SECTIONS:
+            text = f"a section of settings: set its keys{_flags_of(where, place)}"
+        lines.append(_line(place, dotted(where), text))
     return lines
+
+
+def _flags_of(path: Path, place: str) -> str:
+    """The flags of a section: its own, and up to three short ones, first those that are called as it is."""
+    known = [alias.flag for alias in BY_FLAG.values() if "".join(alias.keys[:1]).startswith(f"{dotted(path)}.")]
+    known.sort(key=lambda flag: not flag.endswith(f"-{path[-1]}"))
+    return f", {place}.KEY" + (f"; short flags of it are {listed(known, 3)}" if known else "")
 
 
 def _locate(root: type[Section], tree: Any, loc: Sequence[str | int], *, items: bool = True) -> tuple[Path, Any, Any]:

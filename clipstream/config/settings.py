@@ -496,9 +496,9 @@ def settings_from(
     if isinstance(config, Settings):
         if not overrides and not flags:
             return config
-        trees.append(config.places if config.places.value else _tree(changed(config)))
+        trees.append(config.places if config.places.value else tree_of(changed(config)))
     elif isinstance(config, Mapping):
-        trees.append(_tree(config))
+        trees.append(tree_of(config))
     elif config is not None:
         expected = "a YAML file, several, a mapping of sections, or Settings"
         files = [os.fspath(file) for file in each("config", expected, config, (str, os.PathLike))]
@@ -511,10 +511,10 @@ def settings_from(
             own[name] = value
         elif value is not None:
             argv.append(f"--{name.replace('_', '-')}={_text(name, value)}")
-    return load(argv, trees=[*trees, _tree(own)] if own else trees, ranks=ranks, trains=trains)
+    return load(argv, trees=[*trees, tree_of(own)] if own else trees, ranks=ranks, trains=trains)
 
 
-def _tree(values: Mapping[str, Any]) -> Node:
+def tree_of(values: Mapping[str, Any]) -> Node:
     """The nodes of values by dotted key, or nested."""
     tree = Node()
     for key, value in values.items():

@@ -137,6 +137,33 @@ def test_evaluators_come_from_shards_files_and_mappings(saved: Path, tmp_path: P
         clipstream.evaluate(saved / "model", {"mine": {"type": "zeroshot"}})
 
 
+def test_shards_are_read_as_the_data_of_the_run(saved: Path, tmp_path: Path) -> None:
+    samples = [{"__key__": str(i), "png": picture(i, kind="PNG"), "name.text": f"a thing {i}"} for i in range(16)]
+    write_tar(tmp_path / "0.tar", samples)
+    run = clipstream.train(
+        train_data=tmp_path / "0.tar", caption_key="name.text", model=saved / "model.json", batch_size=8, steps=1,
+        workers=0, device="cpu", logs=tmp_path / "runs", name="own",
+    )  # fmt: skip
+    for model in (run, run.folder, clipstream.load_model(run, device="cpu")[0]):
+        figures = clipstream.evaluate(model, tmp_path / "0.tar", workers=0)
+        assert (figures["val"]["n"], figures["val"]["captions"]) == (16, 16)
+    with pytest.raises(clipstream.errors.DataError, match="no_caption"):
+        clipstream.evaluate(run, tmp_path / "0.tar", caption_key="txt", workers=0)
+
+
+def caption_of_json(sample: dict[str, bytes]) -> str:
+    """A caption of a function."""
+    return str(json.loads(sample["json"])["t"])
+
+
+def test_a_check_takes_the_settings_of_a_source(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [{"__key__": "a", "png": picture(0, kind="PNG"), "json": json.dumps({"t": "a cat"})}])
+    for settings in ({"caption": {"type": caption_of_json}}, {"caption.type": caption_of_json}):
+        assert [*clipstream.check(tmp_path / "0.tar", settings=settings).captions.values()] == ["a cat"]
+    with pytest.raises(SettingsError, match="unknown key"):
+        clipstream.check(tmp_path / "0.tar", settings={"captain": 1})
+
+
 def test_a_check_reports_what_it_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

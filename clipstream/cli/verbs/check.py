@@ -33,7 +33,7 @@ from clipstream.config.config_sources import to_yaml
 from clipstream.config.dump import portable, print_config, secrets, take_flag
 from clipstream.config.entry import entry_point
 from clipstream.config.flags import output_file
-from clipstream.config.settings import PathLike, Settings, changed, load
+from clipstream.config.settings import PathLike, Settings, changed, load, open_sources, tree_of
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
 from clipstream.data.decode.images import (
@@ -152,16 +152,14 @@ def main(argv: list[str]) -> int:
     command = ["clipstream", "train", "--train-data", redact(shards), *flags]
     if options.all:
         check_all(settings, ["--train-data", shards, *flags], command, options)
-        return 0
-    print_checked(settings.data.sources["train"], command, options.samples)
+    else:
+        print_checked(settings.data.sources["train"], command, options.samples)
     return 0
 
 
 def _reading_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags of training's source with their values, and the rest of a command line."""
-    reading: list[str] = []
-    rest: list[str] = []
-    words = iter(argv)
+    reading, rest, words = list[str](), list[str](), iter(argv)
     for word in words:
         if word.startswith(f"--{SHORT_FLAGS}."):
             reading += [word] if "=" in word else [word, *islice(words, 1)]
@@ -186,6 +184,7 @@ def check(
     folder: PathLike | None = None,
     samples: int | None = None,
     all: bool = False,
+    settings: Mapping[str, Any] | None = None,
     **flags: Unpack[ReadingFlags],
 ) -> CheckReport:
     """Look into a data set: its members and JSON fields, and the samples that training would use and drop.
@@ -196,10 +195,11 @@ def check(
         folder: what a manifest's relative paths begin at.
         samples: number of samples to read, spread over the shards; 0 for all; unless set 500, or all of 2,000 or fewer.
         all: also read all samples as `check --all` does; `figures` of the report are then those of its `--json`.
-        flags: texts. `caption_key`: suffix of the text member with the caption; unless set 'txt', and of a CSV 'title'
-            before it. `caption_lines`: 'first' or 'random' to use one line of a text. `caption_json`: path into the
-            JSON member, such as 'caption.en'; several by ';' are tried in order. `image_key`: suffixes of the image
-            member, by ';'. `separator`: of a CSV.
+        settings: further keys of the source, as training takes them: `{"caption.type": a_function_of_your_own}`.
+        flags: texts. `caption_key`: suffix of the caption's member, default 'txt', of a CSV 'title' before it.
+            `caption_lines`: the 'first' or a 'random' line of a text. `caption_json`: path into the JSON member, such
+            as 'caption.en'; several by ';' in order. `image_key`: suffixes of the image member, by ';'. `separator`:
+            of a CSV.
 
     Returns:
         The findings, also where no sample is usable.
@@ -230,21 +230,22 @@ def check(
         raise SettingsError(f"samples: expected a number of samples, 0 or more, not {samples!r}")
     names = [os.fspath(one) for one in each("shards", "a pattern or a list of patterns", shards, (str, os.PathLike))]
     words = _flags({**given, "folder": None if folder is None else os.fspath(folder)})
+    if not isinstance(settings, Mapping | None):
+        raise wrong_type("settings", "a mapping of the keys of a source", settings)
     with on_terminal():
-        settings = load(["--train-data", "::".join(in_braces(names)), *words])
-        report = look(section := settings.data.sources["train"], samples)
+        own = tree_of({f"{SHORT_FLAGS}.{key}": value for key, value in (settings or {}).items()})
+        loaded = load(["--train-data", "::".join(in_braces(names)), *words], trees=[own])
+        report = look(loaded.data.sources["train"], samples)
         if all:
-            source = Source(section, SourceContext(cache=settings.data.cache, key=SHORT_FLAGS))
-            report.figures = whole.examine(source, settings.data).figures
+            report.figures = whole.examine(open_sources(loaded)["train"], loaded.data).figures
         return report
 
 
 def _flags(options: Mapping[str, str | None]) -> list[str]:
     """The flags of training that say how samples are read."""
     own = {name: f"{SHORT_FLAGS}.{name}" for name in ("folder", "separator")}
-    given = {name: options[name] for name in (*ReadingFlags.__annotations__, "folder")}
-    words = ((f"--{own.get(name, name).replace('_', '-')}", value) for name, value in given.items())
-    return [word for flag, value in words if value is not None for word in (flag, value)]
+    given = ((own.get(name, name), options[name]) for name in (*ReadingFlags.__annotations__, "folder"))
+    return [word for key, value in given if value is not None for word in (f"--{key.replace('_', '-')}", value)]
 
 
 @dataclass

@@ -19,7 +19,7 @@ from clipstream.checkpoint.store import Subject, locate, model_at, model_in, nam
 from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import CommandLine, command_line, entry_point
 from clipstream.config.flags import choice_flag, own_flags
-from clipstream.config.settings import Config, Settings, load, require_equal, settings_from
+from clipstream.config.settings import Config, Settings, changed, load, require_equal, settings_from
 from clipstream.config.validate import validate_evals
 from clipstream.data import sources as of_data
 from clipstream.data.decode.class_names import number_of
@@ -82,7 +82,8 @@ def evaluate(
     Args:
         model: of `clipstream.load_model`, or what that takes: a run, a checkpoint's folder, a name.
         evaluators: the section `evals` of the settings, `{NAME: {"type": "zero_shot", "data": {"shards": …}, …}}`; a
-            YAML file that has one; or shards, on which retrieval is evaluated under the name `val`.
+            YAML file that has one; or shards, on which retrieval is evaluated under the name `val`, and which are read
+            as the training data of the model's run.
         flags: short flags of the command line, with underscores, such as `caption_json` on how shards are read.
 
     Returns:
@@ -102,10 +103,14 @@ def evaluate(
         >>> clipstream.evaluate(model, section, workers=0)["loss"]["val_loss"] > 0
         True
     """
-    from clipstream.api.model import evaluate_model
+    from clipstream.api.model import Model, evaluate_model, load_model
 
     with on_terminal():
-        settings = settings_from(*_config(evaluators, flags), trains=False)
+        config = _config(evaluators, flags)
+        if config[0] is None:  # shards
+            model = model if isinstance(model, Model) else load_model(model)[0]
+            config = ({"data.sources": changed(model.context.data).get("sources", {})}, *config[1:])
+        settings = settings_from(*config, trains=False)
         if not settings.evals:
             raise SettingsError("no evaluators: set shards, or a section evals with at least one evaluator")
         validate_evals(settings, shown=False)

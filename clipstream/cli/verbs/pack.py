@@ -190,6 +190,10 @@ def arguments(argv: Sequence[str]) -> Asked:
     out = names[0]
     if (local := ShardURL(out).path) is not None:
         out = str(folder := Path(os.path.abspath(own_path(local))))
+        if folder.is_file():
+            raise SettingsError(
+                f"{names[0]} is a file: name the folder of the new shards first (clipstream pack OUT SOURCE)"
+            )
     else:
         folder = cache_root() / "packs" / hashlib.sha256(out.encode()).hexdigest()[:24]
         RemoteDir(out, "OUT")  # tells what is wrong with it

@@ -60,9 +60,11 @@ UNFOLDING = UNPACKING + PACKING.replace(" -C", f" --transform='{_UNFOLDED}' -C")
 PARTS = 8  # files that each folder of a tar has, at most
 
 
-def usual_columns(names: Sequence[str], source: SourceSettings, is_image: Callable[[str], bool]) -> dict[str, str]:
+def usual_columns(
+    names: Sequence[str], source: SourceSettings, is_image: Callable[[str], bool], is_csv: bool
+) -> dict[str, str]:
     """Member (`image`, `txt`) -> the column of a usual name that is read as it: where settings are the defaults, and
-    a table with the columns `names` has none that they name.
+    a table with the columns `names` has none that they name. Of a CSV, `title` is first, also if a folder names it.
 
     Args:
         is_image: whether a column has images or their paths.
@@ -71,7 +73,9 @@ def usual_columns(names: Sequence[str], source: SourceSettings, is_image: Callab
     if source.image_key == IMAGE_KEY and not set(names) & set(split_keys(IMAGE_KEY)):
         image = next((name for name in IMAGE_NAMES if name in names and is_image(name)), None)
     read = source.caption.key if isinstance(source.caption, TextCaption) else ""
-    if read in ("txt", CSV_CAPTION) and not set(names) & set(split_keys(read)):
+    if is_csv and read == "txt" and "title" in names and "key" not in source.caption.model_fields_set:
+        text = "title"
+    elif read in ("txt", CSV_CAPTION) and not set(names) & set(split_keys(read)):
         text = next((name for name in CAPTION_NAMES if name in names), None)
     return {member: name for member, name in (("image", image), ("txt", text)) if name is not None}
 

@@ -127,7 +127,8 @@ class TableSource(SourceType):
         except (ShardError, OSError) as error:
             raise DataError(f"{key}.shards: {redact(url)}: {error}") from error
         own = os.path.dirname(named or "") if settings.folder is None else settings.folder
-        usual = self._usual[url] = usual_columns(names := columns(arrow), settings, partial(_is_image, arrow))
+        names, is_csv = columns(arrow), table_format(url) == "csv"
+        usual = self._usual[url] = usual_columns(names, settings, partial(_is_image, arrow), is_csv)
         keys = self._images[url] = (usual["image"],) if "image" in usual else self._keys
         urls = [name for name in names if name in (URLS if not set(names) & set(keys) else keys)]
         if _are_addresses(arrow, urls):
@@ -137,7 +138,7 @@ class TableSource(SourceType):
             with open(_local(url, cache), "rb") as file:
                 head = file.read(HEAD)
             what = "" if kind(head) in (None, *TEXTS, "Parquet", "Arrow") else f"it is {describe(head)}; "
-            if table_format(url) == "csv" and any(map(IMAGE_NAME.search, names)):
+            if is_csv and any(map(IMAGE_NAME.search, names)):
                 what = "the header is missing: insert a line such as filepath,title; "
             if "image_ids" in names or any(map(content.is_base64, names)):
                 what = (

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from clipstream.cli.verbs.check import check
 from clipstream.config.settings import load
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.loader.loader import Loader
@@ -452,6 +453,31 @@ def test_a_wrong_caption_column_names_the_right_one(tmp_path: Path, rows: Rows) 
         next(one)
     text = str(raised.value)
     assert "--caption-key title" in text.partition("--caption-json title")[0]
+
+
+def test_a_table_and_its_folder_have_the_same_captions(tmp_path: Path) -> None:
+    (folder := tmp_path / "d").mkdir()
+
+    def captions(name: str, *flags: str) -> list[str]:
+        found = check(folder / name, settings=dict(flag.split("=") for flag in flags)).captions
+        return [*found.values()]
+
+    (folder / "0.png").write_bytes(picture(0, kind="PNG"))
+    for header, row, said in (
+        ("file,title,caption", "0.png,a,b", "a"),
+        ("file,caption,title", "0.png,b,a", "a"),
+        ("file,txt,title", "0.png,b,a", "a"),
+        ("file,txt,title", "0.png,b,", None),
+        ("file,caption,text", "0.png,b,c", "b"),
+    ):
+        for name in ("pairs.csv", "pairs.tsv"):
+            for other in folder.glob("pairs.*"):
+                other.unlink()
+            text = f"{header}\n{row}\n"
+            (folder / name).write_text(text.replace(",", "\t") if name.endswith("tsv") else text)
+            assert captions(name) == captions("") == ([said] if said else []), (header, name)
+            if "txt" in header:
+                assert captions("", "caption.key=txt") == captions(name, "caption.key=txt") == ["b"]
 
 
 def test_a_json_list_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
