@@ -57,7 +57,7 @@ SHARD = 10_000  # samples
 
 
 def write_store(path: Path, rows: int, width: int, dtype: str, zstd: bool = False, ids: bool = False) -> None:
-    """A store of random rows, with token ids of one caption a sample where `ids`."""
+    """A store of random rows and one caption a sample, with its token ids where `ids`."""
     sizes = [min(SHARD, rows - first) for first in range(0, rows, SHARD)]
     shards = tuple(ShardInfo(f"{number:05d}.tar") for number in range(len(sizes)))
     parts = {"image": PartInfo(width, dtype, "view", zstd=zstd)}
