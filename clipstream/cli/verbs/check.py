@@ -196,10 +196,9 @@ def check(
         samples: number of samples to read, spread over the shards; 0 for all; unless set 500, or all of 2,000 or fewer.
         all: also read all samples as `check --all` does; `figures` of the report are then those of its `--json`.
         settings: further keys of the source, as training takes them: `{"caption.type": a_function_of_your_own}`.
-        flags: texts. `caption_key`: suffix of the caption's member, default 'txt', of a CSV 'title' before it.
+        flags: texts. `caption_key`: suffix of the caption's member, default 'txt', of a CSV 'title' first.
             `caption_lines`: the 'first' or a 'random' line of a text. `caption_json`: path into the JSON member, such
-            as 'caption.en'; several by ';' in order. `image_key`: suffixes of the image member, by ';'. `separator`:
-            of a CSV.
+            as 'caption.en'; several by ';'. `image_key`: suffixes of the image member. `separator`: of a CSV.
 
     Returns:
         The findings, also where no sample is usable.
