@@ -156,6 +156,12 @@ def test_killed_at_any_time_it_goes_on_to_the_same_bytes(
     assert files(target) == files(tmp_path / "a/x"), "what is damaged is written anew"
 
 
+def test_a_source_in_place_of_the_new_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pairs.csv").write_text("filepath,title\n")
+    assert main([str(tmp_path / "pairs.csv"), str(tmp_path / "new")]) == 2
+    assert "pairs.csv is a file: name the folder of the new shards first (clipstream pack OUT" in capsys.readouterr().err
+
+
 def test_lists_of_another_pack_are_not_used(shards: str, tmp_path: Path) -> None:
     (tmp_path / "bad.tar").write_text("<html>")
     out, other = tmp_path / "x", f"{shards}/00001.tar::{shards}/00003.tar"
