@@ -244,8 +244,11 @@ def read_config(folder: Path) -> Config | None:
         if not isinstance(image, dict) or not isinstance(text, dict):
             raise ValueError("without vision_config and text_config, it is not of a whole model")
         found = _siglip(image, text) if kind == "siglip" else _clip(image, text, config.get("projection_dim") or 512)
-    if kind == "clip" and (found["text_cfg"]["vocab_size"] != 49408 or _has_other_words(folder)):
-        found["text_cfg"]["hf_tokenizer_name"] = "tokenizer"  # the files beside the configuration
+    words = found["text_cfg"]
+    if kind == "clip" and (words["vocab_size"] != 49408 or _has_other_words(folder)):
+        words["hf_tokenizer_name"] = "tokenizer"  # the files beside the configuration
+    elif words.get("eos_id") == EOS:  # of CLIP's own words the largest id
+        del words["pool_type"], words["eos_id"]
     return {"model_cfg": found, "preprocess_cfg": read_processor(folder, kind, found["vision_cfg"]["image_size"])}
 
 
@@ -297,7 +300,7 @@ def _clip(image: Config, text: Config, embed_dim: int) -> Config:
     # is 2, which files from before transformers 4.31 have for CLIP's own.
     if type(eos := text.get("eos_token_id", EOS)) is not int:
         raise ValueError(f"text_config.eos_token_id {eos} is not an id: no text has a feature")
-    at_eos = {} if eos in (2, words["vocab_size"] - 1) else {"pool_type": "eos", "eos_id": eos}
+    at_eos = {} if eos == 2 else {"pool_type": "eos", "eos_id": eos}
     found: Config = {
         "embed_dim": embed_dim,
         "vision_cfg": {
@@ -371,7 +374,6 @@ def _siglip(image: Config, text: Config) -> Config:
         "text_cfg": {
             **_text_cfg(words),
             "hf_tokenizer_name": "tokenizer",
-            "tokenizer_kwargs": {"clean": "canonicalize"},
             "no_causal_mask": True,
             "proj_bias": True,
             "pool_type": "last",

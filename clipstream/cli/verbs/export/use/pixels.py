@@ -26,10 +26,10 @@ class Pixels:
         """An RGB image of a file, or of an image as `Image.open` gives it; with `resize` of the model's size.
 
         Images with a palette and in CMYK are always resized, as this has to come before they become RGB, and so are all
-        where the model's own preprocessing has another centre crop.
+        where the model's own preprocessing has another centre crop, or squashes, which some libraries round otherwise.
         """
         if not isinstance(image, Image.Image):
             image = Image.open(io.BytesIO(Path(image).read_bytes()))
         image = opaque(loaded(image), (255, 255, 255))
-        resize = resize or self.spec.floor_crop or not is_smooth(image)
+        resize = resize or self.spec.floor_crop or self.spec.resize_mode == "squash" or not is_smooth(image)
         return converted(fitted(image, self.spec) if resize else image)
