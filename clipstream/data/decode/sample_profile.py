@@ -25,6 +25,7 @@ from clipstream.errors import Dropped
 from clipstream.storage.tar import PACKING, UNPACKING
 from clipstream.text import lines, listed, printable
 from clipstream.utils import content
+from clipstream.utils.logs import logger
 
 MAX_FIELDS = 500  # a JSON member whose names are ids would otherwise fill the memory
 MAX_SUFFIXES = 5000
@@ -77,6 +78,8 @@ def usual_columns(
         text = "title"
     elif read in ("txt", CSV_CAPTION) and not set(names) & set(split_keys(read)):
         text = next((name for name in CAPTION_NAMES if name in names), None)
+    if is_csv and "caption" in names and (text == "title" or (read == CSV_CAPTION and "title" in names)):
+        logger.warning("the column title is read, as open_clip does; for the column caption: --caption-key caption")
     return {member: name for member, name in (("image", image), ("txt", text)) if name is not None}
 
 

@@ -455,7 +455,7 @@ def test_a_wrong_caption_column_names_the_right_one(tmp_path: Path, rows: Rows) 
     assert "--caption-key title" in text.partition("--caption-json title")[0]
 
 
-def test_a_table_and_its_folder_have_the_same_captions(tmp_path: Path) -> None:
+def test_a_table_and_its_folder_have_the_same_captions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder := tmp_path / "d").mkdir()
 
     def captions(name: str, *flags: str) -> list[str]:
@@ -475,7 +475,10 @@ def test_a_table_and_its_folder_have_the_same_captions(tmp_path: Path) -> None:
                 other.unlink()
             text = f"{header}\n{row}\n"
             (folder / name).write_text(text.replace(",", "\t") if name.endswith("tsv") else text)
+            caplog.clear()
             assert captions(name) == captions("") == ([said] if said else []), (header, name)
+            both = "caption" in header and "title" in header
+            assert caplog.text.count("--caption-key caption") == 2 * both
             if "txt" in header:
                 assert captions("", "caption.key=txt") == captions(name, "caption.key=txt") == ["b"]
 
