@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from clipstream.errors import SettingsError, errors_as
+from clipstream.utils.logs import logger
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers of its filters
@@ -58,7 +60,13 @@ def read_processor(folder: Path, model_type: str, image_size: int) -> dict[str, 
             values = json.loads(path.read_text(encoding="utf-8")) if (path := folder / name).is_file() else {}
             if (name == PREPROCESSOR and path.is_file()) or "image_processor" in values:  # which transformers 4 lacks
                 return _of(values["image_processor"] if name == PROCESSOR else values, path, model_type, image_size)
+    _warn_of_defaults(folder, model_type)
     return _of({"size": image_size, "crop_size": image_size}, folder, model_type, image_size)
+
+
+@cache  # a folder is read several times
+def _warn_of_defaults(folder: Path, model_type: str) -> None:
+    logger.warning(f"{folder} has no {PREPROCESSOR}: images get the defaults of transformers' {model_type} processor")
 
 
 def _of(values: Mapping[str, Any], path: Path, model_type: str, image_size: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from transformers.processing_utils import ImagesKwargs
 import clipstream
 from clipstream.cli.verbs.export.files import write_transformers
 from clipstream.errors import SettingsError
+from clipstream.models.image_processor import read_processor
 from tests.support.model_files import build
 
 SIZE = 32
@@ -220,3 +221,9 @@ def test_the_centre_crop_of_transformers_stays(tmp_path: Path) -> None:
     assert towers.image.floor_crop and not plain.image.floor_crop
     _, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{tmp_path / 'saved'}")
     assert preprocess(pictures()[0]).shape == (3, SIZE, SIZE)
+
+
+def test_a_folder_without_a_processor_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        read_processor(tmp_path, "siglip", 32)
+    assert caplog.text.count("preprocessor_config.json: images get the defaults of transformers' siglip processor") == 1
