@@ -152,7 +152,8 @@ class FeatureStore:
             if self._root is not None and (self._root / DRAFT).exists():
                 raise incomplete from error
             raise SettingsError(
-                f"{self.shown} is no feature store ({STORE}: {error.strerror}): `clipstream precompute` writes one"
+                f"{self.shown} is no feature store ({STORE}: {error.strerror}): `clipstream precompute FOLDER --towers "
+                "both --model MODEL_OR_RUN --train-data DATA` writes one"
             ) from error
         finally:
             self.release(STORE)

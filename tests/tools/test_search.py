@@ -256,6 +256,7 @@ def test_hard_negatives_are_those_that_training_reads(folder: Path, features: An
         ("duplicates --images 0.tar", "set both, or none"),
         ("duplicates --html page.html --images {0..1}.tar --data.sources.train.foldr x", "did you mean 'folder'"),
         ("duplicates --sort", "unrecognized arguments: --sort"),
+        ("doubt photos", "doubt: unrecognized arguments: photos: it takes one store, which"),
         ("neighbours --mine image-text", "set --out FILE.parquet"),
         ("neighbours --mine image-text --out a.csv", "set --out FILE.parquet"),
         ("neighbours --mine image-text --out a.parquet --query-key k1", "for all samples"),

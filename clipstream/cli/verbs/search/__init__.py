@@ -23,7 +23,8 @@ def main(argv: list[str]) -> int:
     options, flags = parser.parse_known_args(argv)
     options.flags = flags
     if flags and not getattr(options, "images", None):
-        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+        hint = "" if flags[0].startswith("-") else ": it takes one store, which `clipstream precompute` writes of data"
+        parser.error(f"{options.topic}: unrecognized arguments: {' '.join(flags)}{hint}")
     images.computed().search(options)  # on use: --help imports no torch
     return 0
 
