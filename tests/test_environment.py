@@ -92,7 +92,7 @@ def drawn_in(folder: Path, constant: int, *flags: str) -> str:
     (folder / "test_inner.py").write_text(DRAWS)
     (folder / "others.py").write_text(f"FOUND = {[*range(constant, constant + 500)]}, 'text {constant}', b'{constant}'")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", *flags]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "CI": "true"}
     done = subprocess.run(
         [*command, "--rootdir", str(folder), "test_inner.py"],
         cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False,

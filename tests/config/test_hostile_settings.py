@@ -42,7 +42,7 @@ def test_aliases_that_multiply_are_refused_at_once(tmp_path: Path, text: str) ->
     """Before they are copied: 9^10 copies take an hour and more memory than there is."""
     (found,) = problems(["--config", write(tmp_path / "a.yaml", text)])
     assert ".yaml:" in found and ": aliases (*NAME) expand to more than 10,000 keys and values" in found
-    assert "expected a mapping" in problems([f"--data.sources={text}"])[0]
+    assert "a section of settings" in problems([f"--data.sources={text}"])[0]
 
 
 def test_aliases_of_everyday_use_are_read(tmp_path: Path) -> None:
