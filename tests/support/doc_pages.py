@@ -217,6 +217,8 @@ def make_folder(home: Path) -> Path:
         (home / "pictures" / f"{number}.jpg").write_bytes(picture(number))
         rows.append(f"pictures/{number}.jpg,picture {number}")
     (home / "pairs.csv").write_text("\n".join(rows) + "\n")
+    products = [f"pictures/{n}.jpg,a thing,{('cup', 'hat')[n % 2]}" for n in range(12)]
+    (home / "products.csv").write_text("\n".join(["file,title,category", *products]) + "\n")
     for number in range(24):
         pair = home / "photos" / f"{number % 3}" / f"{number}.jpg"
         pair.parent.mkdir(parents=True, exist_ok=True)

@@ -369,10 +369,9 @@ def furnish(place: Path) -> None:
         (place / f"{sample['__key__']}.jpg").write_bytes(sample["jpg"])
         rows.append(f"{sample['__key__']}.jpg,{sample['txt']},{sample['cls']}")
     (place / "pairs.csv").write_text("\n".join(rows) + "\n")
-    keys = [*(sample["__key__"] for sample in samples), *map(str, range(20))]
-    chances = ["key,probability", *(f"{key},{1 - i % 4 / 6}" for i, key in enumerate(keys))]
-    (place / "chances.csv").write_text("\n".join(chances) + "\n")
     names = [[f"0000{(n > 12) + (n > 19)}.tar/{n:04d}" for n in range(29)], [f"pairs.csv/{n}" for n in range(20)]]
+    chances = [f"{name.replace('/', ',')},{1 - i % 4 / 6}" for i, name in enumerate([*names[0], *names[1]])]
+    (place / "chances.csv").write_text("\n".join(["shard,key,probability", *chances]) + "\n")
     near = {name: [some[n - 3], some[n - 7]] for some in names for n, name in enumerate(some)}
     columns = zip(*(name.split("/") for name in near), strict=True)
     table = dict(zip(("shard", "key"), map(list, columns), strict=True), neighbours=list(near.values()))
