@@ -62,7 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     samples = [{"__key__": f"k{n}", "png": png(n), "txt": text} for n, text in enumerate(CAPTIONS)]
     write_tar(place / "shard.tar", samples)
     images = [{"bytes": png(n), "path": None} for n in range(len(CAPTIONS))]
-    parquet.write_table(pa.table({"image": images, "txt": CAPTIONS}), place / "inside.parquet")
+    parquet.write_table(pa.table({"image": images, "caption": CAPTIONS}), place / "inside.parquet")
     return place
 
 

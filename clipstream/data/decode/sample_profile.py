@@ -73,8 +73,9 @@ def usual_columns(
     image = text = None
     if source.image_key == IMAGE_KEY and not set(names) & set(split_keys(IMAGE_KEY)):
         image = next((name for name in IMAGE_NAMES if name in names and is_image(name)), None)
-    read = source.caption.key if isinstance(source.caption, TextCaption) else ""
-    if is_csv and read == "txt" and "title" in names and "key" not in source.caption.model_fields_set:
+    caption = getattr(source.caption, "of", source.caption)  # of a search, for which images need no caption
+    read = caption.key if isinstance(caption, TextCaption) else ""
+    if is_csv and read == "txt" and "title" in names and "key" not in caption.model_fields_set:
         text = "title"
     elif read in ("txt", CSV_CAPTION) and not set(names) & set(split_keys(read)):
         text = next((name for name in CAPTION_NAMES if name in names), None)
