@@ -116,9 +116,10 @@ def flag_tree(
             if found is not None and not any(one.at(path) for one in (*files, tree)):
                 tree.put(path, found)
     if "--val-data" in aliased:
-        kept = train.at(("evals", "val", "data", "keep"))
+        keep = ("evals", "val", "data", "keep")
+        kept = None if tree.at(keep) else train.at(keep)
         if kept is not None and str(kept.value).endswith(f"/{SPLIT_FILE}"):  # of the run's own training data
-            tree.put(("evals", "val", "data", "keep"), Node.of(None, "--val-data"))
+            tree.put(keep, Node.of(None, "--val-data"))
     used = [flag for flag in READING if flag in aliased]
     if used and not trains:  # flags of the training source describe --val-data
         if "--val-data" not in aliased:

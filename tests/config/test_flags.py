@@ -215,6 +215,14 @@ def test_val_data_are_read_as_the_training_data_unless_a_file_says_otherwise(tmp
     assert load(["--config", file, "--zeroshot-frequency=2"]).evals["imagenet"].every_epochs == 2
 
 
+def test_the_samples_that_a_run_has_held_out_are_those_of_its_own_data(tmp_path: Path) -> None:
+    own = write(tmp_path / "run.yaml", "evals: {val: {data: {shards: a, keep: /runs/one/val_split.txt}}}\n")
+    found = [load(["--config", own, "--val-data=v", *more], trains=False).evals["val"].data for more in (
+        [], ["--evals.val.data.keep=/runs/one/val_split.txt"],
+    )]  # fmt: skip
+    assert [data and data.keep for data in found] == [None, "/runs/one/val_split.txt"], "unless they are given"
+
+
 def test_without_training_the_flags_of_captions_are_the_validations() -> None:
     words = "--val-data=v.csv --csv-img-key=f --csv-caption-key=t --csv-separator=;"
     settings = load(words.split(), trains=False)
