@@ -55,7 +55,7 @@ class Conditions:
     def check_fields(self, known: Sequence[str]) -> None:
         """Raises SettingsError: a field is not among the known ones."""
         for text, names in zip(self.texts, self.fields, strict=True):
-            for name in set(names) - {*known}:
+            for name in (name for name in names if name not in known):
                 near = did_you_mean(name, known, 3)
                 raise SettingsError(
                     f"--where {text!r}: unknown field {name!r}{near}; texts stand in single quotes; the fields are "

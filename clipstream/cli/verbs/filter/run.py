@@ -156,7 +156,8 @@ class Samples:
         return {
             number: f"{block['shard'][number - start]}/{block['key'][number - start]}"
             for start, block, rows in self.blocks(["shard", "key"])
-            for number in numbers & {*range(start, start + rows)}
+            for number in numbers
+            if start <= number < start + rows
         }
 
     def join_scores(self, spec: str) -> None:
