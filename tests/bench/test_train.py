@@ -43,6 +43,11 @@ def read(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
         return {(row["table"], row["rung"]): row for row in csv.DictReader(file)}
 
 
+def unfolded(table: str) -> str:
+    """The text of a table whose last column is folded, into the width that the measured figures leave."""
+    return " ".join(table.replace("│", " ").split())
+
+
 @pytest.mark.ci
 def test_the_ladder_of_a_small_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -54,7 +59,7 @@ def test_the_ladder_of_a_small_model(
     rows = read(tmp_path)
     assert rows["1", "tf32"]["note"].startswith("not run: train.tf32: the CPU does not support TF32")
     assert rows["2", "fsdp"]["note"] == "not run: one rank: torchrun starts several"
-    assert "tf32" in said and "the CPU does not support TF32" in said and "loss at 3" in said
+    assert "tf32" in said and "loss at 3" in said and "the CPU does not support TF32" in unfolded(said)
     ran = {name: row for (_, name), row in rows.items() if row["samples_per_s"]}
     assert {"baseline", "fused", "buckets", "open_clip", "checkpointing all", "shards", "patch-dropout"} <= set(ran)
     assert {"micro-batch 1", "micro-batch 4"} <= set(ran)
@@ -95,7 +100,7 @@ def test_rungs_that_cannot_run_and_a_file_that_cannot_be_written_say_why(
     said, told = capsys.readouterr()
     assert f"cannot write {tmp_path / 'full.csv'}: No space left on device" in told
     assert yaml.read_text() in said
-    words = " ".join(said.split())
+    words = unfolded(said)
     assert "precision for locked towers" in words and "no causal mask (SigLIP)" in words
 
 
