@@ -2,7 +2,8 @@
 
 A `TrainState` and the tensors of model and optimizer enter; checkpoint folders leave. At most one save is in progress,
 and the next one waits for it. Collectives run in the training thread; only rank 0 has a writing thread. A full disk is
-a warning, and the older checkpoints stay; any other failure of the thread ends the run at its next step.
+a warning, and the older checkpoints stay; so is a folder that is away or read-only, which is not made anew before the
+end, as it may come back. Any other failure of the thread ends the run at its next step.
 
 A thread suffices, without a process: it writes and checksums memory in calls that release the interpreter's lock
 (`benchmarks/saving.py` measures the cost of a save for training).
@@ -14,9 +15,11 @@ import atexit
 import io
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,6 +53,7 @@ from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 
+AWAIT = 10  # s at the end, until a folder that is away is made anew
 _Evaluated = tuple[int, float] | None  # step and value of the last evaluation of `keep_best`
 
 
@@ -97,6 +101,8 @@ class AsyncWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._written = True  # whether the last save succeeded
+        self._again: Callable[[], None] | None = None  # repeats the last save, whose folder was away
+        self._told = ""  # the last warning
         best = store.best_of(folder) if world.is_main else None
         same = best is not None and best.metric == settings.keep_best
         self._best: float | None = world.broadcast_object(best.value if best is not None and same else None)
@@ -129,7 +135,7 @@ class AsyncWriter:
             state: position of the run; `data` is this rank's part, and the parts are saved merged. The rest is taken
                 from rank 0.
 
-        Raises ClipstreamError: the previous save failed, other than by a full disk.
+        Raises ClipstreamError: the previous save failed, other than by a folder that is full or away.
         """
         self.world.on_main(self._join)
         if self.world.is_main:
@@ -150,7 +156,7 @@ class AsyncWriter:
     def check(self) -> None:
         """Raise the error of the writing thread, if any; cheap enough to call at each step.
 
-        Raises ClipstreamError: a file could not be written, other than for a full disk. On rank 0 only.
+        Raises ClipstreamError: a file could not be written, in a folder that is neither full nor away. On rank 0 only.
         """
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
@@ -183,16 +189,27 @@ class AsyncWriter:
         """Wait until all saves are written, and copied to remote storage. Every rank calls this.
 
         Returns:
-            Whether the last save was written: False if the disk was full.
+            Whether the last save was written: False if the folder was full or away, for AWAIT seconds more.
 
         Raises ClipstreamError: as `check`.
         """
 
         def wait() -> bool:
             self._join()
+            for left in reversed(range(AWAIT)):
+                if self._again is not None:
+                    time.sleep(1.0)
+                    if not left:
+                        with suppress(OSError):
+                            self.folder.mkdir(parents=True, exist_ok=True)
+                    self._again()
+            self.check()
             if self._evaluated is not None:  # the last evaluation may be newer than the last save
-                self.update_best(*self._evaluated)
-                self._prune()
+                try:
+                    self.update_best(*self._evaluated)
+                    self._prune()
+                except OSError as error:
+                    self._warn(f"the best checkpoint could not be named: {error}")
             if self._sync is not None:
                 self._sync.wake()
             self.close()
@@ -229,7 +246,7 @@ class AsyncWriter:
 
     def _run(self, meta: CheckpointMeta, groups: str, random: list[RandomState], evaluated: _Evaluated) -> None:
         step = meta.train.step
-        self._written = False
+        self._written, self._again = False, None
         try:
             self._snapshot.wait()
             headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._content.tensors)} | {
@@ -240,22 +257,28 @@ class AsyncWriter:
             text = json.dumps(meta.to_json(), indent=1, allow_nan=False) + "\n"
             others = {**self._description, RANDOM: pickled.getvalue(), STATE: text.encode()}
             write(self.folder, step, self._snapshot.files, headers, others, after=after)
+            self._written = True
             if evaluated is not None:
                 self.update_best(*evaluated)
             self._prune()
             if self._sync is not None:
                 self._sync.wake()
-            self._written = True
         except BaseException as error:
-            if not atomic_write.is_full(error):
+            if (why := atomic_write.obstacle(error, self.folder)) is None:
                 self._error = error
                 return
-            store.clear(self.folder)
-            self._prune()  # frees space if the run was resumed with a lower keep_last
-            left = "there is no checkpoint yet: free some space"
-            if found := store.whole(self.folder):
-                left = f"the newest checkpoint is {found[0].name}: free some space, or lower checkpoint.keep_last"
-            self._warn(f"the disk of {self.folder} is full: step {step} was not saved; {left}")
+            advice, found = "the next save tries again", list[Path]()
+            if atomic_write.is_full(error):
+                advice = "free some space, or lower checkpoint.keep_last"
+            elif not self._written:
+                self._again = partial(self._run, meta, groups, random, evaluated)
+            with suppress(OSError):
+                store.clear(self.folder)
+                self._prune()  # frees space if the run was resumed with a lower keep_last
+                found = store.whole(self.folder)
+            done = "is saved, and older checkpoints are left" if self._written else "was not saved"
+            left = f"the newest checkpoint is {found[0].name}" if found else "there is no checkpoint"
+            self._warn(f"{why}: step {step} {done}; {left}: {advice}")
 
     def update_best(self, step: int, value: float) -> None:
         """Point `best` to a step's checkpoint, if that exists and is better than the present one."""
@@ -271,8 +294,9 @@ class AsyncWriter:
             store.prune(self.folder, last=self.settings.keep_last, every=self.settings.keep_every, spared=held)
 
     def _warn(self, text: str) -> None:
-        if self.world.is_main:
+        if self.world.is_main and text != self._told:
             logger.warning(text)
+        self._told = text
 
 
 class Snapshot:

@@ -263,9 +263,10 @@ def begin(folder: Path, name: str, size: int) -> Path:
     Args:
         size: approximate bytes that will be written.
 
-    Raises OSError: the folder cannot be made, or the disk has less space: other files of the run would fail as well.
+    Raises OSError: the folder cannot be made, as the run's is away, or the disk has less space: other files of the run
+        would fail as well.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     clear(folder)
     for path in candidates(folder):
         if path.name.endswith(ASIDE) and not (plain := path.with_name(path.name.removesuffix(ASIDE))).exists():

@@ -31,6 +31,11 @@ DTYPES = {  # torch's name -> safetensors'
     "int16": "I16", "uint16": "U16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# Of a folder that was moved, deleted or unmounted, became read-only, or whose server does not answer.
+_AWAY = (
+    errno.ENOENT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ENODEV,
+    errno.ENXIO, errno.EHOSTDOWN, errno.ETIMEDOUT,
+)  # fmt: skip
 _UNFLUSHED = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _told = mmap.mmap(-1, 2)  # shared with forked workers: whether flushing and locking are told
 
@@ -175,6 +180,15 @@ def _tell(number: int, text: str) -> None:
 def is_full(error: BaseException) -> bool:
     """Whether a write failed because the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in _FULL
+
+
+def obstacle(error: BaseException, path: Path) -> str | None:
+    """Why a write to `path` failed that may succeed later, in words; None for other errors."""
+    if is_full(error):
+        return f"the disk of {path} is full"
+    if isinstance(error, OSError) and error.errno in _AWAY:
+        return f"{path} cannot be written ({error.strerror})"
+    return None
 
 
 def tensors_header(meta: Mapping[str, str], layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +247,59 @@ def test_on_a_full_disk_a_lower_keep_last_makes_room(tmp_path: Path, capsys: pyt
         assert write(tmp_path, 4, keep_last=1) is None
         assert "the newest checkpoint is step_00000003" in capsys.readouterr().err
         assert write(tmp_path, 5, keep_last=1) is not None
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EROFS, errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_folder_that_is_not_writable_is_a_warning_and_the_next_save_tries_again(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(path: Path, content: Any) -> tuple[int, str]:
+        raise OSError(number, os.strerror(number), str(path))
+
+    saver = saver_of(tmp_path)
+    saver.save(TrainState(1))
+    assert saver.finish()
+    with monkeypatch.context() as broken:
+        broken.setattr(atomic_write, "write", fail)
+        saver.save(TrainState(2))
+        wait_until(lambda: checked(saver) and capsys.readouterr().err.count("warning: ") == 1)
+    assert find(tmp_path, "latest") == tmp_path / "step_00000001"
+    saver.save(TrainState(3))
+    assert saver.finish() and names(tmp_path) == ["latest", "step_00000001", "step_00000003"]
+
+
+def test_a_run_folder_that_is_away_is_awaited_at_the_end_and_then_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A save in between does not make it, so that it can be moved back."""
+    run, aside = tmp_path / "run", tmp_path / "aside"
+    run.mkdir()
+    saver, waits = saver_of(run / "checkpoints"), list[float]()
+    saver.save(TrainState(1))
+    assert saver.finish()
+    run.rename(aside)
+    saver.save(TrainState(2))
+    saver.save(TrainState(3))
+    saver._join()
+    said = capsys.readouterr().err
+    assert said.count("cannot be written (No such file or directory): step") == 2 and not run.exists()
+
+    def come_back(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            aside.rename(run)
+
+    monkeypatch.setattr(time, "sleep", come_back)
+    assert saver.finish() and len(waits) == 3 and capsys.readouterr().err == "", "told once"
+    assert find(run / "checkpoints", "latest") == run / "checkpoints" / "step_00000003"
+    shutil.rmtree(run)
+    saver.save(TrainState(4))
+    assert saver.finish() and names(run / "checkpoints") == ["latest", "step_00000004"]
+    shutil.rmtree(run)
+    run.write_text("a file: nothing can be made here")
+    saver.save(TrainState(5))
+    with pytest.raises(ClipstreamError, match="cannot write the checkpoint"):
+        saver.finish()
 
 
 # A process that saves steps 1, 2, 3 again and again, each time in a fork that ends at the n-th operation on files.
