@@ -116,7 +116,7 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
 
         # Optimizer, step, loop.
         step = build_step(settings, world, model)
-        fit(replace(run, settings=settings), step, loader, model.tokenizer, throughput, resumed)
+        failures = fit(replace(run, settings=settings), step, loader, model.tokenizer, throughput, resumed)
     if (rule := settings.train.interpolate) is not None:
         end = store.locate(str(run.folder)).checkpoint
         assert end is not None, "the last step is saved"
@@ -131,7 +131,7 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
             text = f"stopped by {stopped.name()} in train.interpolate, all steps are saved"
             raise Stopped(f"{text}; the same command with --resume latest repeats it") from None
     if world.is_main:
-        print_end(settings, REPORT_FILE)
+        print_end(settings, REPORT_FILE, failures)
 
 
 def audit(run: Run, stored: StoredData | None, resumed: Resumed) -> None:
@@ -253,8 +253,8 @@ def fit(
     tokenizer: tokenizers.Tokenizer,
     throughput: Throughput | None,
     resumed: Resumed,
-) -> None:
-    """The loop, with weights, moments and random states of the checkpoint, if there is one."""
+) -> dict[str, str]:
+    """The loop, with weights, moments and random states of the checkpoint, if there is one; see `Outputs.failures`."""
     settings, world, watch = run.settings, run.world, run.watch
     train, total, log = settings.train, settings.total_steps, settings.log
     start = None if resumed.checkpoint is None else load_into(step, resumed.checkpoint, resumed.state)
@@ -317,6 +317,7 @@ def fit(
     loading.show("loading the first batch")
     with closing(outputs), writer:
         trainer.run(save_first=resumed.checkpoint is not None and resumed.checkpoint.is_file())
+    return outputs.failures
 
 
 def build_evals(run: Run, step: TrainStep, tokenizer: tokenizers.Tokenizer, outputs: Outputs) -> EvalRunner:

@@ -180,7 +180,8 @@ def write(
     sizes, checksums = {}, {}
     for name, parts in content.items():
         path = draft / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent != draft:  # which may be away, and is not made anew
+            path.parent.mkdir(exist_ok=True)
         sizes[name], checksums[name] = atomic_write.write(path, parts)
     return store.commit(draft, store.Marker(store.next_serial(folder, after), step, sizes, checksums))
 

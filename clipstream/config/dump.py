@@ -285,8 +285,10 @@ def print_summary(
     announce(f"folder   {settings.run_folder}")
 
 
-def print_end(settings: Settings, report: str) -> None:
-    """Print the best checkpoint, if the settings name a metric for it, the file `report`, and what to do next."""
+def print_end(settings: Settings, report: str, failures: Mapping[str, str]) -> None:
+    """Print the best checkpoint, if the settings name a metric for it, the file `report`, what to do next, and which
+    outputs failed, by name with the reason.
+    """
     if settings.log.report:
         announce(f"report   {settings.run_folder / report}")
     sources = (source for _, source in sorted(settings.data.sources.items()))
@@ -297,3 +299,6 @@ def print_end(settings: Settings, report: str) -> None:
     if best is not None and best.metric == settings.checkpoint.keep_best:
         path = settings.run_folder / "checkpoints" / best.name
         announce(f"best at step {int(best.name[5:])}: {best.metric} {best.value:.4g}, {path}", whole=True)
+    if failures:
+        told = "; ".join(f"{name} ({why})" for name, why in failures.items())
+        logger.warning(f"failed at times, and may be incomplete: {told}")

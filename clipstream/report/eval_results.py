@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,8 @@ class FiguresFile:
         self._headed = True
 
     def close(self) -> None:
-        for file in (self._lines, self._table):
-            file.close()
+        with closing(self._table):
+            self._lines.close()
 
 
 def table_lines(*evaluations: Record, head: bool, markdown: bool = False) -> str:

@@ -13,8 +13,12 @@ import base64
 import io
 import json
 import math
+import os
 import re
+import socket
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -42,6 +46,7 @@ NONFINITE_FILE = "nonfinite.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 IMAGES_FOLDER = "pictures"
 LARGEST = 160  # pixels of a thumbnail's longer side
+WAITING = 64 << 20  # bytes that wait for a file that cannot be written
 LISTED = 1_000_000  # dropped samples listed per run, about 250 MB; further ones are only counted
 
 
@@ -62,8 +67,8 @@ class RunInfo:
 class Sink(Protocol):
     """A destination of a run's records, on rank 0. Constructed as `Name(settings, run)` with `run` a `RunInfo`.
 
-    Derive from this class to implement only what you need. A `log.sinks` entry that raises is reported once and does
-    not end the run.
+    Derive from this class to implement only what you need. A sink that raises is reported once and does not end the
+    run.
     """
 
     def write(self, record: Record) -> None:
@@ -88,15 +93,16 @@ class SinkGroup(Sink):
 
     Attributes:
         stamped: adds the duration of the process to the record of its end, and returns other records unchanged.
+        failures: why the last failed call of a sink failed, by its name.
 
     Args:
-        plugins: names of the sinks of `log.sinks`, which may fail in any way. Of the others only images and a full
-            disk may fail.
+        plugins: names of the sinks of `log.sinks`.
     """
 
     def __init__(self, plugins: Collection[str]) -> None:
         self.sinks: dict[str, Sink] = {}  # by name, in the order in which they are called
         self.stamped: Callable[[Record], Record] = lambda record: record
+        self.failures: dict[str, str] = {}
         self._plugins = plugins
         self._failing: set[str] = set()  # sinks whose last call failed
 
@@ -107,15 +113,8 @@ class SinkGroup(Sink):
             self.call(name, partial(sink.write, own))
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Pass on images and tables. Any failure is reported, and never raised."""
         for key, sink in self.sinks.items():
-            if key in self._plugins:
-                self.call(key, partial(sink.show, step, name, examples, tables))
-                continue
-            try:
-                sink.show(step, name, examples, tables)
-            except Exception as error:
-                logger.warning(f"the images of {name!r} could not be kept: {error}")
+            self.call(key, partial(sink.show, step, name, examples, tables))
 
     def status(self, text: str) -> None:
         for name, sink in self.sinks.items():
@@ -126,54 +125,62 @@ class SinkGroup(Sink):
             self.call(name, sink.close)
 
     def call(self, name: str, method: Callable[[], object]) -> None:
-        """Call a method of the sink `name`; a failure that may happen is reported once in a row, and not raised."""
+        """Call a method of the sink `name`; a failure is reported once in a row, and not raised."""
         try:
             method()
             self._failing.discard(name)
         except Exception as error:
-            if isinstance(error, OSError) and atomic_write.is_full(error):
-                text = f"the disk is full: what {name} could not write is missing"
-            elif name in self._plugins:
-                text = f"log.sinks.{name} failed, and the run goes on: {raised(f'log.sinks.{name}', error)}"
-            else:
-                raise
+            called = f"log.sinks.{name}" if name in self._plugins else name
+            self.failures[called] = raised(called, error) if name in self._plugins else str(error)
             if name not in self._failing:
-                logger.warning(f"{text}")
+                logger.warning(f"{called} failed, and the run goes on: {self.failures[called]}")
             self._failing.add(name)
 
 
 class AppendedFile:
-    """A file to which text is appended, unbuffered. The first text creates it.
+    """A file to which is appended, unbuffered. The first text creates it, or follows a file that was replaced.
 
-    Text that does not fit on a full disk is kept in memory and written with the next text.
+    What cannot be written waits in memory, WAITING bytes at most, and is written before the next text: the disk is
+    full, or the folder is moved, deleted, read-only or does not answer.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[bytes] | None = None
-        self._pending = b""
+        self._pending = bytearray()
+        self._lost = 0  # bytes that did not fit into memory
 
-    def add(self, text: str) -> None:
-        warned = bool(self._pending)
-        self._pending += text.encode()
+    def add(self, text: str | bytes) -> None:
+        waited, data = bool(self._pending), text.encode() if isinstance(text, str) else text
+        if waited and len(self._pending) + len(data) > WAITING:
+            self._lost += len(data)
+        else:
+            self._pending += data
         try:
-            if self._pending and self._file is None:
-                self._file = self.path.open("ab", buffering=0)
-            while self._pending and self._file is not None:
-                self._pending = self._pending[self._file.write(self._pending) :]
+            while self._pending:
+                self._file = self._opened()
+                del self._pending[: self._file.write(self._pending)]
         except OSError as error:
-            if not atomic_write.is_full(error):
-                raise
-            if not warned:
-                logger.warning(f"the disk of {self.path} is full: its lines wait")
+            if not waited:
+                why = atomic_write.obstacle(error, self.path) or f"{self.path} cannot be written ({error})"
+                logger.warning(f"{why}: its lines wait in memory, {WAITING >> 20} MiB of them at most")
+        else:
+            if waited:
+                logger.info(f"{self.path} is written again")
+
+    def _opened(self) -> IO[bytes]:
+        with suppress(FileNotFoundError):
+            if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+                return self._file
+        return self.path.open("ab", buffering=0)
 
     def close(self) -> None:
-        self.add("")
-        if self._pending:
-            lost = self._pending.count(b"\n")
-            logger.warning(f"the disk of {self.path} is full: {lost} lines are lost")
+        """Close the file. Raises OSError: something could not be written."""
+        self.add(b"")
         if self._file is not None:
             self._file.close()
+        if lost := self._lost + len(self._pending):
+            raise OSError(f"{lost:,} bytes of {self.path} are lost")
 
 
 class JsonLines(AppendedFile):
@@ -254,6 +261,8 @@ class NonfiniteFile(JsonLines, Sink):
 class TensorBoard(Sink):
     """FOLDER/tensorboard: scalars train/KEY, eval/NAME/METRIC, health/SOURCE/… and stages/STAGE/…
 
+    Not by torch's SummaryWriter, whose thread ends at the first write that fails, and takes its queue with it.
+
     Args:
         resume_step: TensorBoard hides events of later steps.
 
@@ -263,33 +272,50 @@ class TensorBoard(Sink):
     def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
         advice = "install it, or --log.tensorboard false"
         with errors_as(SettingsError, "no tensorboard here", ImportError, advice=advice):
-            from torch.utils.tensorboard import SummaryWriter
-        purge = 0 if resume_step is None else resume_step + 1
-        make: Any = SummaryWriter  # untyped in torch
-        self._writer = make(str(Path(folder) / TENSORBOARD_FOLDER), purge_step=purge, flush_secs=20)
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.summary.writer.record_writer import RecordWriter
+            from torch.utils.tensorboard import summary
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = AppendedFile(Path(folder) / TENSORBOARD_FOLDER / name)
+        self._make: Any = summary  # untyped in torch
+        self._event, self._framed = Event, RecordWriter
+        start = 0 if resume_step is None else resume_step + 1
+        version, begins = {"file_version": "brain.Event:2"}, SessionLog(status=SessionLog.START)
+        self._add(Event(**version), Event(step=start, **version), Event(step=start, session_log=begins))
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
         """Add images as a grid, and their texts and the tables as text."""
         import torch
 
+        shown = []
         if examples:
             pixels = torch.stack([example.pixels.cpu() for example in examples])
-            self._writer.add_images(f"pictures/{name}", pixels, step)
+            shown.append(self._make.image(f"pictures/{name}", pixels, dataformats="NCHW"))
             rows = [
                 (str(n), e.text, "; ".join(text for text, _ in e.guesses), e.note, e.group)
                 for n, e in enumerate(examples, 1)
             ]
-            self._writer.add_text(f"pictures/{name}", markdown_table(("", "text", "guesses", "", ""), rows), step)
+            shown.append(self._make.text(f"pictures/{name}", markdown_table(("", "text", "guesses", "", ""), rows)))
         for table in tables:
-            self._writer.add_text(f"tables/{name}/{table.title}", markdown_table(table.header, table.rows), step)
+            shown.append(self._make.text(f"tables/{name}/{table.title}", markdown_table(table.header, table.rows)))
+        self._add(*(self._event(step=step, summary=one) for one in shown))
 
     def write(self, record: Record) -> None:
-        step = record["step"]
-        for tag, value in scalars(record):
-            self._writer.add_scalar(tag, value, step)
+        found = [self._make.scalar(tag, value) for tag, value in scalars(record)]
+        self._add(*(self._event(step=record["step"], summary=one) for one in found))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _add(self, *events: Any) -> None:
+        """Write events of now, in the format of TensorFlow's records."""
+        out = io.BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            self._framed(out).write(event.SerializeToString())
+        with suppress(OSError):  # then the file cannot be written either
+            self._file.path.parent.mkdir(exist_ok=True)
+        self._file.add(out.getvalue())
 
 
 class ShownImage(TypedDict):
@@ -348,7 +374,7 @@ class ImageFiles(Sink):
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
         """Replace the images and tables of `name`. Raises OSError: they cannot be written."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # but not the run's, which may come back
         page = Page.of(step, name, examples, tables)
         file = re.sub(r"[^\w.-]", lambda character: f"%{ord(character[0]):x}", name)
         atomic_write.replace(self.folder / f"{file}.json", json.dumps(asdict(page)).encode())

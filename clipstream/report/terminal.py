@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -344,7 +345,13 @@ class _Formatter(logging.Formatter):
         return super().formatMessage(record)
 
 
-class _File(logging.FileHandler):
+class _File(WatchedFileHandler):
+    """Opens a file anew that was replaced or deleted."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # the folder is away
+            super().emit(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Drop the line: the message about a full disk would be the next line to be written."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from clipstream.evals.context import Table
 from clipstream.report.outputs import Outputs
 from clipstream.report.settings import SinkSettings
 from clipstream.report.sinks import Record, RunInfo, Sink
-from tests.support.runs import flags, furnish
+from tests.support.runs import flags, furnish, lines, same_weights, weights
 
 
 class Recorder(Sink):
@@ -103,6 +105,72 @@ def test_training_tells_a_sink_that_it_saves(tmp_path: Path) -> None:
     assert main(flags(furnish(tmp_path), "saves", *sink, steps=4)) == 0
     told = [call[1] for call in Recorder.made.calls if isinstance(call, tuple) and call[0] == "status"]
     assert told == ["saving", ""] * 2  # --checkpoint.every 2
+
+
+class Taking(Failing):
+    """Takes the run's folder away at the line of step 3, and brings it back at that of step 6, or never."""
+
+    brings_back = True
+
+    def __init__(self, settings: SinkSettings, run: RunInfo) -> None:
+        self.folder, self.aside = run.folder, run.folder.with_name("aside")
+
+    def write(self, record: Any) -> None:
+        if "loss" in record and record["step"] == 3:
+            self.folder.rename(self.aside)
+        if "loss" in record and record["step"] == 6 and self.brings_back:
+            self.aside.rename(self.folder)
+
+
+class Copying(Taking):
+    """Brings back a copy."""
+
+    def write(self, record: Any) -> None:
+        if "loss" in record and record["step"] == 6:
+            shutil.copytree(self.aside, copy := self.folder.with_name("copy"))
+            shutil.rmtree(self.aside)
+            copy.rename(self.aside)
+        super().write(record)
+
+
+@pytest.mark.parametrize("kind", ["Taking", "Copying"])
+def test_a_run_folder_that_is_away_for_some_steps_loses_nothing(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    place = furnish(tmp_path)
+    own = ["--workers", "0", "--log.tensorboard", "true", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "2"]
+    assert main(flags(place, "still", *own)) == 0
+    capsys.readouterr()
+    assert main(flags(place, "moved", *own, f"--log.sinks.mine.type={__name__}:{kind}")) == 0
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl cannot be written (No such file or directory): its lines wait in memory") == 1
+    assert "failed at times, and may be incomplete: pictures (" in said.splitlines()[-1]
+    folder = place / "runs" / "moved"
+    for key in ("loss", "eval", "start", "end"):
+        other = [{**line, key: ""} if key in ("start", "end") else line for line in lines(place, "still", key)]
+        own_lines = [{**line, key: ""} if key in ("start", "end") else line for line in lines(place, "moved", key)]
+        assert own_lines == other, key
+    assert same_weights(weights(place, "moved", 8), weights(place, "still", 8))
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
+    assert [event.step for event in events.Scalars("eval/val/image_to_text_R@1")] == [2, 4, 6, 8]
+    assert (folder / "evaluations.csv").read_text().count(",image_to_text_R@1,") == 4
+    assert "step 8/8" in (folder / "out.log").read_text()
+    assert '<div class="status done">' in (folder / "report.html").read_text()
+
+
+def test_a_run_folder_that_stays_away_is_made_anew_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Taking, "brings_back", False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    place = furnish(tmp_path)
+    sink = ("--workers", "0", f"--log.sinks.mine.type={__name__}:Taking")
+    assert main(flags(place, "gone", *sink)) == 0
+    assert weights(place, "gone", 8) and "last checkpoint" not in capsys.readouterr().err
+    assert [line["step"] for line in lines(place, "gone")] == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(

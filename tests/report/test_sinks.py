@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,27 @@ def test_a_resume_cuts_later_steps_and_a_torn_line(
     again.close()
     assert [(r["step"], r.get("eval")) for r in read(tmp_path / "metrics.jsonl")] == [*kept, (25, None)]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lines_wait_for_a_folder_that_is_away_as_far_as_the_memory_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sinks, "WAITING", 2000)
+    run, aside = tmp_path / "run", tmp_path / "aside"
+    run.mkdir()
+    sink = MetricsFile(run)
+    sink.write({"step": 0})
+    run.rename(aside)
+    for step in range(1, 200):
+        sink.write({"step": step})
+    assert not run.exists() and read(aside / "metrics.jsonl") == [{"step": 0}]
+    shutil.copytree(aside, run)  # another file of the same content
+    sink.write({"step": 200})
+    sink.write({"step": 201})
+    with pytest.raises(OSError, match=r"bytes of .*metrics.jsonl are lost"):
+        sink.close()
+    steps = [line["step"] for line in read(run / "metrics.jsonl")]
+    assert 100 < len(steps) < 200 and steps == [*range(len(steps) - 1), 201]
 
 
 def test_tensorboard_tags() -> None:
