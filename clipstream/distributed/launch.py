@@ -32,12 +32,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from clipstream.distributed.cause import GONE, Cause, first_line, named_ranks
 from clipstream.distributed.settings import RunSettings
+from clipstream.distributed.shared_keys import SharedKeys
 from clipstream.distributed.signals import SIGNALS, ending_on_signals
 from clipstream.distributed.world import DUMP, World, resolve_device
 from clipstream.errors import INTERRUPTED, ClipstreamError, DataError, DivergedError, SettingsError, Stopped
@@ -56,6 +58,9 @@ POLL = 0.2  # s between two looks into the store
 GRACE = 2.0  # s for the main thread to end by itself (and to close its files) once a cause is known
 SILENCE = 2.0  # s without a heartbeat after which a rank counts as dead, once a connection broke
 LONG_SILENCE = 8.0  # the same where several ranks are silent, some of which may only be slow
+QUIET = 15.0  # s without a heartbeat of the next rank, after which those of all are looked at
+LOOK = 0.5  # s that count at most between two looks: time also passes while this process is suspended
+LEFT = 1 << 40  # is added to the heartbeats of a rank that ended well
 EARLIER = 0.9  # of NCCL's timeout, after which ranks are compared
 PATIENCE = 15.0  # s at most that a rank waits for the others to read the cause
 WAIT = 10.0  # s that a rank with an error waits for the others of its node to have the same, before it ends
@@ -164,39 +169,15 @@ def announce_waiting(world: World) -> Iterator[None]:
         timer.cancel()
 
 
-@dataclass(frozen=True)
-class Cause:
-    """Why a run ends."""
+class _Clock:
+    """Seconds between two looks, at most LOOK: time also passes while this process is suspended."""
 
-    rank: int  # where the error was raised
-    code: int  # the exit code
-    message: str  # for the user
-    dead: list[int] = field(default_factory=list)  # ranks that ended without an error
-    stuck: bool = False  # whether another rank may be stuck, and should print its stack
+    def __init__(self) -> None:
+        self._last = time.monotonic()
 
-    @classmethod
-    def of(cls, error: BaseException, rank: int) -> Cause:
-        if isinstance(error, ClipstreamError):
-            return cls(rank, error.exit_code, str(error))
-        if isinstance(error, KeyboardInterrupt):
-            return cls(rank, INTERRUPTED, "interrupted")
-        if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):  # torch has no type for it
-            message = (
-                "waited longer than --run.timeout for another rank, which is stuck or busy: see its stack above or in "
-                f"its output ({_first_line(str(error))})"
-            )
-            return cls(rank, 1, message, stuck=True)
-        return cls(rank, 1, f"{type(error).__name__}: {error}")
-
-    @classmethod
-    def of_dead(cls, ranks: list[int]) -> Cause:
-        names = ", ".join(f"rank {rank}" for rank in ranks)
-        return cls(ranks[0], 1, f"{names} ended without an error message: killed, or out of memory", dead=ranks)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Cause:
-        """The cause of which `json.dumps(asdict(cause))` is in the store."""
-        return cls(**json.loads(text))
+    def seconds(self) -> float:
+        before, self._last = self._last, time.monotonic()
+        return min(self._last - before, LOOK)
 
 
 class FailureWatch:
@@ -214,6 +195,9 @@ class FailureWatch:
         held: contexts to close last, after the cause is printed: a lock, a log file.
         step: returns the number of steps done, for messages; 0 where there are none.
         limit: seconds without a new collective, after which this rank may have waited too long for others.
+        rescue_seconds: how long the main thread has, once a cause is known, to save what other ranks lost; collectives
+            in progress then raise. 0: it ends.
+        cause: the first failure of any rank, once it is known.
     """
 
     def __init__(self, world: World, *, debug: bool = False, embedded: bool = False) -> None:
@@ -222,15 +206,18 @@ class FailureWatch:
         self.held = contextlib.ExitStack()
         self.step: Callable[[], int] = lambda: 0
         self.limit = math.inf
+        self.rescue_seconds = 0.0
         self._backend: Any = None
         self._called, self._looks = (-1, 0), 0  # collectives and steps, and looks since this last changed
-        self._store: Any = None
-        self._cause: Cause | None = None
+        self._keys: Any = None  # SharedKeys, once started
+        self._store: Any = None  # of the main thread
+        self.cause: Cause | None = None
+        self._deadline = math.inf  # of the main thread
         self._cleanups: list[Callable[[], object]] = []
         self._on_stop: Callable[[str], object] | None = None
         self._ending = threading.Event()  # the main thread ends by itself
         self._stopped = threading.Event()
-        self._once = threading.Lock()
+        self._once, self._taking = threading.Lock(), threading.Lock()
         self._noted = False
         self._told = False  # the cause is printed, or left to rank 0, which knows it
         self._thread: threading.Thread | None = None
@@ -245,9 +232,8 @@ class FailureWatch:
         if self.world.device.startswith("cuda"):
             self._backend = distributed_c10d._get_default_group()._get_backend(torch.device(self.world.device))
             self.limit = EARLIER * self._backend.options._timeout.total_seconds()
-        # A clone has its own connection, so the thread and the process group never block each other.
-        self._store = distributed_c10d._get_default_store().clone()
-        self._store.set_timeout(timedelta(seconds=PATIENCE))
+        self._keys = SharedKeys(distributed_c10d._get_default_store())
+        self._keys.meet(self.world.rank, self.world.size)
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
 
@@ -261,9 +247,35 @@ class FailureWatch:
 
     def broadcast_stop(self, name: str) -> None:
         """Tell the other ranks that this one was asked to stop by the signal `name`."""
-        if self._store is not None:
+        if self._keys is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.set(_STOP, name)
+                self._keys.set(_STOP, name)
+
+    @property
+    def store(self) -> Any:
+        """The store where ranks meet once there is a cause, by a connection of the main thread's own.
+
+        Raises RuntimeError: it does not answer.
+        """
+        if self._store is None and self._keys is not None:
+            self._store, _ = self._keys.connect(int(self.cause is not None and self.cause.spare))
+        return self._store
+
+    def find_cause(self, error: BaseException) -> Cause:
+        """In the main thread: publish `error`, or take an earlier cause, and let all collectives in progress raise.
+
+        From then on the main thread has `rescue_seconds`. A later `report` prints this cause.
+        """
+        _ignore_sigterm()
+        cause = self._first_cause(error)
+        self.world.abort()
+        self._deadline = time.monotonic() + (self.rescue_seconds or GRACE)
+        return cause
+
+    def set_outcome(self, code: int, text: str) -> None:
+        """Let `report` return `code`, and append `text` to the cause's message; all survivors call this alike."""
+        assert self.cause is not None, "find_cause comes first"
+        self.cause = replace(self.cause, code=code, message=f"{self.cause.message}; {text}")
 
     def run_cleanups(self) -> None:
         """Call the functions registered by `on_exit`, and return within CLEANUP seconds; errors are printed."""
@@ -288,26 +300,35 @@ class FailureWatch:
             The exit code of the first cause.
         """
         self._ending.set()
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it once the first rank has ended
-        rank = getattr(error, "rank", None)
-        mine = Cause.of(error, self.world.rank if rank is None else rank)
-        if self.world.size == 1 or self._store is None:
-            return self._print(mine, error)
-        if isinstance(error, Stopped) and self._cause is None:
+        _ignore_sigterm()
+        if self._keys is None:
+            return self._print(self._first_cause(error), error)
+        if isinstance(error, Stopped) and self.cause is None:
             self.stop()
-            if self._cause is None:
-                return self._print(mine, error)
-        threading.Thread(target=self._force_exit, args=(mine,), daemon=True).start()
-        self._cause = cause = self._cause or self._publish(mine, error)
+            if self.cause is None:
+                return self._print(Cause.of(error, self.world.rank), error)
+        threading.Thread(target=self._force_exit, args=(error,), daemon=True).start()
+        cause = self._first_cause(error)
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(1)  # its store client may still warn of a broken connection
         return self._tell(cause, error if cause.rank == self.world.rank else None)
 
+    def _first_cause(self, error: BaseException) -> Cause:
+        """The cause that is known, or else the one that all ranks take once this rank publishes `error`."""
+        if self.cause is None:
+            mine = Cause.of(error, self.world.rank)
+            self._take(mine if self._keys is None else self._publish(mine, error))
+        assert self.cause is not None
+        return self.cause
+
+    def _take(self, cause: Cause) -> None:
+        with self._taking:
+            self.cause = self.cause or cause
+
     def first_error(self, error: BaseException) -> BaseException:
         """The error to raise after `report(error)`: that of the first rank that failed, which may be `error` itself."""
-        cause = self._cause
+        cause = self.cause
         if cause is None or cause.rank == self.world.rank:
             return error
         kinds = {kind.exit_code: kind for kind in (SettingsError, DataError, DivergedError, Stopped)}
@@ -319,72 +340,93 @@ class FailureWatch:
             return
         self._stopped.set()
         self._thread.join()
-        if self._cause is None:
+        if self.cause is None:
             with contextlib.suppress(RuntimeError):
-                self._store.add(_DONE, 1)
+                self._keys.add(_BEAT.format(self.world.rank), LEFT)
+                self._keys.settle()
+                if self._keys.server is not None:
+                    self._wait_for(_DONE, self.world.size - 1)
+                self._keys.add(_DONE, 1)
             if self.world.is_main:
                 self._wait_for(_DONE, self.world.size)
 
     def _watch(self) -> None:
         """The thread: beat, look for a cause; when there is one, end the process if the main thread does not."""
-        while not self._stopped.is_set():
+        keys, beat, clock = self._keys, _BEAT.format(self.world.rank), _Clock()
+        ahead, beats, quiet = 1, -1, 0.0  # the next rank that did not leave: how far away, its heartbeats, its silence
+        while not self._stopped.is_set() and self.cause is None:
             try:
-                self._store.add(_BEAT.format(self.world.rank), 1)
-                if self._store.check([_CAUSE]):
-                    self._cause = Cause.from_json(self._store.get(_CAUSE))
+                keys.add(beat, 1)
+                other = (self.world.rank + ahead) % self.world.size
+                text, stop = keys.get([_CAUSE, _STOP])
+                if text:
+                    self._take(Cause.from_json(keys.agree(_CAUSE, text)))
                     break
-                if self._on_stop is not None and self._store.check([_STOP]):
+                if self._on_stop is not None and stop:
                     callback, self._on_stop = self._on_stop, None
-                    callback(self._store.get(_STOP).decode())
+                    callback(stop)
+                now, seconds = keys.add(_BEAT.format(other), 0), clock.seconds()
+                beats, quiet = now, quiet + seconds if now == beats else 0.0
+                if now >= LEFT:
+                    ahead, beats = ahead % (self.world.size - 1) + 1, -1
+                elif quiet > QUIET:
+                    quiet = 0.0
+                    if silent := self._silent_ranks(range(self.world.size)):
+                        self._take(self._publish(Cause.of_dead(silent, keys.hosts, GONE)))
                 if self._backend is not None and (cause := self._compare()) is not None:
-                    self._cause = self._publish(cause)
-                    break
-            except RuntimeError:  # the store's host is gone
-                if self._ending.wait(GRACE) or self._stopped.is_set() or _launcher_holds_store():
+                    self._take(self._publish(cause))
+            except RuntimeError as error:  # no store answers
+                late = "imeout" in str(error)
+                if self._ending.wait(GRACE) or self._stopped.is_set() or (_launcher_holds_store() and not late):
                     return  # a launcher that ends sends its ranks SIGTERM (see `launch`): they save first
-                self._cause = self._lost_store()
-                break
+                self._take(self._lost_store())
             self._stopped.wait(POLL)
-        if self._cause is None or self._ending.wait(GRACE):
+        if self.cause is None or self._ending.is_set():
             return
-        if self._cause.stuck:
+        if self.rescue_seconds:
+            self.world.abort()
+        self._deadline = time.monotonic() + (self.rescue_seconds or GRACE)
+        while time.monotonic() < self._deadline:
+            if self._ending.wait(POLL):
+                return
+        if self.cause.stuck:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = traceback.format_stack(frame)
             print(f"rank {self.world.rank} is at:", *stack, sep="\n", file=sys.stderr, flush=True)
         self.run_cleanups()
         self.embedded = False  # nothing is raised here
-        self._tell(self._cause, None)
-        os._exit(self._cause.code)
+        self._tell(self.cause, None)
+        os._exit(self.cause.code)
 
     def _compare(self) -> Cause | None:
         """In the thread: the cause if this rank waits longer than `limit` for ranks that called fewer collectives."""
         called = self._backend._get_sequence_number_for_group(), self.step()
         if called != self._called:
             self._called, self._looks = called, 0
-            self._store.set(_CALLED.format(self.world.rank), f"{called[0]} {called[1]}")
+            self._keys.set(_CALLED.format(self.world.rank), f"{called[0]} {called[1]}")
         self._looks += 1
         keys = [_CALLED.format(rank) for rank in range(self.world.size)]
-        if self._looks * POLL < self.limit or not self._store.check(keys):
+        if self._looks * POLL < self.limit or not all(texts := self._keys.get(keys)):
             return None
         self._looks = 0
-        by_rank = [[int(number) for number in text.split()] for text in self._store.multi_get(keys)]
+        by_rank = [[int(number) for number in text.split()] for text in texts]
         fewest = min(by_rank)[0]
         if fewest >= called[0]:  # a long task of each rank, or a fault of the network, which NCCL reports
             return None
         late = [rank for rank, (count, _) in enumerate(by_rank) if count == fewest]
         if silent := self._silent_ranks(late, LONG_SILENCE):  # no connection broke
-            return Cause.of_dead(silent)
+            return Cause.of_dead(silent, self._keys.hosts)
         where = [f"{f'step {step}, ' if step else ''}collective {count}" for count, step in (min(by_rank), called)]
         message = (
-            f"waited longer than {EARLIER:.0%} of --run.timeout for {', '.join(f'rank {rank}' for rank in late)}, stuck"
+            f"waited longer than {EARLIER:.0%} of --run.timeout for {named_ranks(late, self._keys.hosts)}, stuck"
             f" or busy after {where[0]} (this rank: {where[1]}): see the stacks above or in the ranks' output"
         )
         return Cause(self.world.rank, 1, message, stuck=True)
 
-    def _force_exit(self, mine: Cause) -> None:
+    def _force_exit(self, error: BaseException) -> None:
         time.sleep(PATIENCE + GRACE)
         self.run_cleanups()
-        cause = self._cause or mine
+        cause = self.cause or Cause.of(error, self.world.rank)
         if not self._told:  # the store's host does not answer
             self._print(cause, None)
         os._exit(cause.code)
@@ -403,10 +445,11 @@ class FailureWatch:
         try:
             if broken:
                 silent = self._silent_ranks(range(self.world.size))
-                message = f"the connection to another rank broke: {_first_line(str(error))}"
-                cause = Cause.of_dead(silent) if silent else replace(cause, code=1, message=message)
-            text = json.dumps(asdict(cause))
-            return Cause.from_json(self._store.compare_set(_CAUSE, "", text) or text)
+                message = f"the connection to another rank broke: {first_line(str(error))}"
+                cause = replace(cause, code=1, message=message)
+                cause = Cause.of_dead(silent, self._keys.hosts) if silent else cause
+            cause = replace(cause, spare=self._keys.spare)
+            return Cause.from_json(self._keys.agree(_CAUSE, json.dumps(asdict(cause))))
         except RuntimeError:
             return self._lost_store() if broken else cause
 
@@ -416,13 +459,17 @@ class FailureWatch:
         Args:
             silence: seconds after which a single rank counts as dead.
         """
-        silent = {rank: self._store.add(_BEAT.format(rank), 0) for rank in ranks if rank != self.world.rank}
-        for look in range(1, round(LONG_SILENCE / POLL) + 1):
+        names = {rank: _BEAT.format(rank) for rank in ranks if rank != self.world.rank}
+        silent = {rank: str(self._keys.add(name, 0)) for rank, name in names.items()}
+        clock, seconds, text = _Clock(), 0.0, ""
+        while not (
+            text or seconds > LONG_SILENCE or (len(silent) <= 1 and seconds >= (silence if silent else SILENCE))
+        ):
             time.sleep(POLL)
-            silent = {rank: beats for rank, beats in silent.items() if self._store.add(_BEAT.format(rank), 0) == beats}
-            enough = silence if silent else SILENCE
-            if self._store.check([_CAUSE]) or (look * POLL >= enough and len(silent) <= 1):
-                break
+            text, *found = self._keys.get([_CAUSE, *(names[rank] for rank in silent)])
+            beats = zip(silent.items(), found, strict=True)
+            silent = {rank: now for (rank, before), now in beats if now == before and int(now) < LEFT}
+            seconds += clock.seconds()
         return list(silent)
 
     def _lost_store(self) -> Cause:
@@ -436,7 +483,7 @@ class FailureWatch:
         """Wait until a number in the store is `count`, for PATIENCE at most."""
         limit = time.monotonic() + PATIENCE
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < limit and self._store.add(key, 0) < count:
+            while time.monotonic() < limit and self._keys.add(key, 0) < count:
                 time.sleep(POLL / 4)
 
     def _tell(self, cause: Cause, error: BaseException | None) -> int:
@@ -450,12 +497,13 @@ class FailureWatch:
             self._told = True
         with self._once:
             if not self._noted:
-                self._noted, alive = True, self.world.size - len(cause.dead)
-                if cause.rank == self.world.rank:
-                    self._wait_for(_NOTED, alive - 1)
+                self._noted, alive, first = True, self.world.size - len(cause.dead), cause.rank == self.world.rank
+                self._keys.settle()
+                if first or self._keys.server is not None:  # the first rank waits for this one, too
+                    self._wait_for(_NOTED, alive - 1 - (not first and cause.rank not in cause.dead))
                 with contextlib.suppress(RuntimeError):
-                    self._store.add(_NOTED, 1)
-                if self.world.is_main:
+                    self._keys.add(_NOTED, 1)
+                if self.world.is_main or (self._keys.server is not None and self._keys.spare):
                     self._wait_for(_NOTED, alive)
         self._told = True
         return cause.code
@@ -467,11 +515,12 @@ class FailureWatch:
             print(printable_lines("".join(traceback.format_exception(error)), 1 << 20), end="", file=sys.stderr)
         message = cause.message
         if not self.world.is_main and cause.rank != self.world.rank:
-            message = _first_line(message)
+            message = first_line(message)
         where = "" if self.world.size == 1 else f"rank {cause.rank}: "
         if cause.code != Stopped.exit_code:
             message = f"{'' if cause.code == INTERRUPTED else 'error: '}{where}{message}"
-        if not self.embedded and (cause.code != Stopped.exit_code or self.world.is_main):
+        speaker = min(set(range(self.world.size)) - set(cause.dead), default=0)
+        if not self.embedded and (cause.code != Stopped.exit_code or self.world.rank == speaker):
             sys.stdout.flush()
             print(printable_lines(message), file=sys.stderr, flush=True)
         if self.on_end is not None:
@@ -512,8 +561,9 @@ def tell_once(world: World, text: str, tell: Callable[[], object]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
+def _ignore_sigterm() -> None:
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it once the first rank has ended
 
 
 def _launcher_holds_store() -> bool:

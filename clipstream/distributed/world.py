@@ -23,6 +23,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from clipstream.distributed.sockets import Socket, open_sockets
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.utils.cores import capabilities
 
@@ -47,6 +48,7 @@ _MPIRUN["MPI_LOCALRANKID"] = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LO
 # Of HPE's PALS and other servers of PMI, such as srun --mpi=pmi2, which sets Slurm's variables as well.
 _PMI = {"PALS_RANKID": ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"],
         "PMI_RANK": ["PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"]}  # fmt: skip
+_connections: set[Socket] = set()  # of this process's groups
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _START = "start the ranks with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 
@@ -156,9 +158,10 @@ class World:
             word = meet(store, self.rank, self.size, timeout)
             attempt = dist.PrefixStore(word, store)  # type: ignore[attr-defined]
             # With `device_id`, NCCL connects the GPUs here and not in the first exchange.
-            dist.init_process_group(
-                backend, store=attempt, timeout=timeout, rank=self.rank, world_size=self.size, device_id=gpu
-            )
+            with self.connecting():
+                dist.init_process_group(
+                    backend, store=attempt, timeout=timeout, rank=self.rank, world_size=self.size, device_id=gpu
+                )
         except (RuntimeError, ValueError, TimeoutError) as error:  # ValueError: no MASTER_ADDR
             if isinstance(error, dist.DistBackendError) and gpu is not None:
                 raise SettingsError(
@@ -175,6 +178,31 @@ class World:
     def rendezvous(self) -> str:
         """'HOST:PORT' of the rendezvous, for messages."""
         return self.address or ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Record the connections of the process groups that are made within, for `abort`."""
+        before = open_sockets()
+        yield
+        _connections.update(open_sockets() - before)
+
+    def abort(self) -> None:
+        """Let every collective in progress raise, here and on the other ranks; from any thread, also more than once.
+
+        The groups cannot be used afterwards. With nccl, a wait for the GPU returns, and the next collective raises.
+        gloo's own `abort` leaves a blocked thread blocked until its timeout (torch 2.15), so its connections are shut
+        down.
+        """
+        if self.size == 1:
+            return
+        from torch.distributed import distributed_c10d
+
+        for group in list(distributed_c10d._world.pg_map):  # the default group is the first one
+            # Each in a thread: aborting one nccl communicator may wait for another one (pytorch's issue 119797).
+            threading.Thread(target=group.abort, name="abort", daemon=True).start()
+        for connection in list(_connections):
+            with contextlib.suppress(OSError), connection.opened() as opened:
+                opened.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
         """Destroy the process group, if there is one."""

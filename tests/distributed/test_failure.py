@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device
 from clipstream.distributed import launch
 from clipstream.distributed.launch import POLL, FailureWatch, run_ranks
 from clipstream.distributed.settings import RunSettings
+from clipstream.distributed.shared_keys import SharedKeys
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.text import Lines
@@ -34,6 +36,7 @@ from tests.support.forks import wait_until
 from tests.support.ranks import TIMEOUT, end_ranks
 from tests.support.runs import NO_LIMITS, flags, lines, train_on
 
+HOST = socket.gethostname()
 MESSAGE = Lines("source 'train': no caption\n  members seen: json, png")
 FAULTY = "{type: 'tests.distributed.test_failure:Faulty', every: 1, on_error: raise}"
 
@@ -63,7 +66,7 @@ def fail(world: World, kind: str, failing: int) -> int:
         ("data", 2, 0, 3, MESSAGE),
         ("data", 3, 1, 3, MESSAGE),
         ("bug", 2, 1, 1, "KeyError: 'oops'"),
-        ("kill", 3, 2, 1, "rank 2 ended without an error message"),
+        ("kill", 3, 2, 1, f"rank 2 on {HOST} ended without an error message"),
     ],
 )
 def test_a_failure_ends_all_ranks_with_its_code_and_its_cause(
@@ -155,7 +158,7 @@ def behind(world: World, kind: str) -> int:
         watch._stopped.set()  # beats no more
         watch._thread.join()
         with suppress(RuntimeError):  # until rank 0, which holds the store, has ended
-            while not watch._store.check(["never"]):
+            while not watch.store.check(["never"]):
                 time.sleep(0.1)
         os._exit(9)
     time.sleep(TIMEOUT)
@@ -167,14 +170,14 @@ def test_a_rank_that_nccl_waits_for_is_named_before_its_watchdog_aborts(kind: st
     ends = end_ranks(2, behind, kind)
     if kind == "dead":
         assert [end.code for end in ends] == [1, 9]
-        assert "error: rank 1: rank 1 ended without an error message" in ends[0].stderr
+        assert f"error: rank 1: rank 1 on {HOST} ended without an error message" in ends[0].stderr
         return
     assert [end.code for end in ends] == [1, 1]
     for rank, end in enumerate(ends):
         assert f"rank {rank} is at:" in end.stderr and "in behind" in end.stderr
         assert end.stderr.splitlines()[-1].startswith(
-            "error: rank 0: waited longer than 90% of --run.timeout for rank 1, stuck or busy after step 17, "
-            "collective 0 (this rank: step 18, collective 1)"
+            f"error: rank 0: waited longer than 90% of --run.timeout for rank 1 on {HOST}, stuck or busy after step "
+            "17, collective 0 (this rank: step 18, collective 1)"
         )
 
 
@@ -183,7 +186,7 @@ def test_ranks_that_called_as_many_collectives_do_not_wait_for_each_other(monkey
     calls, store = [7, 7, 6], HashStore()
     watches = [FailureWatch(World(rank, 3)) for rank in range(3)]
     for rank, watch in enumerate(watches):
-        watch._store, watch.limit = store, 3 * POLL
+        watch._keys, watch.limit = SharedKeys(store), 3 * POLL
         watch._backend = SimpleNamespace(_get_sequence_number_for_group=partial(calls.__getitem__, rank))
     found = []
     for look in range(8):  # rank 2 is behind in the first one alone, and the others in the last one

@@ -96,7 +96,7 @@ def fail_without_answer(world: World) -> int:
     """Wrong settings on rank 1, which does not reach rank 0."""
     launch.PATIENCE, launch.GRACE = 0.3, 0.0
     watch = FailureWatch(World(rank=1, size=2))
-    watch._store = FrozenStore()
+    watch._keys = FrozenStore()
     return watch.report(SettingsError("this model has batch norm"))
 
 

@@ -1,0 +1,46 @@
+"""Which sockets this process has open: torch opens those of a process group and of a store, and does not tell them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Socket:
+    """An open socket of this process: its file descriptor, and the inode, which tells whether it still is the one."""
+
+    number: int
+    inode: int
+
+    def opened(self) -> socket.socket:
+        """The socket, by a descriptor of its own. Raises OSError: it is closed."""
+        copy = os.dup(self.number)
+        if os.fstat(copy).st_ino != self.inode:
+            os.close(copy)
+            raise OSError("another file has its number")
+        return socket.socket(fileno=copy)
+
+    def ended(self) -> bool:
+        """Whether the other side has closed the connection, or this one. No data must be on their way."""
+        try:
+            with self.opened() as connection:
+                return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def open_sockets() -> set[Socket]:
+    """The sockets that this process has open."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add(Socket(int(name), status.st_ino))
+    return found
