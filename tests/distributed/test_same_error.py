@@ -88,6 +88,8 @@ def test_connected_ranks_leave_wrong_settings_to_rank_0(failing: list[int]) -> N
 class FrozenStore:
     """A store whose host does not answer, as after a SIGSTOP."""
 
+    spare, server = False, None
+
     def __getattr__(self, name: str) -> Any:
         return lambda *given: time.sleep(TIMEOUT)
 
