@@ -14,9 +14,10 @@ if __name__ == "__main__":  # the verb prints help and checks settings before to
     sys.exit(importlib.import_module("clipstream.cli.main").main(["train", *sys.argv[1:]], own=True))
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.loader.workers import with_workers
+from clipstream.distributed.alike import require_same
 from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
@@ -199,12 +201,15 @@ def build_loader(settings: Settings, world: World, model: Model, state: TrainSta
         approximate=settings.checkpoint.resume_approximate,
         views=True,
     )
-    orders = world.gather_objects(loader.fingerprint)
-    if other := [rank for rank, order in enumerate(orders) if order != orders[0]]:
-        loader.close()
-        raise SettingsError(
-            f"data.sources: rank {other[0]} finds other shards than rank 0: check that the folder is shared"
-        )
+
+    def own() -> dict[str, object]:
+        contents = (source.contents().items() for source in loader.source.sources)
+        return {**loader.fingerprint, **dict(chain.from_iterable(contents))}
+
+    with ExitStack() as stack:
+        stack.callback(loader.close)
+        require_same(world, own, "shards", "check that the folder is shared, or copy the shards of one host to all")
+        stack.pop_all()
     return loader
 
 

@@ -128,7 +128,7 @@ def find(settings: CheckpointSettings, run_folder: Path, world: World) -> Resume
             intact = newest_intact(remote_sync, run_folder)
         return store.find(folder, resume, intact=intact)
 
-    return Resumed(store.agree(on_main, world), remote_sync)
+    return Resumed(store.agree(on_main, world, folder if resume in ("latest", "auto") else None), remote_sync)
 
 
 def newest_intact(remote_sync: RemoteSync, run_folder: Path) -> Path | None:

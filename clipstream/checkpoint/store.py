@@ -242,18 +242,31 @@ def _intact(path: Path, files: Collection[str] | None) -> Path:
     raise SettingsError(f"no complete checkpoint (with a file {MARKER}) in {path}")
 
 
-def agree(find: Callable[[], Path | None], world: World) -> Path | None:
-    """The checkpoint that rank 0 finds, checked to be visible on every rank; every rank calls this.
+def agree(find: Callable[[], Path | None], world: World, folder: Path | None = None) -> Path | None:
+    """The checkpoint that rank 0 finds, checked to be the same on every rank; every rank calls this.
 
-    Raises SettingsError: as `find`, or a rank does not see rank 0's checkpoint.
+    Args:
+        folder: where the newest checkpoint is searched: no rank may see one there as new that rank 0 does not.
+
+    Raises SettingsError: as `find`, or a rank sees other checkpoints than rank 0.
     """
     found: Path | None = world.on_main(find)
-    sees = world.gather_objects(found is None or found.is_file() or marker_of(found) is not None)
-    if not all(sees):
-        raise SettingsError(
-            f"--resume: rank {sees.index(False)} does not see {found}, which rank 0 found: "
-            "the folder of the runs (--logs) must be shared by all nodes"
-        )
+    mine = found if found is None else found.stat().st_size if found.is_file() else marker_of(found)
+    here = {} if folder is None else {name: marker.serial for name, marker in markers(folder).items()}
+    ranks = world.gather_objects((socket.gethostname(), mine, here))
+    main, theirs, there = ranks[0]
+    serial = theirs.serial if isinstance(theirs, Marker) else 0
+    for rank, (host, sees, names) in enumerate(ranks):
+        newer = [name for name, number in names.items() if number >= serial and name not in there]
+        fault = (
+            f"has {newer[0]} in {folder}, which rank 0 ({main}) does not see" if newer
+            else f"does not see {found}, which rank 0 ({main}) found" if found is not None and sees is None
+            else f"has another {found} than rank 0 ({main})" if sees != theirs else ""
+        )  # fmt: skip
+        if fault:
+            raise SettingsError(
+                f"--resume: rank {rank} ({host}) {fault}: the folder of the runs (--logs) must be shared by all nodes"
+            )
     return found
 
 

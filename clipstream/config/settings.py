@@ -36,6 +36,7 @@ from clipstream.data.order import default_lanes
 from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, split_counts
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.text_settings import TokenizerSettings
+from clipstream.distributed.alike import require_same, software
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each, errors_as, wrong_type
@@ -44,10 +45,12 @@ from clipstream.losses.settings import START, DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
 from clipstream.storage.shard_url import ShardURL, redact
-from clipstream.text import counted, listed
+from clipstream.text import counted
 from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
+from clipstream.utils.atomic_write import checksum
 from clipstream.utils.logs import announce, logger
+from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import (
     PACKAGE,
     SET,
@@ -72,6 +75,7 @@ INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
 )
 SHIPPED = f"{PACKAGE}/configs/"
 SPLIT_KEYS = re.compile(r"evals\.val\.data\.|data\.sources\..*\.drop$")
+ELSEWHERE = re.compile(r"(run|log|model|distill|tokenizer|checkpoint)\.|.*\.shards$")  # no files, or compared elsewhere
 OF_A_NODE = re.compile(
     r"run\.(device|threads|debug)|model\.cache_dir|data\.(cache|cache_gib)|data\.sources\..*\.(shards|folder)"
 )
@@ -335,31 +339,31 @@ def shown(value: Any) -> str:
 
 
 def require_equal(settings: Settings, world: World) -> None:
-    """Check that all ranks have the same settings, except those that may differ between nodes. Collective.
+    """Check that all ranks have the same settings, files that these name, and software. Collective.
 
-    The paths of shards may differ; their names are compared when the data order is known.
+    What may differ between nodes is left out. The names and sizes of shards are compared when the data order is known,
+    the files of a model when they are downloaded.
 
-    Raises SettingsError: they differ; names the keys and both values.
+    Raises SettingsError: they differ; names the keys, both values, and the hosts.
     """
-    own = {key: value for key, value in by_key(settings).items() if not OF_A_NODE.fullmatch(key)}
-    if settings._split is not None:  # each node has the list in its own cache
-        own = {key: value for key, value in own.items() if not SPLIT_KEYS.match(key)}
-        own["data.val_split"] = hashlib.sha256(settings._split.read_bytes()).hexdigest()
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-    digests = world.gather_objects(digest)
-    if len(set(digests)) == 1:
-        return
-    trees = world.gather_objects(own)
-    other = next(rank for rank, found in enumerate(digests) if found != digests[0])
-    first, second = ({key: shown(value) for key, value in trees[rank].items()} for rank in (0, other))
-    different = [
-        f"{key} is {first.get(key, 'absent')} on rank 0 and {second.get(key, 'absent')} on rank {other}"
-        for key in dict.fromkeys((*first, *second))
-        if first.get(key) != second.get(key)
-    ]
-    raise SettingsError(
-        f"ranks have different settings: {listed(different)}; start all ranks with the same command line and files"
-    )
+
+    def own() -> dict[str, object]:
+        found = {key: value for key, value in by_key(settings).items() if not OF_A_NODE.fullmatch(key)}
+        if settings._split is not None:  # each node has the list in its own cache
+            found = {key: value for key, value in found.items() if not SPLIT_KEYS.match(key)}
+            found["data.val_split"] = hashlib.sha256(settings._split.read_bytes()).hexdigest()
+        named = [
+            (key, text) for key, value in found.items() for text in (value if isinstance(value, list) else [value])
+        ]
+        texts = [(key, text) for key, text in named if isinstance(text, str)]
+        files = {f"{key} ({text})": FilePath(text) for key, text in texts if not ELSEWHERE.match(key)}
+        files |= {f"{key} ({text})": FilePath(text) / "store.json" for key, text in texts if key.endswith("_features")}
+        sums = {key: checksum(file) for key, file in files.items() if os.path.isfile(file)}
+        plugins = [text for key, text in texts if key.endswith(("type", "transform")) and is_plugin(text)]
+        return {**found, **sums, **software(plugins)}
+
+    advice = "start all ranks with the same command line, files and software"
+    require_same(world, own, "settings or software", advice, shown)
 
 
 Cadence = TypeVar("Cadence", CheckpointSettings, EvalSettings)

@@ -27,6 +27,7 @@ from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.order.rng import GOLDEN, Keys, scramble
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.text_settings import TokenizerSettings
+from clipstream.distributed.alike import require_same
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Interrupted, Stopped
@@ -161,6 +162,7 @@ class EvalContext:
         reading = Reading(" ".join(map(redact, specs)))
         self.readings.append(reading)
         with loader:
+            require_same(self.world, loader.source.sources[0].contents, "shards", "copy those of one host to all")
             loader.interrupt = self.interrupt
             try:
                 for batch in map(Batch.without_padding, loader):

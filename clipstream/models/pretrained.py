@@ -13,12 +13,14 @@ import urllib.request
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
+from clipstream.distributed.alike import require_same
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean, errors_as
 from clipstream.models.model_config import (
@@ -37,6 +39,7 @@ from clipstream.models.model_config import (
 from clipstream.models.settings import ModelSettings
 from clipstream.models.transformers_names import base_of
 from clipstream.text import lines
+from clipstream.utils.atomic_write import checksum
 
 # In the order in which transformers looks for its own; an index names the files of weights in several.
 _TRANSFORMERS = tuple(
@@ -122,7 +125,7 @@ def preflight(
 def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: World) -> ModelFiles:
     """The files of a model, downloaded into the Hub's cache by one rank per node. Collective; all ranks raise errors.
 
-    Raises SettingsError: as `preflight`, or a download failed.
+    Raises SettingsError: as `preflight`, a download failed, or the ranks have different files.
     """
     problem = None
     if world.local_rank == 0:
@@ -140,7 +143,30 @@ def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: Wor
     files = look_up(settings, tokenizer)
     if not isinstance(files, ModelFiles):
         raise not_cached(files, settings.cache_dir, _label(settings), "this rank does not see downloaded files")
+    advice = f"copy those of one host to all, or share the folder ({files.weights or settings.cache_dir or HUB})"
+    require_same(world, partial(_contents, files), f"files of {files.label}", advice)
     return files
+
+
+def _contents(files: ModelFiles) -> dict[str, object]:
+    """The values of a model's configuration, and the checksums of its files, by name; 0.4 s a GB."""
+    values: dict[str, object] = {"preprocess_cfg": files.preprocess_cfg}
+    for key, value in files.model_cfg.items():
+        values |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
+    indexed = files.weights is not None and files.weights.suffix == ".json"
+    of_weights = ("*.safetensors", "*.bin")
+    texts = (*TOKENIZER_FILES, TOKENIZER_CONFIG, *TOKENIZER_EXTRAS, "*.py")
+    for part, path, patterns in (
+        ("weights", files.weights, of_weights if indexed else ()),
+        ("image weights", files.image_weights, ()),
+        ("tokenizer", files.tokenizer, texts),
+        ("text tower", files.text_model, (TEXT_CONFIG, *(() if files.weights else of_weights))),
+        ("adapter", files.adapter, ("*.json", *of_weights)),
+    ):
+        folder = path.parent if path is not None and path.is_file() else path
+        found = [] if folder is None else sorted({one for pattern in patterns for one in folder.glob(pattern)})
+        values |= {f"{part} {one.name}": checksum(one) for one in (*found, path) if one is not None and one.is_file()}
+    return values
 
 
 def look_up(

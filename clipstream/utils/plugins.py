@@ -16,7 +16,7 @@ from clipstream.text import Lines, lines
 from clipstream.utils.logs import logger
 
 # Folders, with the separator: a user's folder beside ours may begin with the same name.
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 _printed = mmap.mmap(-1, 1)  # shared with forked workers: whether a traceback was printed
 
@@ -31,7 +31,7 @@ def raised(part: str, error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
     what = f"{type(error).__name__}: {error}" if isinstance(error, OSError) and error.filename else repr(error)
-    theirs = [frame for frame in frames if not _is_library(frame.filename)]
+    theirs = [frame for frame in frames if not is_library(frame.filename)]
     if not theirs:
         return what
     folder = os.path.dirname(theirs[0].filename)  # the last frames may be those of an installed package
@@ -52,9 +52,10 @@ def called(reason: str, part: str, function: Callable[..., Any], *arguments: obj
         raise Dropped(reason, raised(part, error)) from error
 
 
-def _is_library(file: str) -> bool:
-    """Whether a file is clipstream's or Python's own; installed packages are not, as plug-ins may be in one."""
-    return file.startswith((_OURS, "<frozen ")) or (file.startswith(_PYTHON) and "site-packages" not in file)
+def is_library(file: str, *, installed: bool = False) -> bool:
+    """Whether a file is clipstream's, Python's own, or (`installed`) an installed package's, as plug-ins may be."""
+    packaged = "site-packages" in file
+    return file.startswith((OURS, "<frozen ")) or (installed if packaged else file.startswith(_PYTHON))
 
 
 def is_plugin(text: str) -> bool:

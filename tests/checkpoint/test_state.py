@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+import socket
 from functools import partial
 from pathlib import Path
 
@@ -232,6 +233,37 @@ def test_ranks_agree_on_a_checkpoint_that_all_see(tmp_path: Path) -> None:
     written = write(tmp_path / "0", 7)
     for found, said in run_ranks(2, agreed, str(tmp_path)):
         assert found == str(written) and "must be shared by all nodes" in said
+
+
+def of_own(world: World, root: str, resume: str) -> str:
+    """The error of a rank whose host has a folder of its own for runs, or what the ranks go on from."""
+    here = Path(root, str(world.rank))
+    found = partial(find, here, resume.format(here))
+    try:
+        return str(agree(found, world, here))
+    except SettingsError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("steps", [((), (40,)), ((20,), (20, 40)), ((20,), (40,))])
+def test_folders_that_the_hosts_do_not_share_are_refused(tmp_path: Path, steps: tuple[tuple[int, ...], ...]) -> None:
+    """Whichever host has the newer checkpoint: rank 0 alone would begin anew, or lose steps."""
+    for rank, own in enumerate(steps):
+        for step in own:
+            write(tmp_path / str(rank), step)
+    name = socket.gethostname()
+    for said in run_ranks(2, of_own, str(tmp_path), "auto"):
+        assert f"--resume: rank 1 ({name})" in said and f"rank 0 ({name})" in said
+        assert "step_000000" in said and "must be shared by all nodes" in said
+
+
+def test_a_shared_folder_whose_newest_checkpoint_is_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path / "0", step)
+    damage(tmp_path / "0/step_00000002" / WEIGHTS)
+    (tmp_path / "1").symlink_to(tmp_path / "0")
+    said = run_ranks(2, of_own, str(tmp_path), "auto")
+    assert said == [str(tmp_path / "0/step_00000001")] * 2
 
 
 def test_which_one_to_resume_from(tmp_path: Path) -> None:

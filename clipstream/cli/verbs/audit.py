@@ -82,7 +82,8 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
 
     require_equal(settings, world)
     run = Path(own["--run"]) if "--run" in own else None
-    found = None if run is None else store.agree(lambda: store.newest(run / "checkpoints"), world)
+    checkpoints = None if run is None else run / "checkpoints"
+    found = None if checkpoints is None else store.agree(lambda: store.newest(checkpoints), world, checkpoints)
     state = None if found is None else read_meta(found).train
     settings = carried_over(resolve(settings, world), state, world, own_lanes=settings.data.lanes != "auto")
     settings, stored = with_stores(settings, world) if settings.data.sources else (settings, None)

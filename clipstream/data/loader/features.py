@@ -28,6 +28,7 @@ from clipstream.data.loader.stored import Flags, StoredData, StoredSamples
 from clipstream.data.order.lanes import Cursor, LaneState, Numbers, Stream, share_of
 from clipstream.data.order.rng import Keys, mix
 from clipstream.data.order.windows import Order
+from clipstream.data.sources import Source
 from clipstream.features.manifest import IDS
 
 _NOT_DRAWN = -(1 << 63)  # in place of the number of a sample
@@ -320,6 +321,8 @@ class FeatureBatches:
         orders: likewise.
         slots: of the rank, in the largest batch.
     """
+
+    sources: Sequence[Source] = ()  # no shards are read
 
     def __init__(
         self, stream: Stream, inputs: ModelInputs, samples: Sequence[StoredSamples], orders: Sequence[Order], slots: int

@@ -24,6 +24,7 @@ from clipstream.data.loader.pipeline import FilledPart, WorkerReport
 from clipstream.data.loader.stage_timing import StageIntervals, StageTimes, Stopwatch
 from clipstream.data.loader.workers import Filler, MakeFiller, ProcessWorker, ThreadWorker, Worker
 from clipstream.data.order.lanes import DataState, Fingerprint, Stream
+from clipstream.data.sources import Source
 from clipstream.errors import DataError, Interrupted
 from clipstream.text import lines
 from clipstream.utils.logs import logger
@@ -38,6 +39,11 @@ MAX_WARNINGS = 10  # broken shards that a rank names on stderr; the rest are onl
 
 class BatchSource(Protocol):
     """What fills the buffers of a rank's batches: `pipeline.SampleBatches` or `features.FeatureBatches`."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """Whose shards are read."""
+        ...
 
     @property
     def shape(self) -> BufferShape:
