@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from clipstream.errors import absent, did_you_mean
 from clipstream.open_clip.flags import BY_FLAG
 from clipstream.text import Lines, listed, message, printable
+from clipstream.utils.atomic_write import note_input
 from clipstream.utils.section import (
     Path,
     PluginSection,
@@ -215,6 +216,7 @@ def read_yaml(file: str, problems: list[str]) -> Node:
     """Read one YAML file; its mistakes are added to `problems`, with their lines."""
     named, text = printable(file), ""
     try:
+        note_input(file)
         with FilePath(file).open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)  # a device such as /dev/zero has no end
         if len(content) > MOST_BYTES:

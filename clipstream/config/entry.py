@@ -34,6 +34,7 @@ from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
 from clipstream.errors import INTERRUPTED, ClipstreamError, SettingsError, Stopped, WorkInterrupted
 from clipstream.text import printable, printable_lines
+from clipstream.utils.atomic_write import keep_inputs
 from clipstream.utils.logs import drop_output, loading, on_terminal, set_level
 from clipstream.utils.processes import many_files
 
@@ -118,7 +119,7 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
     rank = world.rank if world.size > 1 else None
     said, trace, code = None, "", 0
     try:
-        with on_terminal(rank), many_files(), loading, contextlib.suppress(Printed):
+        with on_terminal(rank), many_files(), keep_inputs(), loading, contextlib.suppress(Printed):
             code = main(argv)
         sys.stdout.flush()
     except ClipstreamError as error:

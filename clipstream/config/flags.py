@@ -199,13 +199,14 @@ def described(name: str, about: Mapping[str, str]) -> list[str]:
     return [flag for flag in best[:2] if score(flag) > 0.8 * score(best[0])]
 
 
-def output_file(own: Mapping[str, str], flag: str) -> FilePath | None:
+def output_file(own: Mapping[str, Any], flag: str, words: Iterable[bytes] = ()) -> FilePath | None:
     """The file that one of a verb's own flags names; None if the flag is not given.
 
-    Raises SettingsError: the file cannot be written.
+    Raises SettingsError: the file cannot be written, or as `claim_output`, which takes the words.
     """
-    if flag not in own:
+    if not own.get(flag):
         return None
+    atomic_write.claim_output(own[flag], flag, words=words)
     with errors_as(SettingsError, f"{flag}: cannot write {own[flag]}", OSError):
         if World.from_env().is_main:
             atomic_write.probe(FilePath(own[flag]))

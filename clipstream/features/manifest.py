@@ -33,7 +33,7 @@ from pydantic import ConfigDict, Field, InstanceOf
 
 from clipstream.errors import DataError, SettingsError
 from clipstream.text import file_name
-from clipstream.utils.atomic_write import BLOCK, tensors_header
+from clipstream.utils.atomic_write import BLOCK, note_input, tensors_header
 from clipstream.utils.atomic_write import DTYPES as SAFETENSORS
 from clipstream.utils.section import checked
 
@@ -228,6 +228,7 @@ class Manifest:
             SettingsError: it has another format version, or is damaged.
         """
         shown = shown or str(path)
+        note_input(path)
         try:
             values = json.loads(path.read_bytes())
             if values["version"] != VERSION:

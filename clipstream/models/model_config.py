@@ -21,6 +21,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from clipstream.errors import SettingsError, absent, did_you_mean, errors_as
 from clipstream.models import transformers_names
+from clipstream.utils.atomic_write import note_input
 from clipstream.utils.section import checked, shipped_models
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
@@ -117,7 +118,7 @@ class ModelConfig:
 
         Raises SettingsError: as `read`.
         """
-        folder = transformers_names.base_of(folder)
+        note_input(folder := transformers_names.base_of(folder))
         own = folder / CONFIG_FILE
         theirs = None if own.is_file() else transformers_names.read_config(folder)
         return cls.read(own) if theirs is None else cls.of(theirs, str(folder / transformers_names.CONFIG))
@@ -125,6 +126,7 @@ class ModelConfig:
     @classmethod
     def read(cls, path: Path) -> ModelConfig:
         """The configuration in a file. Raises SettingsError: there is none, or it is no configuration of open_clip."""
+        note_input(path)
         try:
             content = json.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError as error:

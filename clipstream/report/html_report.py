@@ -154,6 +154,8 @@ def read_run(folder: Path) -> RunContents:
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise SettingsError(f"{folder} is not a run folder: {METRICS_FILE} is missing")
+    for path in (path for form in ("*.jsonl", "*.json", "*.yaml") for path in folder.glob(form)):
+        atomic_write.note_input(path)
     run = RunContents(name=folder.resolve().name, pages=ImageFiles(folder).pages())
     for _, record in lines(metrics):
         take(run, record)

@@ -1,13 +1,18 @@
 """Atomic writes: after a crash a file has its old content or its new one, never a part; and safetensors headers.
 
+No output is an input: within `keep_inputs` (each verb), local files that are read pass `note_input`, and files and
+folders that the user names as outputs pass `claim_output`, both before anything is written; whichever is second raises.
+
 File systems lack calls: CIFS and sshfs cannot flush a folder (EINVAL), NFS without its daemon has no locks (ENOLCK), or
 none for files opened to be read (EBADF). `sync` and `try_lock` do without, and say so once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import glob
 import json
 import math
 import mmap
@@ -15,10 +20,11 @@ import os
 import secrets
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from clipstream.errors import SettingsError
 from clipstream.utils.logs import logger
 
 if TYPE_CHECKING:
@@ -38,6 +44,89 @@ _AWAY = (
 )  # fmt: skip
 _UNFLUSHED = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _told = mmap.mmap(-1, 2)  # shared with forked workers: whether flushing and locking are told
+
+
+class _Output(NamedTuple):
+    flag: str  # that names it
+    path: str
+    key: object  # see `_key`
+    holds: bool  # whether it is a folder in which files are removed
+
+    def check(self, source: str, key: object, files: Callable[[], Collection[str]] | None = None) -> None:
+        """Raises SettingsError: the output is this input, or in it, or holds it."""
+        real, why = os.path.realpath, ""
+        if key == self.key or (files and os.path.relpath(real(self.path), real(source)) in files()):
+            why = f"is read by this command, as {source}"
+        elif self.holds and real(source).startswith(os.path.join(real(self.path), "")):
+            why = f"holds {source}, which is read by this command"
+        elif glob.has_magic(source) and Path(real(self.path)).match(real(source)):
+            why = f"would be read by the next call, as {source}"
+        if why:
+            raise SettingsError(f"{self.flag}: {self.path} {why}; nothing was written: name another place")
+
+
+_inputs: dict[object, str] = {}
+_outputs: list[_Output] | None = None  # None outside of verbs
+
+
+@contextlib.contextmanager
+def keep_inputs() -> Iterator[None]:
+    """The context of a verb, in which no file that is read is written."""
+    global _outputs
+    _outputs = []
+    try:
+        yield
+    finally:
+        _outputs = None
+        _inputs.clear()
+
+
+def _key(path: str) -> object:
+    """Device and inode; the path of what does not exist."""
+    with contextlib.suppress(OSError):
+        return (stat := os.stat(path)).st_dev, stat.st_ino
+    return os.path.realpath(path)
+
+
+def note_input(path: str | os.PathLike[str], files: Callable[[], Collection[str]] | None = None) -> None:
+    """Note a local file, folder, or pattern of files that is read; `files` gives those of a folder, relative to it.
+
+    Raises SettingsError: it is an output.
+    """
+    if _outputs is not None and (source := os.fspath(path)):
+        key = _key(source)
+        _inputs[key] = source
+        for output in _outputs:
+            output.check(source, key, files)
+
+
+def claim_output(path: str | os.PathLike[str], flag: str, *, holds: bool = False, words: Iterable[bytes] = ()) -> None:
+    """Name a file or folder that a verb writes, before it writes anything.
+
+    Args:
+        flag: that names it.
+        holds: whether it is a folder in which the verb removes files.
+        words: in each file that the verb writes, near the start (of Parquet, in the schema).
+
+    Raises SettingsError: it is read as well, is another output, or is a file that the verb did not write.
+    """
+    if _outputs is None or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
+        return  # also of devices and pipes
+    output = _Output(flag, os.fspath(path), _key(os.fspath(path)), holds)
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        head = file.read(CHUNK)
+        if output.path.endswith(".parquet") and head[:4] == b"PAR1":
+            file.seek(max(0, os.path.getsize(path) - CHUNK))
+            head = file.read().replace(b"\0", b"")
+        if head and (b"\0" in head or not all(word in head for word in words)):
+            told = "is a file of other content, which is left as it is: name another file, or remove it"
+            raise SettingsError(f"{flag}: {path} {told}")
+    for other in _outputs:
+        if other.key == output.key and other.flag != flag:
+            raise SettingsError(f"{flag}: {path} is also the file of {other.flag}: name another file")
+    for key, source in _inputs.items():
+        output.check(source, key)
+    _outputs.append(output)
 
 
 def replace(path: Path, content: bytes | list[Any], *, private: bool = False, shared: bool = False) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from clipstream.errors import Dropped
+from clipstream.utils.atomic_write import note_input
 
 UTF8 = "utf-8-sig"  # a byte order mark is left out
 SHORTEST_IMAGE = 100  # characters of an image in base64
@@ -210,6 +211,7 @@ def _reads_well(text: str, scripts: Collection[str], han: str, last: int) -> boo
 
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8 or UTF-16, without a byte order mark."""
+    note_input(path)
     data = path.read_bytes()
     encoding = encoding_of(data)
     return data.decode(encoding, "surrogateescape" if encoding == UTF8 else "strict")

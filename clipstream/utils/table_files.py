@@ -36,7 +36,7 @@ class TableWriter:
     """
 
     def __init__(self, path: Path, schema: Any) -> None:
-        check_suffix(path)
+        check_suffix(path, None)
         self.path, self.schema, self.rows = path, schema, 0
         self._draft = path.with_name(f"{path.name}.tmp")
         make = {".parquet": parquet.ParquetWriter, ".csv": csv.CSVWriter}.get(path.suffix)
@@ -84,8 +84,10 @@ class TableWriter:
             self._draft.unlink(missing_ok=True)
 
 
-def check_suffix(path: Path) -> None:
-    """Raises SettingsError: the suffix is none of `SUFFIXES`."""
+def check_suffix(path: Path, flag: str | None) -> None:
+    """Raises SettingsError: the suffix is none of `SUFFIXES`, or as `claim_output` of a file that a flag names."""
+    if flag is not None:
+        atomic_write.claim_output(path, flag, words=() if path.suffix == ".txt" else (b"shard", b"key"))
     if path.suffix not in SUFFIXES:
         raise SettingsError(f"{path}: expected a file with the suffix {', '.join(SUFFIXES)}")
 

@@ -28,6 +28,7 @@ from clipstream.cli.verbs.export.card import Exported
 from clipstream.cli.verbs.export.proof import Line, _end, drawn, prove, read
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.utils.atomic_write import keep_inputs
 from tests.support import hubserver, hubtree, model_files
 from tests.support.image_files import png, save, smooth, tiff
 from tests.support.model_files import TEXT, VIT
@@ -248,13 +249,13 @@ def test_refusals(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ([vit, "--to", "onnx"], r"needs onnx: pip install 'clipstream\[onnx\]'"),
         ([vit, "--to", "open_clip", "--push-to-hub", "a/b"], "set the licence of the model with --license"),
         ([vit, "--to", "open_clip", str(tmp_path / "other")], "holds files that are not of an export"),
-        ([vit, "--to", "open_clip", vit], "which is to be exported: name another folder"),
-        ([vit, "--to", "open_clip", str(models("vit").parent)], "which is to be exported: name another folder"),
+        ([vit, "--to", "open_clip", vit], f"OUT: {vit} is read by this command"),
+        ([vit, "--to", "open_clip", str(models("vit").parent)], f"holds {vit}, which is read by this command"),
         ([vit, "--to", "open_clip", "--int8"], "--int8 is of ONNX graphs: use --to onnx"),
         ([vit, "--to", "open_clip", "--private"], "--private requires --push-to-hub"),
         ([str(tmp_path / "none"), "--to", "open_clip"], "none does not exist"),
     ):
-        with pytest.raises(SettingsError, match=said):
+        with keep_inputs(), pytest.raises(SettingsError, match=said):
             export_run.export_model(parsed(argv))
 
 

@@ -10,6 +10,7 @@ from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import entry_point
 from clipstream.errors import SettingsError, errors_as
 from clipstream.report.html_report import read_run, write_page
+from clipstream.utils.atomic_write import claim_output
 from clipstream.utils.logs import logger
 from clipstream.utils.section import own_path, with_home
 
@@ -35,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 0, or 2 if no folder contains a run."""
     options = build_parser().parse_args(argv)
+    claim_output(options.out, "--out")
     runs, wrong = [], []
     for folder in options.runs:
         try:

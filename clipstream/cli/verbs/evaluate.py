@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, named
 from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import CommandLine, command_line, entry_point
-from clipstream.config.flags import choice_flag, own_flags
+from clipstream.config.flags import choice_flag, output_file, own_flags
 from clipstream.config.settings import Config, Settings, changed, load, require_equal, settings_from
 from clipstream.config.validate import validate_evals
 from clipstream.data import sources as of_data
@@ -36,7 +36,6 @@ from clipstream.report.sinks import Page, Record
 from clipstream.report.terminal import table
 from clipstream.storage.shard_url import ShardURL, in_braces
 from clipstream.text import lines, listed, printable
-from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger, on_terminal, set_level
 
 if TYPE_CHECKING:
@@ -248,6 +247,8 @@ def _evaluate(command: CommandLine) -> int:
     outputs = [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
     if (output := Path(own["--output"]) if "--output" in own else None) is not None:
         outputs = [output, output.with_suffix(".jsonl")] if output.suffix.lower() in TABLES else [output]
+    for source in (source for section in settings.evals.values() for source in sources_of(section).values()):
+        _missing(source)  # notes what is read, as a failing evaluator does not end the verb
     about = {
         "run": None if subject.run is None else subject.run.name,
         "checkpoint": subject.label,
@@ -341,14 +342,11 @@ class _Results:
         Raises SettingsError: one cannot be written.
         """
         for flag, path in (*(("--output", path) for path in self.outputs), ("--report", self.report)):
-            if path is None:
-                continue
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write.probe(path)
-            except OSError as error:
-                text = f"cannot write {path} ({error.strerror}): set another file with {flag}"
-                raise SettingsError(text) from error
+            if path is not None:
+                words = (b"eval", b"metric") if path.suffix.lower() in TABLES else (b'"eval"',)
+                with errors_as(SettingsError, f"{flag}: cannot write {path}", OSError):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                output_file({flag: path}, flag, words if flag == "--output" else ())
 
     def add(self, evaluation: Record) -> None:
         """Add an evaluation to the files; a failure to write is a warning, and evaluation goes on."""

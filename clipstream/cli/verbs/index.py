@@ -21,6 +21,7 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
 from clipstream.text import listed_lines, printable
+from clipstream.utils.atomic_write import claim_output
 from clipstream.utils.executors import SHOWN, add_flag, checked, require_all, work_off
 from clipstream.utils.processes import Failed
 from clipstream.utils.section import own_path
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_intermixed_args(argv)  # flags may stand between shards
     if options.into == "":
         parser.error("--into must name a folder")
+    if options.into:
+        claim_output(options.into, "--into")
     make_indexes(options.shards, folder=options.into, executor=checked(options.executor), again=options.again)
     return 0
 

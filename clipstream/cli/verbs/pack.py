@@ -240,6 +240,9 @@ def pack(asked: Asked) -> None:
     there = [name for name in there if not name.startswith(".")]
     if there and PLAN_FILE not in there:
         raise SettingsError(f"{redact(asked.out)} is not empty, it holds {min(there)}: use another folder")
+    if remote is None:
+        atomic_write.claim_output(folder / "0.tar", "OUT")
+        atomic_write.claim_output(parts, "OUT", holds=True)
     data = asked.settings.data  # a cache with a limit may not hold all that is read at random
     own = data.cache is None or data.cache_gib is not None
     data = data.model_copy(update={"cache": str(parts / "cache") if own else data.cache, "cache_gib": None})

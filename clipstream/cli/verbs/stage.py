@@ -120,9 +120,9 @@ def main(argv: list[str]) -> int:
     asked = arguments(argv)
     folder = asked.folder
     with working_in(folder):
+        began, sources = time.monotonic(), plan(asked.settings, folder)
         try:
             shutil.rmtree(folder / PARTS, ignore_errors=True)  # of a killed call
-            began, sources = time.monotonic(), plan(asked.settings, folder)
             _announce(asked, sources)
             # The settings of an earlier call are valid again once all shards are copied.
             (folder / SETTINGS_FILE).unlink(missing_ok=True)
@@ -171,6 +171,7 @@ def arguments(argv: Sequence[str]) -> Asked:
             inside = ""
     if inside:
         raise SettingsError(f"{folder}: a folder's name cannot contain braces, brackets, * or ::")
+    atomic_write.claim_output(folder / PARTS, "FOLDER", holds=True)
     return Asked(folder, checked(own.get(FLAG), COPYING), flags, command.load(flags))
 
 

@@ -25,6 +25,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_url import stable_name, whole_file
 from clipstream.text import printable
+from clipstream.utils.atomic_write import note_input
 from clipstream.utils.content import read_text
 from clipstream.utils.logs import logger
 
@@ -374,6 +375,7 @@ def read_list(path: str, source: str | None, *columns: str) -> List:
     from pyarrow import csv, parquet  # on use, as its import takes long
 
     if path.endswith(".parquet"):
+        note_input(path)
         schema = parquet.read_schema(path).names
         wanted = ("source", "shard", "key", *columns)
         table = parquet.read_table(path, columns=[name for name in wanted if name in schema])

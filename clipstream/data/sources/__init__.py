@@ -40,6 +40,7 @@ from clipstream.storage.tar import Place as Place
 from clipstream.storage.tar import SampleRef as SampleRef
 from clipstream.storage.tar import ShardIndex as ShardIndex
 from clipstream.text import counted, printable
+from clipstream.utils.atomic_write import note_input
 from clipstream.utils.plugins import called, load_plugin, raised
 from clipstream.utils.section import with_home
 
@@ -220,13 +221,17 @@ def entries(
         elif part.startswith("pipe:"):
             yield from (("tar", command) for command in expand_pipe(part))
         elif (held := load_plugin(FOLDER_ENTRIES)(part, type, evaluates, image_key)) is not None:
+            for _, entry in held:
+                note_input(entry.removeprefix("folder:"))
             yield from held
         elif (scheme := ShardURL(text := with_home(with_variables(part))).scheme) in TYPES:
             yield str(scheme), text
         elif type not in (AUTO, "tar", "table"):
             yield type, f"{type}:{text}"
         else:
+            note_input(ShardURL(text).path or "")  # a pattern
             for url in expand_pattern(text):
+                note_input(ShardURL(url).path or "")
                 if type == "table" and table_format(url) is None:
                     raise SettingsError(f"{url}: expected a table with the suffix {', '.join(TABLE_FORMATS)}")
                 yield ("tar" if table_format(url) is None else "table") if type == AUTO else type, url

@@ -48,6 +48,7 @@ from clipstream.storage.shard_url import ShardURL, table_format, with_variables
 from clipstream.storage.tar import Place, SampleRef, ShardIndex
 from clipstream.text import counted, listed, printable
 from clipstream.utils import content
+from clipstream.utils.atomic_write import note_input
 from clipstream.utils.content import open_text
 from clipstream.utils.logs import logger
 from clipstream.utils.section import with_home
@@ -388,6 +389,8 @@ class FolderSource(SourceType):
             root = inner[0] if len(inner) == 1 else root
         elif (held := contents(path, self._image_key)).kind == "pairs":
             folder, rows = os.path.abspath(divided(path)[0]), range(len(held.files))
+            pairs = zip(held.files, held.suffixes, strict=True)
+            note_input(folder, lambda: {f"{name}{end}" for name, ends in pairs for end in ends})
             block = max(1, min(BLOCK, -(-len(rows) // BLOCKS)))
             blocks = [rows[first : first + block] for first in rows[::block]]
             named = {f"folder:{folder}#{block[0]}-{block[-1]}": (folder, block, held) for block in blocks}

@@ -35,6 +35,7 @@ from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.report.pages import small_jpeg
 from clipstream.storage.shard_cache import ShardCache
+from clipstream.utils.atomic_write import claim_output, note_input
 from clipstream.utils.logs import logger
 
 WRITERS = {
@@ -104,6 +105,8 @@ def export_model(options: argparse.Namespace) -> None:
 
 def export_features(options: argparse.Namespace) -> None:
     """Export the features of a store. Raises ClipstreamError: it cannot be read, or files cannot be written."""
+    note_input(options.store)
+    claim_output(options.out, "OUT")
     store, how = FeatureStore(options.store, options.cache), (options.format, options.dtype, options.captions)
     if options.format != "parquet" and options.images:
         raise SettingsError("--images is a column of Parquet files: use --format parquet")
@@ -148,15 +151,13 @@ def _is_beside(subject: Subject) -> bool:
 
 def _check_free(out: Path, options: argparse.Namespace) -> None:
     """Raises SettingsError: OUT is or holds the model, or holds other files than an export's, or cannot be made."""
-    final = out.resolve()
     for name in filter(None, (options.model, options.pretrained)):
-        source = Path(name.removeprefix(LOCAL)).expanduser()
-        if source.exists() and final in (source.resolve(), *source.resolve().parents):
-            raise SettingsError(f"{out} holds {name}, which is to be exported: name another folder")
+        note_input(Path(name.removeprefix(LOCAL)).expanduser())
+    claim_output(out, "OUT", holds=True)
     if out.exists() and not _is_replaceable(out):
         raise SettingsError(f"{out} holds files that are not of an export: name another folder")
     with errors_as(SettingsError, f"{out} cannot be made", OSError):
-        final.parent.mkdir(parents=True, exist_ok=True)
+        out.resolve().parent.mkdir(parents=True, exist_ok=True)
 
 
 def _is_replaceable(out: Path) -> bool:

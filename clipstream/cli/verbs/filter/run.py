@@ -29,6 +29,7 @@ from clipstream.data.sample_table import SCHEMA, Columns, SampleTable, sample_ta
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import DataError, SettingsError, did_you_mean
 from clipstream.text import counted, listed, printable
+from clipstream.utils.atomic_write import note_input
 from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.table_files import SAMPLE, TableWriter, check_suffix
 
@@ -46,7 +47,7 @@ def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
         DataError: a shard cannot be read, or no sample is kept.
     """
     if options.out:
-        check_suffix(Path(options.out))
+        check_suffix(Path(options.out), "--out")
     settings = load(["--train-data", options.source, *flags])
     recipe = RECIPES.get(options.recipe, ())
     conditions = Conditions([*recipe, *options.where])
@@ -307,6 +308,7 @@ def _read(paths: Sequence[str], wanted: Container[str] | None = None) -> tuple[A
     found = []
     try:
         for path in paths:
+            note_input(path)
             if path.endswith(".csv"):
                 found.append(csv.read_csv(path, convert_options=texts))
                 names = found[-1].column_names

@@ -23,6 +23,7 @@ from clipstream.errors import SettingsError, errors_as
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings, Tower
+from clipstream.utils.atomic_write import claim_output
 from clipstream.utils.section import own_path
 
 STORED_DTYPES = ("float32", "float16", "bfloat16", "int8")
@@ -85,6 +86,7 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
     if not store or store.startswith("-"):
         raise SettingsError("missing STORE: clipstream precompute STORE --towers image --train-data …")
     flags += [f"--model={own['--checkpoint']}"] if "--checkpoint" in own else []
+    claim_output(own_path(store), "STORE")
     settings = command.load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
     teachers = _teachers(own.get("--teacher", ""), settings.model.cache_dir)
     towers = choice_flag(own, "--towers", ("image", "text", "both"), "")

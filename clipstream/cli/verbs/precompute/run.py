@@ -228,6 +228,7 @@ def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
         stored = read_weights(folder / WEIGHT_FILES[0])
         if weights_digest(stored.items()) == weights_digest(towers.clip.state_dict().items()):
             return
+    atomic_write.claim_output(folder, "STORE", holds=True)
     draft = folder.with_name(f"{MODEL}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     advice = "free some space and rerun the same command to continue"

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from clipstream.config.flags import output_file
 from clipstream.errors import SettingsError, each, errors_as
 from clipstream.features.image_index import (
     ENDS,
@@ -71,6 +72,8 @@ def index_of(call: ImageSearch) -> Path:
     with suppress(OSError, ValueError):
         folder, watched = json.loads(memo.read_bytes())  # the index of this call, and the files that it depends on
         if (root() / folder / ENDS).is_file() and all(file_state(path) == seen for path, seen in watched):
+            for path, _ in watched:
+                atomic_write.note_input(path)
             with suppress(OSError):  # the cache may be read-only
                 os.utime(root() / folder)
             return root() / str(folder)
@@ -237,9 +240,7 @@ def main(argv: Sequence[str]) -> None:
             (flags if flags or token.startswith("--") else names).append(token)
     if len(names) < 3 or not own["-k"].isdecimal():
         raise SettingsError(f"name a run, data and at least one query, and as -k a whole number, as in: {USAGE}")
-    with errors_as(SettingsError, f"--html: {own['--html']} cannot be written", OSError):
-        if own["--html"]:
-            atomic_write.probe(Path(own["--html"]))
+    output_file(own, "--html")
     found = SearchResults(ImageSearch(names[0], names[1], tuple(flags)), names[2:], max(1, int(own["-k"])))
     loading.end()
     columns = get_terminal_size().columns if sys.stdout.isatty() else 0

@@ -29,6 +29,7 @@ from clipstream.cli.verbs.precompute.run import precompute
 from clipstream.cli.verbs.search.indexing import image_row, opened
 from clipstream.cli.verbs.search.pairs import IMAGES as ON_PAGE
 from clipstream.cli.verbs.search.pairs import doubt, mine, names_of, sample_columns, stored_images, write_page
+from clipstream.config.flags import output_file
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.sources import SampleRef, Source
@@ -72,7 +73,8 @@ def search(options: argparse.Namespace) -> None:
         DataError: the store cannot be read, or has no rows.
     """
     if options.out:
-        check_suffix(Path(options.out))
+        check_suffix(Path(options.out), "--out")
+    output_file({"--html": getattr(options, "html", None)}, "--html")
     store = FeatureStore(options.store, options.cache)
     rows = StoredRows(store, getattr(options, "part", IMAGE))
     if not len(rows):
