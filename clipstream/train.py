@@ -62,6 +62,7 @@ from clipstream.report.sinks import RunInfo
 from clipstream.training.optim import rate_change
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
+from clipstream.training.rescue import Rescue
 from clipstream.training.settings import INTERPOLATED, EarlyStop, Metric
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
@@ -300,6 +301,7 @@ def fit(
     continues = resumed.checkpoint is not None and resumed.checkpoint.is_dir() and not ended
     if world.is_main and continues and (change := rate_change(step.optimizer, lr, state.step)):
         announce(f"changed  {change}")
+    rescues = world.size > 1 and train.rescue_seconds > 0
     trainer = Trainer(
         step,
         loader,
@@ -310,6 +312,7 @@ def fit(
         Rollback(train, partial(resumed.restore, writer, step), state.rollback),
         early_stop,
         start,
+        rescue=Rescue(watch, step, writer, train.rescue_seconds, settings.run.seed) if rescues else None,
         throughput=throughput,
         profiler=build_profiler(log, info, world),
     )

@@ -16,7 +16,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -103,6 +103,8 @@ class AsyncWriter:
         self._written = True  # whether the last save succeeded
         self._again: Callable[[], None] | None = None  # repeats the last save, whose folder was away
         self._told = ""  # the last warning
+        if world.is_main:
+            store.clear_claims(folder)
         best = store.best_of(folder) if world.is_main else None
         same = best is not None and best.metric == settings.keep_best
         self._best: float | None = world.broadcast_object(best.value if best is not None and same else None)
@@ -143,15 +145,58 @@ class AsyncWriter:
         parts = self.world.gather_objects((state.data, random_state(self.world.device)))
         content = self._content
         reshard(content.towers)
-        files = {WEIGHTS: content.towers.saved_tensors(), OPTIMIZER: moments(content.optimizer)}
-        self._snapshot.take(files | {name: tensors() for name, tensors in content.tensors.items()})
+        self._snapshot.take(self._tensors())
         if not self.world.is_main:
             return
         state = replace(state, data=DataState.merge([part for part, _ in parts]))
         groups = groups_to_json(content.optimizer)
-        job = (CheckpointMeta(state, dict(content.recorded)), groups, [random for _, random in parts], self._evaluated)
+        job = CheckpointMeta(state, dict(content.recorded)), groups, [random for _, random in parts], self._evaluated
         self._thread = threading.Thread(target=self._run, args=job, name="save", daemon=True)
         self._thread.start()
+
+    def _tensors(self) -> dict[str, Tensors]:
+        content = self._content
+        files = {WEIGHTS: content.towers.saved_tensors(), OPTIMIZER: moments(content.optimizer)}
+        return files | {name: tensors() for name, tensors in content.tensors.items()}
+
+    def has(self, step: int) -> bool:
+        """Whether there is a whole checkpoint of a step, once this rank's save in progress is done. Not collective."""
+        if self._thread is not None:
+            self._thread.join()
+        marker = store.marker_of(self.folder / store.folder_of(step))
+        return marker is not None and marker.step == step
+
+    def rescue(
+        self,
+        state: TrainState,
+        random: Sequence[RandomState],
+        whole: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        claim: str | None,
+    ) -> None:
+        """Write a checkpoint on one rank, where other ranks are lost. All that are left call this.
+
+        Args:
+            state: position of the run, with the data of all ranks.
+            random: the random states of all ranks.
+            whole: gathers a sharded tensor.
+            claim: on the rank that writes, the name of the process group: of those that have it, one rank writes.
+
+        Raises OSError, ClipstreamError: it cannot be written, the save in progress failed, or another rank writes.
+        """
+        writes = claim is not None
+        self._join()
+        if claim is not None:
+            store.claim(self.folder, claim)
+        content = self._content
+        reshard(content.towers)
+        if not (self.world.is_main and writes):
+            self._snapshot = Snapshot(self.world.device, content.optimizer, kept=writes)
+        self._snapshot.take(self._tensors(), whole)
+        if writes:
+            self._description = {**content.towers.description(), **content.files}
+            meta = CheckpointMeta(state, dict(content.recorded))
+            self._write(meta, groups_to_json(content.optimizer), random, self._evaluated)
 
     def check(self) -> None:
         """Raise the error of the writing thread, if any; cheap enough to call at each step.
@@ -244,25 +289,26 @@ class AsyncWriter:
             self._thread.join()
         self.check()
 
-    def _run(self, meta: CheckpointMeta, groups: str, random: list[RandomState], evaluated: _Evaluated) -> None:
+    def _write(self, meta: CheckpointMeta, groups: str, random: Sequence[RandomState], evaluated: _Evaluated) -> None:
+        self._snapshot.wait()
+        headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._content.tensors)} | {OPTIMIZER: {GROUPS: groups}}
+        after = 0 if self._sync is None else self._sync.last_serial
+        torch.save(list(random), pickled := io.BytesIO())
+        text = json.dumps(meta.to_json(), indent=1, allow_nan=False) + "\n"
+        others = {**self._description, RANDOM: pickled.getvalue(), STATE: text.encode()}
+        write(self.folder, meta.train.step, self._snapshot.files, headers, others, after=after)
+        self._written = True
+        if evaluated is not None:
+            self.update_best(*evaluated)
+        self._prune()
+        if self._sync is not None:
+            self._sync.wake()
+
+    def _run(self, meta: CheckpointMeta, groups: str, random: Sequence[RandomState], evaluated: _Evaluated) -> None:
         step = meta.train.step
         self._written, self._again = False, None
         try:
-            self._snapshot.wait()
-            headers = {name: {"format": "pt"} for name in (WEIGHTS, *self._content.tensors)} | {
-                OPTIMIZER: {GROUPS: groups}
-            }
-            after = 0 if self._sync is None else self._sync.last_serial
-            torch.save(random, pickled := io.BytesIO())
-            text = json.dumps(meta.to_json(), indent=1, allow_nan=False) + "\n"
-            others = {**self._description, RANDOM: pickled.getvalue(), STATE: text.encode()}
-            write(self.folder, step, self._snapshot.files, headers, others, after=after)
-            self._written = True
-            if evaluated is not None:
-                self.update_best(*evaluated)
-            self._prune()
-            if self._sync is not None:
-                self._sync.wake()
+            self._write(meta, groups, random, evaluated)
         except BaseException as error:
             if (why := atomic_write.obstacle(error, self.folder)) is None:
                 self._error = error
@@ -326,8 +372,8 @@ class Snapshot:
 
             optimizer.register_step_pre_hook(delay_update)
 
-    def take(self, files: Mapping[str, Tensors]) -> None:
-        """Copy the tensors of files over the last copy. Collective if tensors are sharded."""
+    def take(self, files: Mapping[str, Tensors], gather: Callable[[torch.Tensor], torch.Tensor] = full_tensor) -> None:
+        """Copy the tensors of files over the last copy. Collective if tensors are sharded, which are gathered."""
         if self._kept:
             for name in [name for name in self.files if name not in files or not self.files[name].fits(files[name])]:
                 del self.files[name]
@@ -343,7 +389,7 @@ class Snapshot:
         with torch.no_grad():
             for name, tensors in files.items():
                 for key, tensor in tensors.items():
-                    whole = full_tensor(tensor)
+                    whole = gather(tensor)
                     if self._kept:
                         aside = whole is tensor and tensor.data_ptr() in stable
                         with torch.cuda.stream(self._stream) if aside else nullcontext():

@@ -32,7 +32,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError, absent, errors_as, nearest
+from clipstream.errors import ClipstreamError, SettingsError, absent, errors_as, nearest
 from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, HUB, LOCAL, WEIGHT_FILES, is_model
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.models.transformers_names import other_model
@@ -43,6 +43,7 @@ from clipstream.utils.section import Count, checked, with_home
 MARKER, LATEST, BEST = "COMPLETE", "latest", "best"
 NAME = re.compile(r"step_(\d{8})(\.old)?")  # .old: moved aside for a new save of the same step
 DRAFT, ASIDE = ".tmp", ".old"
+CLAIM = "rescue-"
 LOCK = ".lock"
 WORKERS_END = 30.0  # s for a dead process's data workers to end; they hold its lock as well
 # Files that a run may have written before its first step.
@@ -357,6 +358,23 @@ def prune(folder: Path, *, last: int, every: int | None, spared: Collection[str]
 def clear(folder: Path) -> None:
     for draft in list(folder.glob(f"*{DRAFT}")):
         remove(draft)
+
+
+def claim(folder: Path, name: str) -> None:
+    """Let this process be the only one of those with this name to write a checkpoint.
+
+    Raises ClipstreamError: another one is.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{CLAIM}{name}").touch(exist_ok=False)
+    except FileExistsError as error:
+        raise ClipstreamError("another rank, which cannot be reached, saves it") from error
+
+
+def clear_claims(folder: Path) -> None:
+    for path in folder.glob(f"{CLAIM}*"):
+        path.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:

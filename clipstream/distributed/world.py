@@ -202,7 +202,8 @@ class World:
             threading.Thread(target=group.abort, name="abort", daemon=True).start()
         for connection in list(_connections):
             with contextlib.suppress(OSError), connection.opened() as opened:
-                opened.shutdown(socket.SHUT_RDWR)
+                if not opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # else gloo aborts the process
+                    opened.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
         """Destroy the process group, if there is one."""

@@ -8,9 +8,9 @@ sharded. So callers need not distinguish.
 **FSDP2.** Each block of a tower is a unit: its parameters are gathered when it runs, forward and backward, and its
 gradients are averaged over the ranks as soon as they are complete; everything outside of blocks is one more unit.
 Scale and bias of the logits are single numbers, which cannot be sharded: every rank holds them, and `finish_gradients`
-averages their gradients. A rank holds 1/N of parameters, gradients and moments, and one or two whole units. Parameters
-are communicated in each pass forward and back, gradients in each pass back; so every micro-batch costs as much as a
-whole batch, as accumulating gradients would take the memory of whole ones.
+averages their gradients. A rank holds 1/N of parameters, gradients and moments (with R replicas, HSDP: R/N), and one or
+two whole units. Parameters are communicated in each pass forward and back, gradients in each pass back; so every
+micro-batch costs as much as a whole batch, as accumulating gradients would take the memory of whole ones.
 
 Numerics are those of the run without sharding. With `bf16`, the matrices of blocks are gathered in bfloat16 (torch 2.15
 or newer): autocast would round them alike, and keep its copies, which are not sharded, until the backward pass. Norms,
@@ -143,14 +143,25 @@ class ShardedTowers:
         world: several ranks.
         precision: of the forward pass.
         reshard_after_forward: whether the blocks' gathered weights are freed until their backward pass.
+        replicas: copies of the shards, each over as many ranks in a row.
 
     Attributes:
         full: an unsharded copy, whose tensors have content only within the context of `full_weights`.
 
-    Raises SettingsError: batch norm or fp16, which are not supported.
+    Raises SettingsError: batch norm or fp16, which are not supported, or a number of ranks that cannot be divided.
     """
 
-    def __init__(self, towers: Any, world: World, precision: Precision, *, reshard_after_forward: bool = True) -> None:
+    def __init__(
+        self,
+        towers: Any,
+        world: World,
+        precision: Precision,
+        *,
+        reshard_after_forward: bool = True,
+        replicas: int = 1,
+    ) -> None:
+        if world.size % replicas:
+            raise SettingsError(f"train.fsdp_replicas: {replicas} does not divide the {world.size} ranks")
         if towers.has_batch_norm:
             raise SHARDED_NORMS.error("train.parallel")
         if precision == "fp16":
@@ -162,7 +173,12 @@ class ShardedTowers:
         self.full: Any = copy.deepcopy(towers, cast("dict[int, Any]", empty))
         if (buckets := getattr(towers, "text_buckets", None)) is not None:
             towers.text_buckets = buckets.for_shards()  # the ranks must take the same number of passes
-        mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
+        whole = init_device_mesh(
+            torch.device(world.device).type,
+            (replicas, world.size // replicas),
+            mesh_dim_names=("replicate", "shard"),
+        )
+        mesh = whole["shard"] if replicas == 1 else whole
         reduce_dtype = torch.float32 if precision in ("bf16", "pure_bf16") else None
         policy = of_blocks = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         if precision == "bf16" and _SELECTS_DTYPES:
@@ -203,8 +219,9 @@ def parallelize(towers: Any, world: World, settings: TrainSettings) -> FullTower
     Raises SettingsError: as ShardedTowers.
     """
     if settings.parallel == "fsdp" and world.size > 1:
-        again = settings.reshard_after_forward
-        return ShardedTowers(towers, world, settings.arithmetic, reshard_after_forward=again)
+        options: Any = {"reshard_after_forward": settings.reshard_after_forward, "replicas": settings.fsdp_replicas}
+        with world.connecting():
+            return ShardedTowers(towers, world, settings.arithmetic, **options)
     return FullTowers(towers.to(world.device))
 
 

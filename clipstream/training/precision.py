@@ -137,9 +137,9 @@ def autocast(device: str | torch.device, precision: Precision) -> Iterator[None]
         yield
 
 
-def seed_all(seed: int, rank: int) -> None:
+def seed_all(seed: int, rank: int, *step: int) -> None:
     """Seed Python's, NumPy's and torch's generators, each rank with its own: dropout differs between ranks."""
-    mixed = int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0])
+    mixed = int(np.random.SeedSequence([seed, rank, *step]).generate_state(1, np.uint64)[0])
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.manual_seed(mixed >> 1)

@@ -252,6 +252,12 @@ class TrainSettings(Section):
         description="with fsdp: free the gathered weights of a block between its forward and backward pass; "
         "false: more memory",
     )
+    fsdp_replicas: int = Field(
+        1,
+        ge=1,
+        description="with fsdp: copies of the sharded model (HSDP), each over as many ranks in a row; with 2, no shard "
+        "is lost with a rank",
+    )
     compile: Compiled = Field(
         "off",
         description="apply torch.compile to each repeated block of the towers (blocks), each tower (towers), or the "
@@ -273,6 +279,12 @@ class TrainSettings(Section):
         None,
         description="at the end, evaluate weights between start and end, and write the best to interpolated/ in the "
         "run's folder",
+    )
+    rescue_seconds: float = Field(
+        60.0,
+        ge=0,
+        description="where a rank dies, the others save the last whole step within this time, and end with code 75; "
+        "0: they save nothing",
     )
     max_nonfinite: int = Field(
         5,
@@ -313,6 +325,8 @@ class TrainSettings(Section):
             Conflict({key: changed, "parallel": "fsdp"}, "has no effect with fsdp: remove it", notice=True)
             for key, changed in (("ddp_bucket_mib", SET), ("ddp_hook", "bf16"))
         ),
+        Conflict({"fsdp_replicas": Is("more than 1", lambda n: n > 1), "parallel": "ddp"},
+                 "ddp holds the model on each rank: remove it, or set --train.parallel fsdp"),
         Conflict({"compile": ("towers", "step"), "parallel": "fsdp"},
                  "not supported with fsdp: use blocks"),
         Conflict({"compile_mode": SET, "compile_backend": other_than("inductor")},

@@ -107,6 +107,8 @@ class TrainStep:
     Attributes:
         averages: of the weights, updated after each step that changed them; None without `ema`.
         compilation: of the model's parts, logged by rank 0; None if nothing is compiled.
+        totals: of the last step, float64 [losses + 1]: the loss and its parts over all ranks, and the number of ranks.
+        torn: finishes the last step with the totals of another rank, where the exchange of these failed; else None.
 
     Raises SettingsError: micro-batches with batch norm, whose features would depend on the cut.
     """
@@ -130,6 +132,8 @@ class TrainStep:
         size, kept = settings.micro_batch_size, settings.kept_micro_batches
         if size is not None and model.has_batch_norm:
             raise MICRO_NORMS.error("train.micro_batch_size")
+        self.totals: torch.Tensor | None = None
+        self.torn: Callable[[torch.Tensor], Callable[[], StepResult]] | None = None
         self.compilation: Compilation | None = None
         if settings.compile != "off":
             cache = cache_root() / "inductor"
@@ -199,18 +203,44 @@ class TrainStep:
         with timed(COPY):
             batch = batch.to(self.world.device)
         statistics = [tensor.clone() for tensor in self._statistics]
-        with compiling(self.compilation):
-            for cache in self.caches:
-                unknown = isinstance(self.gradcache, AutoMicroBatch) and self.gradcache.size is None
-                batch = cache(batch, CACHED_AT_ONCE if unknown else self.gradcache.size)
-            share, scale = self.gradcache(batch)
-        begin(OPTIMIZER)
-        finish_gradients(self.towers, self.world)
-        self.scaler.unscale_(self.optimizer)
-        norm = gradient_norm(self.parameters, self.world)
-        parts: dict[str, torch.Tensor] = getattr(self.gradcache.loss, "parts", {})
-        totals = self.world.all_reduce_sum(torch.stack([share.double(), *(part.double() for part in parts.values())]))
-        finite = totals[0].isfinite() & norm.isfinite()
+        self.torn = None
+        try:
+            with compiling(self.compilation):
+                for cache in self.caches:
+                    unknown = isinstance(self.gradcache, AutoMicroBatch) and self.gradcache.size is None
+                    batch = cache(batch, CACHED_AT_ONCE if unknown else self.gradcache.size)
+                share, scale = self.gradcache(batch)
+            begin(OPTIMIZER)
+            finish_gradients(self.towers, self.world)
+            self.scaler.unscale_(self.optimizer)
+            norm = gradient_norm(self.parameters, self.world)
+            parts: dict[str, torch.Tensor] = getattr(self.gradcache.loss, "parts", {})
+            own = [share, *parts.values(), torch.ones_like(share)]  # the last counts the ranks
+            self.torn = partial(self._finish, norm, scale, batch.global_size, list(parts), statistics)
+            totals = self.world.all_reduce_sum(torch.stack([figure.double() for figure in own]))
+        except BaseException:
+            restore(self._statistics, statistics, torch.ones((), dtype=torch.bool, device=self.world.device))
+            raise
+        finish, self.torn = self.torn, None
+        result = finish(totals)
+        if self.compilation is not None:
+            self.compilation.on_step(time.perf_counter() - began, shown=self.world.is_main)
+        return result
+
+    def _finish(
+        self,
+        norm: torch.Tensor,
+        scale: torch.Tensor,
+        n: int,
+        names: list[str],
+        statistics: list[torch.Tensor],
+        totals: torch.Tensor,
+    ) -> Callable[[], StepResult]:
+        """The update, after the last exchange of the ranks; the arguments are of `start`. Not collective."""
+        self.totals = totals
+        # After an abort, what is still queued on a GPU runs on whatever was received.
+        finite_loss = totals[0].isfinite() & (totals[-1] == self.world.size)
+        finite = finite_loss & norm.isfinite()
         found_inf = (~finite).float()
         clip_gradients(self.parameters, norm, self.clip_norm)
         self._update(found_inf)
@@ -219,11 +249,9 @@ class TrainStep:
             self.averages.update(found_inf)
         figures = [*totals, norm, scale]
         if self.scaler.is_enabled():
-            figures += self._adapt_scale(found_inf, totals[0].isfinite())
+            figures += self._adapt_scale(found_inf, finite_loss)
         values = read_later(torch.stack([figure.double() for figure in figures]))
-        if self.compilation is not None:
-            self.compilation.on_step(time.perf_counter() - began, shown=self.world.is_main)
-        return partial(self._result, values, batch.global_size, list(parts))
+        return partial(self._result, values, n, names)
 
     @torch.no_grad()
     def _update(self, found_inf: torch.Tensor) -> None:
@@ -260,9 +288,14 @@ class TrainStep:
         return [overflow, scaler._scale]
 
     def _result(self, values: Callable[[], list[float]], n: int, names: list[str]) -> StepResult:
-        """The result of a step from its figures, which are waited for."""
+        """The result of a step from its figures, which are waited for.
+
+        Raises RuntimeError: the exchange of the ranks was aborted on the device, and the step changed nothing.
+        """
         loss, *rest = values()
-        of_parts, (grad_norm, logit_scale, *scaling) = rest[: len(names)], rest[len(names) :]
+        of_parts, (ranks, grad_norm, logit_scale, *scaling) = rest[: len(names)], rest[len(names) :]
+        if ranks != self.world.size:
+            raise RuntimeError(f"{self.world.size - ranks:g} of {self.world.size} ranks took no part in the step")
         parts = dict(zip(names, of_parts, strict=True))
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite and not self._compared:
@@ -387,7 +420,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], world: World | None = None
     norm = _norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
     if world is None or not shards:
         return norm
-    return (world.all_reduce_sum(_norm(shards).square()) + norm.square()).sqrt()
+    mesh = next(gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor))
+    copies = world.size // mesh.size(mesh.ndim - 1)
+    return (world.all_reduce_sum(_norm(shards).square()) / copies + norm.square()).sqrt()
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from clipstream.data.batch import Batch
 from clipstream.data.loader.health import lost_areas, merge_counts, without_sets
@@ -23,6 +23,7 @@ from clipstream.distributed.signals import StopSignals
 from clipstream.errors import ClipstreamError, DataError, DivergedError, Interrupted, Stopped
 from clipstream.models.execution.flops import Throughput, Work
 from clipstream.text import counted, lines
+from clipstream.training.rescue import Held, Rescue
 from clipstream.training.settings import EarlyStop, EarlyStopSettings, TrainSettings
 from clipstream.training.state import IntervalState, RollbackState, SourceCounts, TrainState
 from clipstream.training.step import StepResult, TrainStep
@@ -50,7 +51,7 @@ _ADVICE = (
 
 
 class CheckpointWriter(Protocol):
-    """Writes checkpoints, such as `checkpoint.async_writer.AsyncWriter`. All methods but `check` are collective."""
+    """Writes checkpoints, such as `checkpoint.async_writer.AsyncWriter`. Other methods than `check` are collective."""
 
     def due(self, step: int) -> bool:
         """Whether to save after `step` steps; the same on all ranks."""
@@ -176,6 +177,7 @@ class Trainer:
     rollback: Rollback  # handles non-finite steps
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopSettings()))
     state: InitVar[TrainState | None] = None  # of a resumed run
+    rescue: Rescue | None = None  # saves the last whole step where another rank fails
     throughput: Throughput | None = None  # adds `tokens_per_s`, `tflops` and `mfu` to the training lines
     profiler: StepProfiler | None = None  # writes a profile of some steps
 
@@ -189,8 +191,10 @@ class Trainer:
         self.step, self.samples = start.step, start.samples
         self._interval, self._evaluation_pending = start.interval, start.evaluation_pending
         self._health_before = [start.health] if start.health else []
+        self._counts: list[SourceCounts] = [{}] * self.world.size  # of data in this process, by rank
+        self._evaluated_step = -1 if start.evaluation_pending else start.step
         self._health_step = -1
-        self._started: _Started | None = None
+        self._started: list[_Started] = []
         self._clock = _Clock()
         self._timer = StepTimer(self.world.device)
         self._usage = Usage(self.world.device, self.loader.worker_pids)
@@ -206,9 +210,15 @@ class Trainer:
             DataError, DivergedError: from loader and rollback.
         """
         self.signals.deferring = True
+        with nullcontext() if self.rescue is None else self.rescue.on_failure(self._last_whole):
+            self._run(save_first)
+
+    def _run(self, save_first: bool) -> None:
         if save_first:
             self._saved_step = -1
             self._save()
+        if self.rescue is not None:
+            self.rescue.begin(self.step, self.loader.state(), len(self.loader.stream.names))
         self.loader.interrupt = self._stop_requested
         if self._evaluation_pending:
             self._evaluate(last=False)
@@ -246,13 +256,15 @@ class Trainer:
             if self.throughput is not None:
                 self.throughput.add(batch)
             result = self.train_step.start(batch, lr)
-            self._timer.end_step()
-            self._settle()  # the step before, while the device is at this one
-            self.loader.mark_trained()
             self.step += 1
+            self._started.append(_Started(self.step, result, batch.keys, lr))
+            self.loader.mark_trained()
+            if self.rescue is not None:
+                self.rescue.end_step(self.step)
+            self._timer.end_step()
+            self._settle(but=1)  # the step before, while the device is at this one
             self.hooks.step(self.step)
             self._profile(begins=False)
-            self._started = _Started(result, batch.keys, lr)
             if self._settles():
                 self._settle()
             with self._paused():
@@ -270,12 +282,25 @@ class Trainer:
         due = due or self.writer.due(self.step) or bool(self.hooks.evaluation_due(self.step))
         return due or self.rollback.state.nonfinite + 1 >= self.rollback.settings.max_nonfinite
 
-    def _settle(self) -> None:
-        """Wait for the result of the last step, and count, log and handle it; nothing if that is done. Collective."""
-        if self._started is None:
-            return
-        (wait, keys, lr), self._started = self._started, None
-        result = wait()
+    def _settle(self, but: int = 0) -> None:
+        """Wait for the results of the steps but the last `but`, and count, log and handle them. Collective."""
+        while len(self._started) > but:
+            result = self._count(self._started[0])
+            step, _, keys, lr = self._started.pop(0)
+            if result.skipped:
+                every = [key for part in self.world.gather_objects(keys) for key in part]
+                figures = {"loss": f"{result.loss:g}", "grad_norm": f"{result.grad_norm:g}"}  # JSON has no NaN
+                self._write({"step": step, "nonfinite": {**figures, "keys": every}})
+            if step % self.length.log_every == 0 or step == self.total_steps:
+                with self._timer.paused():  # as the clock begins anew at its end
+                    self._log(result, lr)
+            with self._paused():
+                row = self.rollback.state.nonfinite + 1
+                if (restored := self.rollback.on_step(step, result)) is not None:
+                    self._write({"step": step, "rollback": {"to": restored, "skipped": row}})
+
+    def _count(self, started: _Started) -> StepResult:
+        result = started.wait()
         self.samples += result.n
         self._clock.samples += result.n
         sums = self._interval
@@ -286,17 +311,7 @@ class Trainer:
         sums.overflows += result.overflow
         sums.skipped += result.skipped
         sums.steps += 1
-        if result.skipped:
-            every = [key for part in self.world.gather_objects(keys) for key in part]
-            figures = {"loss": f"{result.loss:g}", "grad_norm": f"{result.grad_norm:g}"}  # JSON has no NaN
-            self._write({"step": self.step, "nonfinite": {**figures, "keys": every}})
-        if self.step % self.length.log_every == 0 or self.step == self.total_steps:
-            with self._timer.paused():  # as the clock begins anew at its end
-                self._log(result, lr)
-        with self._paused():
-            row = self.rollback.state.nonfinite + 1
-            if (restored := self.rollback.on_step(self.step, result)) is not None:
-                self._write({"step": self.step, "rollback": {"to": restored, "skipped": row}})
+        return result
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -339,7 +354,11 @@ class Trainer:
             error = DataError(f"the training data ended after {self.step} of {self.total_steps} steps")
         except ClipstreamError as raised:
             error = raised
-        stop, failed = self.world.any(batch is None or self._stop_requested(), error is not None)
+        flags = batch is None or self._stop_requested(), error is not None
+        if self.rescue is None:
+            stop, failed = self.world.any(*flags)
+        else:
+            stop, failed = self.rescue.exchange(self.step + 1, before if batch is None else self.loader.state(), *flags)
         if stop or failed:
             self._settle()
         if not failed:
@@ -378,6 +397,7 @@ class Trainer:
     def _evaluate(self, last: bool) -> None:
         try:
             self.hooks.evaluate(self.step, last)
+            self._evaluated_step = self.step
         except Stopped:  # interrupted, on all ranks
             self._evaluation_pending = True
             self._stop()
@@ -435,7 +455,8 @@ class Trainer:
 
     def _health(self) -> dict[str, SourceCounts]:
         """Data counters of all ranks since the run began, before a resume included. Collective."""
-        return merge_counts([*self._health_before, *self.world.gather_objects(self.loader.trained.counts())])
+        self._counts = self.world.gather_objects(self.loader.trained.counts())
+        return merge_counts([*self._health_before, *self._counts])
 
     def _write_dropped(self, *, ahead: bool = False) -> None:
         """Write the samples that any rank dropped since the last call, also those of later batches if the run ends
@@ -465,25 +486,49 @@ class Trainer:
                 self.rollback.refuse_weights(self.step)
             return
         self._write_dropped()  # a run resumed from here does not see these samples again
+        self.writer.save(self._state(self.step, data or self.loader.state(), self._health()))
+        self._saved_step = self.step
+        self.rollback.on_save(self.step)
+
+    def _state(self, step: int, data: DataState, health: dict[str, SourceCounts]) -> TrainState:
         state = TrainState(
-            step=self.step,
+            step=step,
             samples=self.samples,
-            data=data or self.loader.state(),
-            health=self._health(),
+            data=data,
+            health=health,
             evaluation_pending=self._evaluation_pending,
             interval=self._interval,
             rollback=self.rollback.state,
             early_stop=self.early_stop.state,
             train_step=self.train_step.state(),
         )
-        self.writer.save(deepcopy(state))
-        self._saved_step = self.step
-        self.rollback.on_save(self.step)
+        return deepcopy(state)
+
+    def _last_whole(self) -> Held:
+        """After a failure: the position after the last whole step. Not collective."""
+        whole = self.step - len(self._started)
+        for started in self._started:
+            try:
+                result = self._count(started)
+            except RuntimeError:  # aborted on the device
+                break
+            whole = started.step
+            if not result.overflow:
+                self.rollback.state.nonfinite += result.skipped
+                self.rollback.state.applied |= not result.skipped
+        self._started.clear()
+        if self._evaluated_step != whole and self.hooks.evaluation_due(whole):
+            self._evaluation_pending = True
+        counts: Any = self.loader.trained.counts()
+        self._counts[self.world.rank] = counts
+        state = self._state(whole, DataState(), merge_counts(self._health_before))
+        return Held(state, self._counts, self._saved_step == whole)
 
 
 class _Started(NamedTuple):
     """A step whose result is not known yet."""
 
+    step: int  # steps done, this one included
     wait: Callable[[], StepResult]
     keys: Sequence[str]  # of this rank's samples
     lr: float

@@ -1,0 +1,293 @@
+"""Where other ranks die, those that are left save the last whole step, and the run goes on from it.
+
+Weights and moments change at the end of a step only, after the last exchange of the ranks. So whatever breaks a step
+leaves each rank with the weights, or its shard of them, after a whole one. What it does not hold is the position of
+lost ranks: that in the data, and their random states. Therefore the exchange before a step, which there is anyway,
+has the positions of all lanes; and after a step that drew random numbers the generators are seeded by the run's seed,
+rank and step, so that the states of all ranks follow from these.
+
+A rank may have ended the step that others could not. The newer one is saved: unsharded, by a rank that has it; of
+shards, those that are one step behind finish it first, as they only lack its totals (`TrainStep.torn`). Which rank
+writes follows from what all have told each other, so that there is one; where the network is in two parts, the part
+that makes a file of the group's name in the folder of checkpoints. It writes a draft, which a rename turns into a
+checkpoint: a second failure leaves the last checkpoint as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from clipstream.data.loader.health import merge_counts
+from clipstream.data.order.lanes import Cursor, DataState, LaneState
+from clipstream.distributed.cause import Cause
+from clipstream.distributed.launch import FailureWatch
+from clipstream.distributed.survivors import Survivors, meet_survivors
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, Stopped
+from clipstream.training.parallel import local_tensor
+from clipstream.training.precision import RandomState, random_state, same_randomness, seed_all
+from clipstream.training.state import SourceCounts, TrainState
+from clipstream.training.step import TrainStep
+
+REMEMBERED = 3  # steps: on a GPU two may be unfinished
+_Skips = dict[int, list[list[int]]]  # `Cursor.skipped` by lane and source, of lanes that have any
+Whole = Callable[[torch.Tensor], torch.Tensor]
+
+
+class RescueWriter(Protocol):
+    def has(self, step: int) -> bool:
+        """Whether there is a whole checkpoint of a step, once the save in progress is done. On any rank."""
+
+    def rescue(self, state: TrainState, random: Sequence[RandomState], whole: Whole, *, claim: str | None) -> None:
+        """Write a checkpoint. Every rank that is left calls this; the one with a claim writes."""
+
+
+class Held(NamedTuple):
+    """What a rank holds after a failure."""
+
+    state: TrainState  # after the last whole step; with the health of the run's former processes
+    counts: list[SourceCounts]  # of data since, by rank; those of other ranks as they were last gathered
+    saved: bool  # whether a checkpoint of this step was begun
+
+
+class _Part(NamedTuple):
+    """What a rank tells the others."""
+
+    step: int
+    nonfinite: bool  # whether the weights may be broken
+    shard: int  # number of its shard
+    digest: int  # of its weights
+    counts: SourceCounts
+    totals: torch.Tensor | None  # of the last step
+    torn: bool  # whether it can finish one more step with the totals of that
+
+
+class Rescue:
+    """Remembers the positions of all ranks, and saves the last whole step where some of them are lost.
+
+    Args:
+        seconds: in which the run is saved, or not at all.
+        seed: of the run.
+    """
+
+    def __init__(self, watch: FailureWatch, step: TrainStep, writer: RescueWriter, seconds: float, seed: int) -> None:
+        self.watch, self.train_step, self.writer, self.seconds, self.seed = watch, step, writer, seconds, seed
+        self.world = step.world
+        self._name = ""  # of the process group that would be rescued
+        self._random: list[RandomState] = []  # of all ranks, before the first step
+        self._before: RandomState | None = None
+        self._drawn: list[int] = []  # the last steps that drew random numbers
+        self._positions: dict[int, tuple[DataState, torch.Tensor, _Skips]] = {}  # by steps done
+        self._skips: _Skips = {}  # of all ranks
+        self._width = 0  # numbers of a lane
+
+    def begin(self, step: int, data: DataState, sources: int) -> None:
+        """Exchange positions before the first step. Collective."""
+        self._width = 1 + 3 * sources
+        self._before = random_state(self.world.device)
+        found = self.world.gather_objects((self._before, secrets.token_hex(8)))
+        self._random, self._name = [state for state, _ in found], found[0][1]
+        self.exchange(step, data)
+
+    def exchange(self, step: int, data: DataState, *flags: bool) -> list[bool]:
+        """As `World.any`, and remember the positions of all ranks after `step` steps. Collective."""
+        rows = [
+            [lane.drawn, *(number for one in lane.cursors for number in (one.group, one.window, one.position))]
+            for lane in data.lanes.values()
+        ]
+        table = np.zeros((data.lanes_total, self._width), np.int64)
+        if rows:
+            table[list(data.lanes)] = rows
+        skips = {
+            number: [one.skipped for one in lane.cursors]
+            for number, lane in data.lanes.items()
+            if any(one.skipped for one in lane.cursors)
+        }
+        changed = skips != {number: skipped for number, skipped in self._skips.items() if number in data.lanes}
+        tensor = self.world.all_reduce_sum(torch.from_numpy(np.concatenate(([*flags, changed], table.ravel()))))
+        *found, changed = (bool(count) for count in tensor[: len(flags) + 1].tolist())
+        if changed:
+            self._skips = {n: skipped for part in self.world.gather_objects(skips) for n, skipped in part.items()}
+        self._positions[step] = data, tensor[len(flags) + 1 :].view(table.shape), self._skips
+        for old in sorted(self._positions)[:-REMEMBERED]:
+            del self._positions[old]
+        return found
+
+    def end_step(self, step: int) -> None:
+        """After a step, the `step`-th: seed the generators if it drew random numbers."""
+        after = random_state(self.world.device)
+        if self._before is None or not _same(after, self._before):
+            seed_all(self.seed, self.world.rank, step)
+            self._before = random_state(self.world.device)
+            self._drawn = [*self._drawn, step][-REMEMBERED:]
+
+    @contextmanager
+    def on_failure(self, held: Callable[[], Held]) -> Iterator[None]:
+        """Within the context, a failure of another rank leads to a checkpoint, and the error is raised again.
+
+        Args:
+            held: what this rank holds; it is not collective.
+        """
+        self.watch.rescue_seconds = self.seconds
+        try:
+            yield
+        except ClipstreamError:  # of the data or the weights, on all ranks; or this rank's own
+            self.watch.rescue_seconds = 0.0
+            raise
+        except Exception as error:
+            cause = self.watch.find_cause(error)
+            lost = {*cause.dead} or {cause.rank}
+            if cause.code == 1 and self.world.rank not in lost:
+                self._rescue(cause, lost, held)
+            raise
+        self.watch.rescue_seconds = 0.0
+
+    def _rescue(self, cause: Cause, lost: set[int], held: Callable[[], Held]) -> None:
+        try:
+            survivors = meet_survivors(self.world, self.watch.store, lost, self.seconds / 2)
+            step, rank = self._save(survivors, held())
+        except Exception as error:  # whatever it is, the first cause is told
+            text = f"the steps since the last checkpoint are lost ({str(error).splitlines()[0]})"
+            self.watch.set_outcome(cause.code, text)
+        else:
+            code = Stopped.exit_code if cause.dead else cause.code
+            text = f"rank {rank} saved step {step}; the same command with --resume latest goes on"
+            self.watch.set_outcome(code, text)
+
+    def _save(self, survivors: Survivors, held: Held) -> tuple[int, int]:
+        """Save the newest step that the ranks which are left hold as a whole; returns it, and the rank that wrote it.
+
+        Raises ClipstreamError: there is none, or it cannot be written.
+        """
+        world, model = survivors.world, self.train_step
+        weights = [local_tensor(parameter).detach() for parameter in model.parameters]
+        mesh = next((p.device_mesh for p in model.parameters if isinstance(p, DTensor)), None)
+        place = None if mesh is None else mesh.get_coordinate()
+        shard = 0 if place is None else place[-1]
+        nonfinite = bool(held.state.rollback.nonfinite) or not all(bool(w.isfinite().all()) for w in weights)
+        counts = held.counts[self.world.rank]
+        digest = 0 if mesh is not None else _digest(weights)
+        part = _Part(held.state.step, nonfinite, shard, digest, counts, _on_cpu(model.totals), model.torn is not None)
+        parts: list[_Part] = world.gather_objects(part)
+        newest = max(part.step for part in parts)
+        having = [number for number, part in enumerate(parts) if part.step == newest]
+        writer = having[0]
+        if any(part.nonfinite for part in parts):
+            raise ClipstreamError("the last steps had no finite loss, and the weights may be broken")
+        if len({parts[number].digest for number in having}) > 1:
+            raise ClipstreamError("the weights of the ranks that are left differ")
+        if mesh is not None:
+            behind = [number for number, part in enumerate(parts) if part.torn and part.step == newest - 1]
+            if world.rank in behind and model.torn is not None:
+                totals = parts[writer].totals
+                assert totals is not None, "that of the newest step"
+                model.torn(totals.to(self.world.device))()
+            having += behind
+        shards = 1 if mesh is None else mesh.size(mesh.ndim - 1)
+        holders = {parts[number].shard: number for number in reversed(having)}
+        if missing := [number for number in range(shards) if number not in holders]:
+            which = ", ".join(map(str, missing))
+            raise ClipstreamError(f"no rank has shard {which} of the weights: --train.fsdp-replicas 2 keeps two copies")
+        error: str | None = None
+        try:
+            writes = world.rank == writer
+            if not (writes and held.saved and self.writer.has(newest)) or mesh is not None:
+                merged = replace(held.state, health=self._health(survivors, held, parts))
+                data = self._data(newest) if writes else DataState()
+                random = self._random_states(newest) if writes else []
+                whole = _gather_with(world, holders, writer)
+                self.writer.rescue(replace(merged, data=data), random, whole, claim=self._name if writes else None)
+        except (ClipstreamError, OSError) as failure:
+            error = str(failure)
+        errors = [text for text in world.gather_objects(error) if text is not None]
+        if errors:
+            raise ClipstreamError(errors[0])
+        return newest, survivors.ranks[writer]
+
+    def _health(self, survivors: Survivors, held: Held, parts: Sequence[_Part]) -> dict[str, SourceCounts]:
+        counts = list(held.counts)
+        for rank, part in zip(survivors.ranks, parts, strict=True):
+            counts[rank] = part.counts
+        return merge_counts([held.state.health, *counts])
+
+    def _data(self, step: int) -> DataState:
+        """The position of all lanes after `step` steps."""
+        if step not in self._positions:
+            raise ClipstreamError(f"the positions of the data after step {step} are not known")
+        own, table, skips = self._positions[step]
+        lanes = {}
+        for number, (drawn, *numbers) in enumerate(table.tolist()):
+            if not drawn:  # before its first sample
+                continue
+            skipped = skips.get(number, [[] for _ in numbers[::3]])
+            cursors = zip(numbers[::3], numbers[1::3], numbers[2::3], map(list, skipped), strict=True)
+            lanes[number] = LaneState(drawn, [Cursor(*cursor) for cursor in cursors])
+        return replace(own, lanes=lanes)
+
+    def _random_states(self, step: int) -> list[RandomState]:
+        """Those of all ranks after `step` steps."""
+        drawn = max((at for at in self._drawn if at <= step), default=None)
+        if drawn is None:
+            return self._random
+        states = []
+        with same_randomness(self.world.device):
+            for rank in range(self.world.size):
+                seed_all(self.seed, rank, drawn)
+                states.append(random_state(self.world.device))
+        return states
+
+
+def _gather_with(world: World, holders: dict[int, int], writer: int) -> Whole:
+    """Gathers sharded tensors on the rank `writer`, from the ranks that hold them by number of the shard.
+
+    Other ranks get a tensor of the same shape, type and device 'meta'. All call it for the same tensors in turn.
+    """
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        local = tensor.to_local().detach().cpu().contiguous()
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if world.rank == writer else "meta")
+        # As torch shards: equal parts of the first dimension, but for the last of them, which may be shorter or empty.
+        rows = torch.split(found, max(1, math.ceil(len(found) / len(holders)))) if len(found) else ()
+        for (_, holder), part in zip(sorted(holders.items()), rows, strict=False):
+            if writer == holder == world.rank:
+                part.copy_(local)
+            elif writer == world.rank:
+                dist.recv(part, src=holder)
+            elif holder == world.rank:
+                dist.send(local, dst=writer)
+        return found
+
+    return whole
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> int:
+    found = 0
+    for tensor in tensors:
+        found = crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.cpu()
+
+
+def _same(state: RandomState, other: RandomState) -> bool:
+    """Whether two states of one process are equal."""
+    if state.keys() != other.keys():
+        return False
+    one, two = state["numpy"], other["numpy"]
+    equal = state["python"] == other["python"] and torch.equal(one[1], two[1]) and one[2:] == two[2:]
+    return equal and all(torch.equal(state[name], other[name]) for name in ("cpu", "cuda") if name in state)
