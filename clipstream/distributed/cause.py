@@ -20,6 +20,7 @@ class Cause:
     code: int  # the exit code
     message: str  # for the user
     dead: list[int] = field(default_factory=list)  # ranks that ended without an error
+    broken: bool = False  # whether a connection broke, and all ranks give signs of life
     stuck: bool = False  # whether another rank may be stuck, and should print its stack
     spare: bool = False  # whether the ranks meet in the spare store, as the first one does not answer
 

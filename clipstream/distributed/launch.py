@@ -446,7 +446,7 @@ class FailureWatch:
             if broken:
                 silent = self._silent_ranks(range(self.world.size))
                 message = f"the connection to another rank broke: {first_line(str(error))}"
-                cause = replace(cause, code=1, message=message)
+                cause = replace(cause, code=1, message=message, broken=True)
                 cause = Cause.of_dead(silent, self._keys.hosts) if silent else cause
             cause = replace(cause, spare=self._keys.spare)
             return Cause.from_json(self._keys.agree(_CAUSE, json.dumps(asdict(cause))))

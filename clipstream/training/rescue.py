@@ -147,7 +147,7 @@ class Rescue:
             raise
         except Exception as error:
             cause = self.watch.find_cause(error)
-            lost = {*cause.dead} or {cause.rank}
+            lost = set() if cause.broken else {*cause.dead} or {cause.rank}
             if cause.code == 1 and self.world.rank not in lost:
                 self._rescue(cause, lost, held)
             raise
@@ -161,7 +161,7 @@ class Rescue:
             text = f"the steps since the last checkpoint are lost ({str(error).splitlines()[0]})"
             self.watch.set_outcome(cause.code, text)
         else:
-            code = Stopped.exit_code if cause.dead else cause.code
+            code = Stopped.exit_code if cause.dead or cause.broken else cause.code
             text = f"rank {rank} saved step {step}; the same command with --resume latest goes on"
             self.watch.set_outcome(code, text)
 

@@ -86,6 +86,22 @@ def train_and_tear(world: World, argv: list[str]) -> int:
     return train_on(world, argv)
 
 
+def train_and_break(world: World, argv: list[str]) -> int:
+    """Rank 1 loses its connections in the forward pass of step 5."""
+    if world.rank == 1:
+        forward, count = GradCache.__call__, 0
+
+        def breaking(*args: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == 5:
+                world.abort()
+            return forward(*args)
+
+        GradCache.__call__ = breaking  # type: ignore[method-assign]
+    return train_on(world, argv)
+
+
 def run(place: Path, name: str, *more: str) -> list[str]:
     """A run with averages and dropout, whose random numbers differ between the ranks."""
     model = ["--force-patch-dropout", "0.25"] if "ddp" in name else []
@@ -160,3 +176,12 @@ def test_a_shard_that_only_the_lost_rank_had_is_named(place: Path) -> None:
     assert told in ends[0].stderr, ends[0].stderr
     newest = (place / "runs" / "fsdp" / "checkpoints" / "latest").read_text()
     assert newest == "step_00000004\n"
+
+
+def test_broken_connections_of_ranks_that_live_cost_no_step(undisturbed: Path) -> None:
+    argv = run(undisturbed, "ddp-broken")
+    ends = end_ranks(2, train_and_break, argv)
+    assert [end.code for end in ends] == [75, 75], ends
+    assert "the connection to another rank broke" in ends[0].stderr and "rank 0 saved step 4;" in ends[0].stderr
+    assert [end.code for end in end_ranks(2, train_on, [*argv, "--resume", "latest"])] == [0, 0]
+    same_end(undisturbed, "ddp-broken", "ddp-whole")
