@@ -301,7 +301,7 @@ def fit(
     continues = resumed.checkpoint is not None and resumed.checkpoint.is_dir() and not ended
     if world.is_main and continues and (change := rate_change(step.optimizer, lr, state.step)):
         announce(f"changed  {change}")
-    rescues = world.size > 1 and train.rescue_seconds > 0
+    rescues = world.size > 1 and train.rescue_seconds > 0 and watch.owns_group
     trainer = Trainer(
         step,
         loader,

@@ -96,6 +96,7 @@ def run_ranks(run: RunSettings, body: Callable[[World, FailureWatch], object], *
         faulthandler.enable(2)  # NCCL's watchdog aborts the process: prints where its threads are
     watch = FailureWatch(world, debug=run.debug, embedded=embedded)
     theirs = embedded and world.size > 1 and torch.distributed.is_initialized()  # the program's own process group
+    watch.owns_group = not theirs
     try:
         with announce_waiting(world), nullcontext() if embedded else ending_on_signals():
             world.start(timedelta(seconds=run.timeout))
@@ -197,6 +198,7 @@ class FailureWatch:
         limit: seconds without a new collective, after which this rank may have waited too long for others.
         rescue_seconds: how long the main thread has, once a cause is known, to save what other ranks lost; collectives
             in progress then raise. 0: it ends.
+        owns_group: whether the process group may be aborted, as it is not the program's.
         cause: the first failure of any rank, once it is known.
     """
 
@@ -207,6 +209,7 @@ class FailureWatch:
         self.step: Callable[[], int] = lambda: 0
         self.limit = math.inf
         self.rescue_seconds = 0.0
+        self.owns_group = True
         self._backend: Any = None
         self._called, self._looks = (-1, 0), 0  # collectives and steps, and looks since this last changed
         self._keys: Any = None  # SharedKeys, once started

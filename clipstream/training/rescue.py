@@ -79,6 +79,9 @@ class Rescue:
     Args:
         seconds: in which the run is saved, or not at all.
         seed: of the run.
+
+    Attributes:
+        position: of this rank's lanes, as it was last exchanged.
     """
 
     def __init__(self, watch: FailureWatch, step: TrainStep, writer: RescueWriter, seconds: float, seed: int) -> None:
@@ -91,6 +94,7 @@ class Rescue:
         self._positions: dict[int, tuple[DataState, torch.Tensor, _Skips]] = {}  # by steps done
         self._skips: _Skips = {}  # of all ranks
         self._width = 0  # numbers of a lane
+        self.position = DataState()
 
     def begin(self, step: int, data: DataState, sources: int) -> None:
         """Exchange positions before the first step. Collective."""
@@ -102,6 +106,7 @@ class Rescue:
 
     def exchange(self, step: int, data: DataState, *flags: bool) -> list[bool]:
         """As `World.any`, and remember the positions of all ranks after `step` steps. Collective."""
+        self.position = data
         rows = [
             [lane.drawn, *(number for one in lane.cursors for number in (one.group, one.window, one.position))]
             for lane in data.lanes.values()
@@ -158,7 +163,8 @@ class Rescue:
             survivors = meet_survivors(self.world, self.watch.store, lost, self.seconds / 2)
             step, rank = self._save(survivors, held())
         except Exception as error:  # whatever it is, the first cause is told
-            text = f"the steps since the last checkpoint are lost ({str(error).splitlines()[0]})"
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            text = f"the steps since the last checkpoint are lost ({why})"
             self.watch.set_outcome(cause.code, text)
         else:
             code = Stopped.exit_code if cause.dead or cause.broken else cause.code

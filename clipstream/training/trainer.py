@@ -344,7 +344,7 @@ class Trainer:
             Stopped: a signal reached some rank.
             ClipstreamError: the first failed rank's, on all ranks.
         """
-        before, batch = self.loader.state(), None
+        before, batch = self.loader.state() if self.rescue is None else self.rescue.position, None
         error: ClipstreamError | None = None
         try:
             batch = None if self._stop_requested() else next(self.loader)
