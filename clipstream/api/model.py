@@ -282,6 +282,7 @@ def load_model(
     precision: Precision | Literal["auto"] = "fp32",
     weights: Weights = "trained",
     cache_dir: str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | None = None,
 ) -> tuple[Model, Preprocess, TextTokenizer]:
     """A trained or pretrained model, its preprocessing and its tokenizer.
 
@@ -293,6 +294,8 @@ def load_model(
         precision: of the arithmetic; auto for bfloat16 where the device computes it.
         weights: of a checkpoint: 'trained', or 'averaged' of a run with `train.ema`.
         cache_dir: the Hub's cache; $HF_HUB_CACHE unless set.
+        config: a file of settings over those of the run. With the run's own `config.yaml`, the Python code that it
+            names (a tokenizer of your own) is used.
 
     Returns:
         The model; a function from a PIL image or a path to float32 [3, H, W]; a function from texts to int64 [n, T].
@@ -313,7 +316,7 @@ def load_model(
     device = usable_device(device)
     if not isinstance(source, Run | str | os.PathLike):
         raise wrong_type("source", "a run, a path or a model's name", source)
-    paths = {"pretrained": pretrained, "cache_dir": cache_dir}
+    paths = {"pretrained": pretrained, "cache_dir": cache_dir, "config": config}
     for name, value in paths.items():
         if not isinstance(value, str | os.PathLike | None):
             raise wrong_type(name, "text or a path", value)
@@ -333,7 +336,7 @@ def load_model(
 
 
 def _settings_of(
-    source: Source, weights: Weights, *, pretrained: str | None, cache_dir: str | None
+    source: Source, weights: Weights, *, pretrained: str | None, cache_dir: str | None, config: str | None
 ) -> tuple[Settings, ModelSettings]:
     """The settings of a model's run, or the defaults, and those of the model."""
     cache = {} if cache_dir is None else {"cache_dir": cache_dir}
@@ -349,7 +352,9 @@ def _settings_of(
         raise SettingsError(f"{path} has weights: remove pretrained={pretrained!r}")
     subject = locate(str(path))
     assert subject.checkpoint is not None
-    settings = Settings() if subject.run is None else load(["--config", str(subject.run / "config.yaml")])
+    settings = (
+        Settings() if subject.run is None else load([] if config is None else ["--config", config], run=subject.run)
+    )
     own = settings.model.model_copy(update=cache)
     return settings, model_in(subject.checkpoint, own, subject.run is not None, averaged=weights == "averaged")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -19,8 +19,10 @@ from pydantic import ValidationError
 
 from clipstream.errors import absent, did_you_mean
 from clipstream.open_clip.flags import BY_FLAG
+from clipstream.storage.shard_url import GENERATED, ONLY_NAMED, PATH_SCHEMES, WITHHELD
 from clipstream.text import Lines, listed, message, printable
 from clipstream.utils.atomic_write import note_input
+from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import (
     Path,
     PluginSection,
@@ -45,6 +47,9 @@ _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 MOST_BYTES = 16 << 20  # of a file: config.yaml has some KB, and a list of 100,000 shards some MB
 MOST_COPIES = 10_000  # keys and values repeated by aliases: ten nested lists of ten aliases each make 10^10
 NULLS = ("", "~", "null", "Null", "NULL")
+
+_LOCAL = re.compile(rf"(?:{'|'.join(('file', *PATH_SCHEMES, *GENERATED))}):(?://)?")
+_ELSEWHERE = re.compile(r"pipe:|[\w+.-]+://")
 
 # Keys that exclude each other: a later source that sets one removes the others.
 EXCLUSIVE: dict[Path, tuple[str, ...]] = {
@@ -246,6 +251,32 @@ def read_yaml(file: str, problems: list[str]) -> Node:
     except (OSError, ValueError) as error:
         problems.append(f"--config: cannot read {named}: {getattr(error, 'strerror', None) or error}")
     return Node()
+
+
+def harmless(node: Node, file: str, problems: list[str], path: Path = ()) -> Node:
+    """The settings of a run that was only named, which somebody else may have written.
+
+    Sinks are left out, other Python code is added to `problems`, and commands and URLs of data become `WITHHELD` names,
+    which are an error where they are read.
+    """
+    value, text = node.value, node.text if node.text is not None else node.value
+    key = next((part for part in reversed(path) if isinstance(part, str)), "")
+    if isinstance(value, dict):
+        kept = {name: part for name, part in value.items() if (*path, name) != ("log", "sinks")}
+        inner: Any = {name: harmless(part, file, problems, (*path, name)) for name, part in kept.items()}
+        return replace(node, value=inner)
+    if isinstance(value, list):
+        items = enumerate(value)
+        return replace(node, value=[harmless(part, file, problems, (*path, number)) for number, part in items])
+    code = key in ("type", "transform") and isinstance(text, str) and is_plugin(text)
+    if code or (key == "trust_remote_code" and value not in (None, False)):
+        problems.append(f"{node.place}: {dotted(path)}: {printable(text)} is Python code, {ONLY_NAMED.format(file)}")
+    if path[:1] not in (("data",), ("evals",)) or not isinstance(text, str):
+        return node
+    leaves_it = _ELSEWHERE.match(text) is not None
+    if key == "shards":  # whose braces may make a scheme
+        leaves_it = any(":" in _LOCAL.sub("", part.strip()) for part in text.split("::"))
+    return Node.of(f"{WITHHELD}{node.place}", node.place) if leaves_it else node
 
 
 def merged(root: type[Section], sources: Sequence[Node]) -> Node:

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -54,14 +55,14 @@ class CommandLine:
     flags: list[str]  # the rest
     print_all: bool | None  # whether --print-config prints all settings; None without it
 
-    def load(self, flags: Sequence[str] | None = None, ranks: int | None = None) -> Settings:
+    def load(self, flags: Sequence[str] | None = None, ranks: int | None = None, run: Path | None = None) -> Settings:
         """The settings of flags, `self.flags` unless given. Sets the level of messages, and logs notices.
 
         Raises:
             SettingsError: as `load`.
             Printed: by --print-config.
         """
-        settings = load(self.flags if flags is None else flags, ranks=ranks)
+        settings = load(self.flags if flags is None else flags, ranks=ranks, run=run)
         set_level(settings.log.level)
         settings.log_notices()
         self.print_settings(settings)

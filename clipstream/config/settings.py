@@ -27,6 +27,7 @@ from clipstream.config.config_sources import (
     enumerate_words,
     format_errors,
     format_problem,
+    harmless,
     merged,
     plain,
     read_yaml,
@@ -153,7 +154,14 @@ class Settings(Section):
         return FilePath(self.run.logs) / self.run.name
 
 
-def load(argv: Sequence[str], *, trees: Sequence[Node] = (), ranks: int | None = None, trains: bool = True) -> Settings:
+def load(
+    argv: Sequence[str],
+    *,
+    trees: Sequence[Node] = (),
+    ranks: int | None = None,
+    trains: bool = True,
+    run: FilePath | None = None,
+) -> Settings:
     """The settings of a command line: defaults, then each `--config` file in order, then flags.
 
     Args:
@@ -161,12 +169,21 @@ def load(argv: Sequence[str], *, trees: Sequence[Node] = (), ranks: int | None =
         trees: settings over those of the files, and under the flags.
         ranks: processes of the run, for `--batch-size`; the launcher's unless given.
         trains: whether there is a source to train on; if not, flags such as `--caption-json` describe --val-data.
+        run: the folder of a run that is named: its settings are under those of the files, and `harmless` unless
+            its config.yaml is one of these.
 
     Raises SettingsError: with one line for each mistake, which starts with file and line or the flag.
     """
     problems: list[str] = []
     configs, given = split(argv, problems)
-    files = [*(read_yaml(file, problems) for file in configs), *trees]
+    own = None if run is None else str(run / "config.yaml")
+    others = [file for file in configs if own is None or os.path.realpath(file) != os.path.realpath(own)]
+    files = [*(read_yaml(file, problems) for file in others), *trees]
+    if own is not None:
+        written = read_yaml(own, problems)
+        files.insert(0, written if len(others) < len(configs) else harmless(written, own, problems))
+        if problems:  # before the code is imported
+            raise SettingsError(enumerate_words(problems))
     ranks = World.from_env().size if ranks is None else ranks
     flags = flag_tree(Settings, given, files, ranks, problems, trains=trains)
     places = merged(Settings, [*files, flags])

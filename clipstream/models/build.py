@@ -175,7 +175,9 @@ def _create(files: ModelFiles, model_cfg: Config, seed: int) -> Any:
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # open_clip does not pass trust_remote_code: refuse, never ask
         text_cfg["hf_model_pretrained"] = files.weights is None and text_cfg.get("hf_model_pretrained", True)
         text_cfg["hf_model_name"] = str(files.text_model)
-    _timm_has(str(cfg["vision_cfg"].get("timm_model_name")))
+    if ":" in (name := str(cfg["vision_cfg"].get("timm_model_name"))):  # of which timm fetches a configuration
+        raise SettingsError(f"{files.label}: timm_model_name {name!r} is not the name of a timm model")
+    _timm_has(name)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)

@@ -27,7 +27,7 @@ from typing import Any
 
 from clipstream.storage import download
 from clipstream.storage.download import CHUNK, GIB, FileInfo, Monitor, ShardError, unreadable
-from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.shard_url import ShardURL, allow_command, redact
 from clipstream.storage.tar import BLOCK, ZERO, fault_at_start
 from clipstream.utils import content
 
@@ -127,6 +127,7 @@ class Fetcher:
             with source:
                 _save(source, part, guard)
         elif url.scheme == "pipe":
+            allow_command(url.full)  # which braces or a data set's root may have made
             run_pipe(url.full[len("pipe:") :], part, timeout=self.timeout, monitor=guard)
         else:
             retries = 0 if url.host in self._silent else self.retries

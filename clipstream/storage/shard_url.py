@@ -28,6 +28,8 @@ from clipstream.utils.section import mapped, with_home
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
 PATH_SCHEMES = ("folder", "imagenet", "benchmark")  # take a path
 GENERATED = ("toy", "synthetic")
+WITHHELD = "withheld:"  # before the place of a name that a run's own settings have, and that is not to be used
+ONLY_NAMED = "not used, as its run is only named: read {0}, and add --config {0} to use it"
 NO_SLASHES = ("pipe", "file", *PATH_SCHEMES, *GENERATED)  # need no //
 # After a pipe: command, '::' is a separator only if a scheme follows, as commands may contain '::' too.
 NEXT_SHARD = re.compile(rf"::(?=pipe:|(?:{'|'.join((*PATH_SCHEMES, *GENERATED))}):|[a-zA-Z][a-zA-Z0-9+.-]+://)")
@@ -236,16 +238,18 @@ def _run(names: Sequence[str]) -> int:
     return len(names)
 
 
-def expand_pipe(command: str) -> list[str]:
-    """The commands that the braces of a `pipe:` command stand for.
-
-    Raises SettingsError: WDS_SECURE is set, with which webdataset does not run commands either.
-    """
+def allow_command(command: str) -> None:
+    """Raises SettingsError: WDS_SECURE is set, with which webdataset does not run commands either."""
     if (secure := os.environ.get("WDS_SECURE", "0")) not in ("", "0"):
         raise SettingsError(
             f"{redact(command)!r} would run a command, which WDS_SECURE={secure} in the environment forbids: name the "
             "shards by a path, or by http(s)://, s3://, gs://, az:// or hf://, or unset WDS_SECURE"
         )
+
+
+def expand_pipe(command: str) -> list[str]:
+    """The commands that the braces of a `pipe:` command stand for. Raises SettingsError: as `allow_command`."""
+    allow_command(command)
     pieces = PIPE_BRACES.split(command)
     choices = [list(braceexpand.braceexpand(p)) if i % 2 else [p] for i, p in enumerate(pieces)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]

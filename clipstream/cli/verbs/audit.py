@@ -40,14 +40,13 @@ def main(argv: list[str]) -> int:
     command = command_line("audit", argv[len(topics) :], OWN_FLAGS)
     if topics != [TOPIC]:
         raise SettingsError(f"audit requires a topic: clipstream audit {TOPIC} …")
-    own, configs = command.own, []
+    own, run = command.own, None
     if "--run" in own:
-        config = Path(own["--run"]) / "config.yaml"
-        if not config.is_file():
+        run = Path(own["--run"])
+        if not (run / "config.yaml").is_file():
             raise SettingsError(f"--run: {own['--run']} is not a run folder: config.yaml is missing")
-        configs = ["--config", str(config)]
     output_file(own, "--json")
-    settings = command.load([*configs, *command.flags])
+    settings = command.load(run=run)
     if _synthetic(own, settings):
         settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": {}})})
     else:

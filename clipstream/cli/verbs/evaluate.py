@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, named
 from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import CommandLine, command_line, entry_point
-from clipstream.config.flags import choice_flag, output_file, own_flags
+from clipstream.config.flags import choice_flag, output_file, own_flags, split
 from clipstream.config.settings import Config, Settings, changed, load, require_equal, settings_from
 from clipstream.config.validate import validate_evals
 from clipstream.data import sources as of_data
@@ -151,20 +151,20 @@ class Suites:
             os.environ[ROOT] = root.rstrip("/") if ShardURL(root).scheme else str(Path(root))
         return cls(files, missing == "skip")
 
-    def load(self, run: Sequence[str], flags: Sequence[str]) -> Settings:
+    def load(self, run: Path | None, flags: Sequence[str]) -> Settings:
         """The settings, with the suites' evaluators whose data sets exist, and without those of the run itself.
 
         Args:
-            run: the files of the run's own settings.
+            run: the folder of the run.
 
         Raises SettingsError: they are wrong, the data sets' folder is not set, or data sets are missing and must not be
         skipped.
         """
-        configs = [word for file in (*run, *self.files) for word in ("--config", file)]
-        settings = load([*configs, *flags], trains=False)
+        configs = [word for file in self.files for word in ("--config", file)]
+        settings = load([*configs, *flags], trains=False, run=run)
         set_level(settings.log.level)
         settings.log_notices()
-        own = tuple(f"{file}:" for file in run)
+        own = () if run is None else (f"{run / 'config.yaml'}:",)
         if not self.files:  # beside evaluators with data of the command line, those of the run are not wanted
             data = {name: settings.places.place_of(("evals", name, "data", "shards")) for name in settings.evals}
             given = {name: settings.evals[name] for name, place in data.items() if not place.startswith(own)}
@@ -230,14 +230,14 @@ def _evaluate(command: CommandLine) -> int:
         else:
             subject = locate(checkpoint)
     trained = [] if subject.run is None else [str(subject.run / "config.yaml")]
-    settings = suites.load(trained, flags)
+    settings = suites.load(subject.run, flags)
     settings = settings if label is None else _with_classes(settings, label)
     command.print_settings(settings)
     report = Path(own["--report"]) if "--report" in own else None
     _check_settings(settings, trained, report)
     model = settings.model
     if subject.checkpoint is not None:
-        fits = bool(trained) and has_own_tokenizer(settings, trained[0])
+        fits = subject.run is not None and has_own_tokenizer(settings, subject.run, flags)
         model = model_in(subject.checkpoint, model, fits, averaged=weights == "averaged")
     elif weights == "averaged":
         raise SettingsError("--weights averaged requires --checkpoint")
@@ -283,9 +283,10 @@ def _evaluate(command: CommandLine) -> int:
     return run_ranks(settings.run, body)
 
 
-def has_own_tokenizer(settings: Settings, config: str) -> bool:
+def has_own_tokenizer(settings: Settings, run: Path, flags: Sequence[str]) -> bool:
     """Whether the tokenizer is that of a run's settings, which fits the run's weights."""
-    return load(["--config", config]).tokenizer == settings.tokenizer
+    configs = [word for file in split(flags, [])[0] for word in ("--config", file)]
+    return load(configs, run=run).tokenizer == settings.tokenizer
 
 
 def _with_classes(settings: Settings, label: str) -> Settings:

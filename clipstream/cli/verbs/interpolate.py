@@ -50,8 +50,7 @@ def main(argv: list[str]) -> int:
         raise SettingsError(f"expected clipstream interpolate {wanted}")
     subjects = [locate(name) for name in (names if kind else names[-1:])]
     end = subjects[0]
-    trained = [] if end.run is None else ["--config", str(end.run / "config.yaml")]
-    settings = command.load([*trained, *words])
+    settings = command.load(words, run=end.run)
     if not settings.evals:
         raise SettingsError(f"{names[-1]} has no evaluators: add --val-data SHARDS, or --config with a section evals")
     validate_evals(settings, shown=False)
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> int:
         raise SettingsError(f"{min(given)} is not of --soup, which has no start: remove one of them")
     rule = _rule(own, settings.train.interpolate)
     averaged = choice_flag(own, "--weights", ("trained", "averaged"), "trained") == "averaged"
-    fits = bool(trained) and has_own_tokenizer(settings, trained[1])
+    fits = end.run is not None and has_own_tokenizer(settings, end.run, words)
     labels = [_label(subject) for subject in subjects]
     named_as = [str(subject.checkpoint) if labels.count(label) > 1 else label
                 for subject, label in zip(subjects, labels, strict=True)]  # fmt: skip

@@ -25,7 +25,9 @@ from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import (
+    ONLY_NAMED,
     TABLE_FORMATS,
+    WITHHELD,
     ShardURL,
     expand_pattern,
     expand_pipe,
@@ -218,6 +220,9 @@ def entries(
     for part in parts:
         if ":" in type:
             yield type, part
+        elif part.startswith(WITHHELD):
+            place = part.removeprefix(WITHHELD)
+            raise SettingsError(f"{place}: these shards are {ONLY_NAMED.format(place.rpartition(':')[0])}")
         elif part.startswith("pipe:"):
             yield from (("tar", command) for command in expand_pipe(part))
         elif (held := load_plugin(FOLDER_ENTRIES)(part, type, evaluates, image_key)) is not None:

@@ -81,6 +81,8 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--to", required=True, choices=TARGETS, help="program that reads the files")
     add("--pretrained", type=with_home, metavar="TAG", help="weights of a model that is named by a configuration")
     add("--weights", choices=("trained", "averaged"), default="trained", help="of a checkpoint (default: trained)")
+    add("--config", type=with_home, metavar="FILE",
+        help="settings over the run's; RUN/config.yaml itself allows its Python code, commands and URLs")  # fmt: skip
     add("--data", type=with_home, metavar="DATA", help="data of the check (default: those of the run, else drawn ones)")
     add("--preprocess", choices=("none", "normalize", "resize"), default="none",
         help="ONNX: what the graph of the image tower does of the preprocessing (default: none)")  # fmt: skip

@@ -69,13 +69,15 @@ def export_model(options: argparse.Namespace) -> None:
         preflight(chosen := ModelSettings(**texts))
         if chosen.is_fresh:
             raise SettingsError(f"{options.model} names a model without weights: set --pretrained TAG, or name a run")
-    subject, settings = _run_of(options.model)
+    subject, settings = _run_of(options.model, options.config)
     name = options.model.rstrip("/").rpartition("/")[2]
     if subject is not None and subject.run is not None:
         name = subject.run.name + (f"-{subject.label}" if _is_beside(subject) else "")
     out = Path(options.out or Path("exports", f"{name}-{options.to}"))
     _check_free(out, options)
-    model = load_model(options.model, options.pretrained, device="cpu", weights=options.weights)[0]
+    model = load_model(options.model, options.pretrained, device="cpu", weights=options.weights, config=options.config)[
+        0
+    ]
     samples = _samples_for(options.data, settings)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -127,7 +129,7 @@ def _thumbnails(images: StoredImages, columns: Mapping[str, list[Any]]) -> list[
     return [{"bytes": jpeg, "path": path} if jpeg else None for jpeg, path in found]
 
 
-def _run_of(name: str) -> tuple[Subject | None, Settings]:
+def _run_of(name: str, config: str | None = None) -> tuple[Subject | None, Settings]:
     """A model in a folder, and the settings of its run; None for other models, defaults for those without a run."""
     folder = model_at(Path(name).expanduser())
     subject = None if folder is None else locate(str(folder))
@@ -136,7 +138,7 @@ def _run_of(name: str) -> tuple[Subject | None, Settings]:
         if (parent / "config.yaml").is_file() and (parent / "checkpoints").is_dir():
             subject = replace(subject, run=parent)
     run = None if subject is None else subject.run
-    return subject, Settings() if run is None else load(["--config", str(run / "config.yaml")])
+    return subject, Settings() if run is None else load(["--config", config] if config else [], run=run)
 
 
 def _parent(subject: Subject) -> Path:

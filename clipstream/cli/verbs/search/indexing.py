@@ -85,7 +85,8 @@ def opened(call: ImageSearch) -> tuple[Settings, Source]:
     if model_at(model) is not None:
         subject = locate(str(model))
         assert subject.checkpoint is not None
-        run, tree = Settings() if subject.run is None else load(["--config", str(subject.run / "config.yaml")]), Node()
+        configs = [word for file in split(call.flags, [])[0] for word in ("--config", file)]
+        run, tree = Settings() if subject.run is None else load(configs, run=subject.run), Node()
         for trained in [*run.data.sources.values()][:1]:
             tree.put_keys(SOURCE, Node.of(reading_of(trained), ""))
         own = {"model": model_in(subject.checkpoint, run.model, subject.run is not None), "tokenizer": run.tokenizer}
