@@ -23,7 +23,7 @@ from clipstream.data.decode.key_lists import NOT_KEPT, SampleLists, build_filter
 from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import OpenShard, Source, SourceContext
-from clipstream.errors import Dropped, SettingsError
+from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.download import GIB, ShardError
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache, cache_root
@@ -122,6 +122,8 @@ class ShardPass(Generic[T]):
             title = source.types[name].title(name)
             samples = ShardSamples(title, source.shard_names[name], shard, self._members, transform, keeps)
             return self._do(number, samples)
+        except DataError as error:  # of a file that has changed
+            return Failed(str(error))
         finally:
             shard.close()
             source.types[name].release(name)

@@ -83,7 +83,7 @@ def failed(error: ShardError | OSError, shown: str, folder: Path) -> Failed:
     space = shutil.disk_usage(there).free
     if atomic_write.is_full(error) or space < DISK_FULL or getattr(error, "reason", None) == "disk":
         return Failed(f"{shown}: the disk of {folder} is full", full=True)
-    said = str(error) if isinstance(error, ShardError) else f"disk: {redact(str(error))}"
+    said = str(error) if isinstance(error, (ShardError, ClipstreamError)) else f"disk: {redact(str(error))}"
     return Failed(said if shown in said else f"{shown}: {said}")
 
 

@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, overload
 
-from clipstream.errors import Dropped
+from clipstream.errors import DataError, Dropped
 from clipstream.text import printable
 from clipstream.utils.content import describe
 
@@ -392,28 +392,49 @@ def _unpacked(data: bytes, name: str) -> bytes:
     raise Dropped("unreadable_member", f"{name}: damaged or too large: it is compressed by gzip")
 
 
+class ShardChanged(DataError, OSError):
+    """A local tar is not the one whose samples were listed: their offsets are those of another file."""
+
+
 class Shard:
-    """An open local tar with its `index`, found by a scan if it is not given. Raises OSError.
+    """An open local tar with its `index`, found by a scan if it is not given.
 
     Forked processes may share it, as it reads by offset.
+
+    Args:
+        state: bytes and time of change (ns) of the file that was listed; by default those of this one.
+
+    Raises OSError, of which `ShardChanged`: the file is another one.
     """
 
-    def __init__(self, path: str | Path, index: ShardIndex | None = None) -> None:
+    def __init__(self, path: str | Path, index: ShardIndex | None = None, state: Sequence[int] = ()) -> None:
         self.path = Path(path)
         self._fd = os.open(path, os.O_RDONLY)
         try:
+            self.state = list(state) or self._now()
             self.index = _scan(self._fd) if index is None else index
+            self._check()
         except BaseException:
             self.close()
             raise
+
+    def _now(self) -> list[int]:
+        stat = os.fstat(self._fd)
+        return [stat.st_size, stat.st_mtime_ns]
+
+    def _check(self) -> None:
+        if self._now() != self.state:
+            raise ShardChanged(f"{self.path} has changed since its samples were listed: run the command again")
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """The bytes of a sample's members by suffix: all, or those of `suffixes` (lower case) that it has.
 
         Texts that are compressed by gzip are unpacked.
 
-        Raises Dropped: `unreadable_member`: the file became shorter, or the disk fails; `symbolic_link`, `broken_link`:
-        a member is a link whose data are not in the tar.
+        Raises:
+            Dropped: `unreadable_member`: the disk fails; `symbolic_link`, `broken_link`: a member is a link whose data
+                are not in the tar.
+            ShardChanged: the file was written since it was opened.
         """
         found: Mapping[str, tuple[int, int]] = ref.members
         if suffixes is not None:
@@ -429,6 +450,7 @@ class Shard:
         else:
             block = self._read(ref.key, start, end - start)
             data = {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
+        self._check()
         for suffix in TEXTS.values():
             if data.get(suffix, b"")[:2] == b"\x1f\x8b":
                 data[suffix] = _unpacked(data[suffix], f"{self.path}: {ref.key}.{suffix}")
@@ -470,7 +492,8 @@ class Shard:
         except OSError as error:
             raise Dropped("unreadable_member", f"{self.path}: {key}: {error}") from error
         if len(data) < size:
-            raise Dropped("unreadable_member", f"{self.path}: {key}: the file became shorter since it was opened")
+            self._check()
+            raise Dropped("unreadable_member", f"{self.path}: {key}: the file ends before it")
         return data
 
     def _read_sparse(self, key: str, data: bytes) -> bytes:

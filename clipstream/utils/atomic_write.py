@@ -46,16 +46,19 @@ _UNFLUSHED = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPN
 _told = mmap.mmap(-1, 2)  # shared with forked workers: whether flushing and locking are told
 
 
+_Files = Callable[[], Collection[str]] | None
+
+
 class _Output(NamedTuple):
     flag: str  # that names it
     path: str
     key: object  # see `_key`
     holds: bool  # whether it is a folder in which files are removed
 
-    def check(self, source: str, key: object, files: Callable[[], Collection[str]] | None = None) -> None:
+    def check(self, source: str, files: _Files) -> None:
         """Raises SettingsError: the output is this input, or in it, or holds it."""
         real, why = os.path.realpath, ""
-        if key == self.key or (files and os.path.relpath(real(self.path), real(source)) in files()):
+        if _key(source) == self.key or (files and os.path.relpath(real(self.path), real(source)) in files()):
             why = f"is read by this command, as {source}"
         elif self.holds and real(source).startswith(os.path.join(real(self.path), "")):
             why = f"holds {source}, which is read by this command"
@@ -65,7 +68,7 @@ class _Output(NamedTuple):
             raise SettingsError(f"{self.flag}: {self.path} {why}; nothing was written: name another place")
 
 
-_inputs: dict[object, str] = {}
+_inputs: dict[str, _Files] = {}
 _outputs: list[_Output] | None = None  # None outside of verbs
 
 
@@ -88,16 +91,15 @@ def _key(path: str) -> object:
     return os.path.realpath(path)
 
 
-def note_input(path: str | os.PathLike[str], files: Callable[[], Collection[str]] | None = None) -> None:
+def note_input(path: str | os.PathLike[str], files: _Files = None) -> None:
     """Note a local file, folder, or pattern of files that is read; `files` gives those of a folder, relative to it.
 
     Raises SettingsError: it is an output.
     """
     if _outputs is not None and (source := os.fspath(path)):
-        key = _key(source)
-        _inputs[key] = source
+        _inputs[source] = files
         for output in _outputs:
-            output.check(source, key, files)
+            output.check(source, files)
 
 
 def claim_output(path: str | os.PathLike[str], flag: str, *, holds: bool = False, words: Iterable[bytes] = ()) -> None:
@@ -124,8 +126,8 @@ def claim_output(path: str | os.PathLike[str], flag: str, *, holds: bool = False
     for other in _outputs:
         if other.key == output.key and other.flag != flag:
             raise SettingsError(f"{flag}: {path} is also the file of {other.flag}: name another file")
-    for key, source in _inputs.items():
-        output.check(source, key)
+    for source, files in _inputs.items():
+        output.check(source, files)
     _outputs.append(output)
 
 

@@ -18,9 +18,11 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipstream.data.sources import indexes
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources import Source, SourceContext, indexes
 from clipstream.errors import Dropped
-from clipstream.storage.tar import SampleRef, SampleTable, Shard, ShardIndex, scan
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.tar import SampleRef, SampleTable, Shard, ShardChanged, ShardIndex, scan
 from tests.support.tars import tar_bytes, write_tar
 
 SAMPLES = [{"__key__": f"{i:04d}", "jpg": bytes([i]) * (300 * i + 1), "txt": f"caption {i}"} for i in range(5)]
@@ -233,15 +235,51 @@ def test_sizes_in_base_256(tmp_path: Path) -> None:
     assert scan_bytes(tmp_path, bytes(data))[1] == {"a": {"jpg": b"x" * 700}}
 
 
-def test_load_reads_what_is_asked_for_from_a_file_that_may_shrink(tmp_path: Path) -> None:
+def test_load_reads_what_is_asked_for(tmp_path: Path) -> None:
     sample = {"__key__": "a", "jpg": b"i" * 10, "npy": bytes(200_000), "txt": b"t"}
     path = write_tar(tmp_path / "a.tar", [sample])
     shard = Shard(path)
     assert shard.load(shard.index.samples[0], ("txt", "jpg", "json")) == {"txt": b"t", "jpg": b"i" * 10}
     assert shard.load(shard.index.samples[0], ()) == {}
-    path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(Dropped, match="became shorter"):
-        shard.load(shard.index.samples[0])
+    other = ShardIndex([SampleRef("a", {"jpg": (path.stat().st_size - 5, 10)})])
+    with pytest.raises(Dropped, match="the file ends before it"):
+        Shard(path, other).load(other.samples[0])
+
+
+# How a file becomes another one: by truncation, appending, rewriting in place (`cp`), and renaming (`mv`, `rsync`).
+CHANGES = {
+    "cut": lambda path, new: os.truncate(path, 2048),
+    "appended": lambda path, new: path.open("ab").write(new[:512]),
+    "written": lambda path, new: path.write_bytes(new),
+    "replaced": lambda path, new: (new_file := path.with_name("new")).write_bytes(new) and new_file.replace(path),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_tar_that_changes_is_an_error_that_names_it(tmp_path: Path, how: str) -> None:
+    """One of the same size, too."""
+    path, new = write_tar(tmp_path / "a.tar", SAMPLES), tar_bytes([{**one, "txt": "caption x"} for one in SAMPLES])
+    os.utime(path, ns=(0, 10**18))
+    source = Source(SourceSettings(shards=str(path)), SourceContext(ShardCache(None)))
+    before = source.open(source.names[0])
+    assert len(new) == path.stat().st_size and before.load(before.index.samples[1])["txt"] == b"caption 1"
+    CHANGES[how](path, new)
+    with pytest.raises(ShardChanged, match=f"{path} has changed since its samples were listed"):
+        source.open(source.names[0])
+    with contextlib.nullcontext() if how == "replaced" else pytest.raises(ShardChanged, match=str(path)):
+        assert before.load(before.index.samples[1])["txt"] == b"caption 1"  # of the old file, which is still open
+
+
+def test_an_index_of_a_tar_that_was_written_again_within_a_second_is_not_used(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", SAMPLES)
+    indexes.write(tmp_path / f"a.tar{indexes.SUFFIX}", scan(path), indexes.identity_of(path))
+    written = os.stat(tmp_path / f"a.tar{indexes.SUFFIX}").st_mtime_ns
+    assert indexes.opened_by(str(path), None) is not None
+    os.utime(path, ns=(written, written // 10**9 * 10**9 + 999_999_999))
+    index = tmp_path / f"a.tar{indexes.SUFFIX}"
+    indexes.write(index, scan(path), indexes.identity_of(path))
+    os.utime(index, ns=(written, written // 10**9 * 10**9 + 999_999_998))
+    assert indexes.opened_by(str(path), None) is None
 
 
 def test_shards_read_as_webdataset_reads_them(tmp_path: Path) -> None:

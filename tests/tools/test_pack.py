@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipstream.cli.verbs import pack as pack_module
 from clipstream.cli.verbs.check import check
 from clipstream.cli.verbs.filter import main as filtered
 from clipstream.cli.verbs.pack import main
@@ -406,6 +407,27 @@ def test_a_remote_target(shards: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(argv) == 0 and "2 were written now" in capsys.readouterr().out
     assert files(tmp_path / "there/x") == files(tmp_path / "here/x")
     assert main([*argv, "--seed", "3"]) == 2 and "differs in seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--order", "source"], ["--shard-size", "source"], ["--merge", "{more}"]])
+def test_a_tar_that_is_replaced_after_listing_is_an_error(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, other = make_shards(tmp_path / "old", [8, 8])
+    (new,) = make_shards(tmp_path / "new", [9])
+    made, more = pack_module._plan, write_tar(tmp_path / "more.tar", [{"__key__": "000003", "txt": "more"}])
+
+    def plan(*args: Any) -> Plan:
+        os.replace(new, old)
+        return made(*args)
+
+    monkeypatch.setattr(pack_module, "_plan", plan)
+    argv = [str(tmp_path / "out"), old, other, "--executor", "local:1", *(flag.format(more=more) for flag in flags)]
+    assert main(argv) == 3
+    assert f"{old} has changed since its samples were listed: run the command again" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main([str(tmp_path / "out"), old, other]) == 2 and "differs in sources" in capsys.readouterr().err
+    assert main([str(tmp_path / "again"), old, other]) == 0 and len(samples(*(tmp_path / "again").glob("*.tar"))) == 17
 
 
 def test_a_missing_shard_is_named(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

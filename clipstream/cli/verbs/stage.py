@@ -289,6 +289,8 @@ def stage_shard(shards: Sequence[PlannedShard], folder: Path, fetcher: Fetcher, 
             found = scan(part)
             if found.fault is None:
                 break
+        if ShardURL(shard.url).path is not None and fetcher.info(ShardURL(shard.url)).version != version:
+            return Failed(f"{shown}: it has changed while it was copied")
         size = part.stat().st_size
         indexes.write(draft, found, indexes.identity_of(part), origin)
         indexes.place(part, draft, target)

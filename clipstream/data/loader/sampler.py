@@ -130,6 +130,8 @@ class OpenShards(Shards):
         health.shards.add(number)
         try:
             shard = self.source.open(name)
+        except DataError:  # of a file that has changed
+            raise
         except (ShardError, OSError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):

@@ -25,6 +25,7 @@ from clipstream.storage.download import ShardError, failed
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.storage.tar import BLOCK, Shard
 from clipstream.utils import atomic_write
+from clipstream.utils.content import file_state
 from clipstream.utils.processes import Failed, note
 
 PARTS = ".parts"  # subfolder for lists, downloads and incomplete shards
@@ -41,6 +42,7 @@ class Listed(NamedTuple):
     fault: str | None  # of the shard, whose intact samples are used
     path: str | None  # the local file of a tar
     entries: Sequence[Sequence[int]] = ()  # of the source's lists, those of which samples are in the shard
+    state: Sequence[int] = ()  # of that file, see `Shard`
 
 
 def _no_file(path: str) -> bytes:
@@ -106,7 +108,7 @@ class Corpus:
         held = ShardList(self.path(shard))
         path = held.head.path
         source, name = self.source_of(shard), self.shards[shard][1]
-        made = source.open(name) if path is None else Shard(path, ShardIndex([]))
+        made = source.open(name) if path is None else Shard(path, ShardIndex([]), held.head.state)
         kept[shard] = held, made
         if len(kept) > OPEN:
             kept.popitem(last=False)[1][1].close()
@@ -174,7 +176,8 @@ class ListShard:
     def __call__(self, number: int) -> Listed | Failed:
         corpus = self.corpus
         with contextlib.suppress(OSError, ValueError):
-            if (path := (head := ShardList(corpus.path(number)).head).path) is None or os.path.exists(path):
+            head = ShardList(corpus.path(number)).head
+            if head.path is None or file_state(head.path)[:2] == head.state:
                 return head
         source, name = corpus.source_of(number), corpus.shards[number][1]
         try:
@@ -183,12 +186,12 @@ class ListShard:
             if not len(refs) and fault is not None and fault.reason != "empty":
                 return Failed(f"{redact(name)}: {fault}")
             rows = list(self._rows(number, shard))
-            path = os.path.abspath(shard.path) if isinstance(shard, Shard) else None
+            path, state = (os.path.abspath(shard.path), shard.state) if isinstance(shard, Shard) else (None, [])
             size = sum(_bytes(spans) for _, _, spans, _ in rows) if path else self._estimate(shard, len(rows))
             left, told = len(refs) - len(rows), None if fault is None else str(fault)
             chosen, title = self.lists(corpus.shards[number][0]), source.shard_names[name]
             entries = [] if chosen is None else chosen.entries((f"{title}/{ref.key}", ref.key) for ref in refs)
-            head = Listed(len(rows), size, left, told, path, entries)
+            head = Listed(len(rows), size, left, told, path, entries, state)
             shard.close()
             ShardList.write(corpus.path(number), head, rows)
         except (ShardError, OSError) as error:

@@ -206,7 +206,9 @@ def opened_by(name: str, folder: str | None) -> ShardIndex | None:
     for path in [] if local is None else paths_of(name, folder):
         with contextlib.suppress(OSError, ValueError):
             head, index = read(path)
-            if local is not None and head.of == identity_of(local):
+            assert local is not None
+            later = os.stat(local).st_mtime_ns > os.stat(path).st_mtime_ns  # written again within the same second
+            if head.of == identity_of(local) and not later:
                 return index
     return None
 

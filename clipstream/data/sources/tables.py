@@ -77,8 +77,7 @@ class TableSource(SourceType):
     def list_shards(self, spec: str) -> Sequence[str]:
         rows = self._rows[spec]
         blocks = [rows[first : first + self._block] for first in range(0, len(rows), self._block)]
-        named = {f"{spec}#{block[0]}-{block[-1]}": (spec, block) for block in blocks}
-        self._blocks |= named
+        self._blocks |= (named := {f"{spec}#{block[0]}-{block[-1]}": (spec, block) for block in blocks})
         return list(named)
 
     def open(self, shard: str) -> OpenShard:
@@ -115,13 +114,15 @@ class TableSource(SourceType):
             if (named := ShardURL(url).path) is None:
                 version = content.file_digest(_local(url, cache))
             else:
-                path = Path(named).absolute()
-                version = f"{path}:{content.file_state(path if path.exists() else _local(url, cache))}"
+                state = content.file_state(named) or content.file_state(_local(url, cache))
+                version = f"{Path(named).absolute()}:{state}"
             identity = ":".join(map(str, [version, settings.separator, settings.quoting, FORM]))
 
             def fill(part: Path, _: object) -> None:
                 logger.info(f"reading {printable(redact(url))} once, into {store.folder}")
-                to_arrow(_local(url, cache), url, part, separator=settings.separator, quoting=settings.quoting)
+                to_arrow(_local(url, cache), url, part, settings.separator, settings.quoting)
+                if named is not None and content.file_state(named) != state:
+                    raise ShardError("changed", "it was written while it was read: run the command again")
 
             arrow = self._arrows[url] = store.get_or_make(f"{url}#rows", identity, fill)
         except (ShardError, OSError) as error:
@@ -216,7 +217,7 @@ def _downloads(cache: str | None) -> ShardCache:
     return ShardCache(cache)
 
 
-def to_arrow(table: Path, url: str, target: Path, *, separator: str | None = None, quoting: bool = True) -> None:
+def to_arrow(table: Path, url: str, target: Path, separator: str | None = None, quoting: bool = True) -> None:
     """Write the rows of a table as an Arrow IPC file.
 
     Args:

@@ -27,6 +27,7 @@ from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact, with_variables
 from clipstream.storage.tar import BLOCK, Shard
+from clipstream.utils.content import file_state
 from clipstream.utils.section import Count, checked, with_home
 
 SIZES = "sizes.json"  # {"00000.tar": 1000, …}, as open_clip has it
@@ -51,8 +52,10 @@ class TarSource(SourceType):
 
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
         self._indexes, self._store = settings.index, context.store
+        self._states: dict[str, list[int]] = {}  # of the local shards that are listed
 
     def list_shards(self, spec: str) -> Sequence[str]:
+        self._states[spec] = file_state(ShardURL(spec).path or "")[:2]
         return [spec]
 
     def describe(self, shards: Sequence[str]) -> str:
@@ -65,7 +68,8 @@ class TarSource(SourceType):
         # The index describes the file that is named, not an unpacked or downloaded one.
         indexed = ShardURL(shard).path == str(local)
         try:
-            return Shard(local, indexes.opened_by(shard, self._indexes) if indexed else None)
+            index = indexes.opened_by(shard, self._indexes) if indexed else None
+            return Shard(local, index, self._states.get(shard, ()) if indexed else ())
         except BaseException:
             self._store.release(shard)
             raise

@@ -99,16 +99,23 @@ def test_a_few_broken_shards_are_told_once_and_skipped_within_the_budget(
             next(stream)
 
 
-def test_a_member_that_cannot_be_read_is_a_dropped_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_tar_that_changes_during_training_is_an_error_that_names_it(
+    tmp_path: Path, workers: int, replaced: bool
+) -> None:
+    """Also where it is replaced between two passes, and where failures may be many."""
     paths = make_shards(tmp_path, [40, 40])
-    with loader(data(paths, workers=1, lanes=2, max_sample_failures=1.0)) as stream:
+    with loader(data(paths, workers=workers, lanes=1, max_sample_failures=1.0, max_shard_failures=1.0)) as stream:
         next(stream)  # both shards are open
-        os.truncate(paths[0], 2048)
-        for _ in range(20):
-            next(stream)
-        health = stream.health.sources["train"]
-    assert health.dropped["unreadable_member"] > 0
-    assert health.read == health.used + health.dropped.total()
+        if replaced:
+            (new,) = make_shards(tmp_path / "new", [41])
+            os.replace(new, paths[0])
+        else:
+            os.truncate(paths[0], 2048)
+        with pytest.raises(DataError, match=f"{paths[0]} has changed since its samples were listed"):
+            for _ in range(60):
+                next(stream)
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (3, 1)])

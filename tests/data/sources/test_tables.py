@@ -415,6 +415,22 @@ def test_a_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> None:
             assert len(all_of(source(url, folder=str(tmp_path)))[0]) == count
 
 
+def test_a_table_that_is_written_while_it_is_read_is_an_error(
+    tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = put(tmp_path / "pairs.csv", csv_of(rows[:5])), tables.to_arrow
+
+    def change(*args: Any, **more: Any) -> None:
+        read(*args, **more)
+        path.write_bytes(path.read_bytes() + b"\n")
+
+    monkeypatch.setattr(tables, "to_arrow", change)
+    with pytest.raises(DataError, match=r"pairs.csv: changed: it was written while it was read"):
+        all_of(source(path))
+    monkeypatch.undo()
+    assert len(all_of(source(path))[0]) == 5
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
