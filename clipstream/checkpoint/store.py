@@ -228,6 +228,18 @@ def find(
         return _intact(path, files)
 
 
+def global_batch_size(path: Path) -> int | None:
+    """That of the checkpoint that a folder of checkpoints, a run's folder, a checkpoint or a file `latest` names; the
+    newest of them is taken by its size. None where there is none.
+    """
+    path = (pointed(path) or path) if path.is_file() else path
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        found = [path] if marker_of(path) else whole(path) or whole(path / "checkpoints")
+        state = json.loads((found[0] / "state.json").read_bytes())
+        return int(state["train"]["data"]["fingerprint"]["data.global_batch_size"])
+    return None
+
+
 def _intact(path: Path, files: Collection[str] | None) -> Path:
     """The checkpoint in a folder, or the newest one of a run's folder; arguments and errors as `find`."""
     if NAME.fullmatch(path.name) or marker_of(path) is not None:

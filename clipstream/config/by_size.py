@@ -10,14 +10,18 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from clipstream.checkpoint import store
 from clipstream.config.settings import Settings, open_sources
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, absent
 from clipstream.evals.settings import sources_of
+from clipstream.text import counted
+from clipstream.utils.logs import announce
 
 LARGE = 100_000  # samples
 COUNTED = 256  # shards at most whose samples are counted for this
@@ -131,6 +135,30 @@ def with_choice(settings: Settings, chosen: dict[str, tuple[Any, Any]]) -> Setti
         settings = _with(settings, *key.split("."), value)
     settings._chosen = chosen
     return settings
+
+
+def with_recorded_batch(settings: Settings, world: World) -> Settings:
+    """The settings with the global batch of the run that is resumed, where `--batch-size` of each of other ranks would
+    make another one: a run goes on with the same global batches on any number of ranks.
+    """
+    resume, node, now = (
+        settings.checkpoint.resume,
+        settings.places.at(tuple(BATCH.split("."))),
+        settings.data.global_batch_size,
+    )
+    if resume is None or node is None or node.place != "--batch-size" or settings.checkpoint.resume_approximate:
+        return settings
+    by_name = resume in ("latest", "auto")
+    path = Path(resume) if not by_name else settings.run_folder / "checkpoints" if settings.run.name else None
+    kept = None if path is None else store.global_batch_size(path)
+    if kept is None or kept == now or kept % (now // world.size):  # refused later, as another order of the data
+        return settings
+    if world.is_main:
+        text = (
+            f"the run's global batch of {kept} stays: --batch-size on {counted(world.size, 'rank')} would make it {now}"
+        )
+        announce(f"resume   {text}; if memory is short: --train.micro-batch-size {now // world.size}")
+    return _with(settings, *BATCH.split("."), kept)
 
 
 def _samples(settings: Settings) -> int | None:

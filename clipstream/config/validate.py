@@ -14,7 +14,7 @@ from typing import Any
 
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.store import holds_a_run
-from clipstream.config.by_size import by_size, with_choice
+from clipstream.config.by_size import by_size, with_choice, with_recorded_batch
 from clipstream.config.config_sources import enumerate_words, format_problem
 from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch, with_val_split
 from clipstream.data.decode.class_names import unreadable_names
@@ -209,7 +209,7 @@ def prepare_run(settings: Settings) -> Settings:
     Raises SettingsError: they are wrong, or files of a model are missing.
     """
     world = World.from_env()
-    given = settings
+    given = settings = with_recorded_batch(settings, world)
     settings, lines = by_size(given, world.size)
     settings = with_known_epoch(settings)
     validate_run(settings, world)

@@ -15,7 +15,7 @@ from clipstream.cli.verbs.train import main
 from clipstream.distributed.world import World
 from tests.support.evaluating import CONFIG
 from tests.support.ranks import TIMEOUT, end_ranks
-from tests.support.runs import flags, furnish, lines, same_weights, start, wait_for_step, weights
+from tests.support.runs import flags, furnish, go, lines, same_weights, start, train_on, wait_for_step, weights
 from tests.support.savers import fill, names, small_disk
 
 
@@ -62,6 +62,37 @@ def test_changed_settings_want_approximate(place: Path, capsys: pytest.CaptureFi
     assert "from step 4 on, the data start anew" in capsys.readouterr().err
     assert [(line["step"], line["samples"]) for line in lines(place, "changed")][3:] == [(4, 96), (5, 116), (6, 136)]
     assert main([*again, "--steps", "7"]) == 0, "the flag is no part of the settings"
+
+
+def of_each_rank(place: Path, name: str, steps: int, *more: str) -> list[str]:
+    """The command line of a run with `--batch-size`, which a launcher repeats on as many ranks as there are."""
+    argv = flags(place, name, "--resume", "auto", *more, steps=steps)
+    at = argv.index("--data.global-batch-size")
+    return [*argv[:at], "--batch-size", "12", *argv[at + 2 :], "--schedule.type", "constant"]
+
+
+def test_the_global_batch_stays_on_fewer_and_on_more_ranks(place: Path) -> None:
+    """`--batch-size` is of a rank: on another number of ranks it would make another global batch."""
+    go(flags(place, "undivided", "--schedule.type", "constant", steps=8))
+    for ranks, steps in ((2, 2), (1, 4), (3, 6), (2, 8)):
+        ends = end_ranks(ranks, train_on, of_each_rank(place, "elastic", steps))
+        assert [end.code for end in ends] == [0] * ranks, ends[0].stderr
+    found, wanted = lines(place, "elastic"), lines(place, "undivided")
+    assert [line["samples"] for line in found] == [line["samples"] for line in wanted]
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-4)
+
+
+def test_a_global_batch_that_does_not_go_with_the_flag_is_refused_once(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go(flags(place, "fixed", steps=2))
+    capsys.readouterr()
+    argv = of_each_rank(place, "fixed", 4)
+    assert main(argv) == 0
+    assert "the run's global batch of 24 stays: --batch-size on 1 rank would make it 12" in capsys.readouterr().out
+    argv[argv.index("--batch-size") + 1] = "7"
+    assert main(argv) == 2
+    assert "data.global_batch_size: 24 -> 7" in capsys.readouterr().err
 
 
 def test_changed_settings_of_training_are_listed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
