@@ -158,7 +158,7 @@ def with_recorded_batch(settings: Settings, world: World) -> Settings:
             f"the run's global batch of {kept} stays: --batch-size on {counted(world.size, 'rank')} would make it {now}"
         )
         announce(f"resume   {text}; if memory is short: --train.micro-batch-size {now // world.size}")
-    return _with(settings, *BATCH.split("."), kept)
+    return settings.model_copy(update={"data": _with(settings.data, "global_batch_size", kept)})
 
 
 def _samples(settings: Settings) -> int | None:

@@ -44,6 +44,9 @@ MEANING = (
 IN_FLIGHT = 1000  # tasks that are with a cluster at once; autoscalers see as many
 SHOWN = 20  # failures that a message lists
 CONNECT = 10.0  # s that a scheduler may take to answer
+ASK = 5.0  # s between two questions for workers while no task ends
+# s without a worker that end the command: the first may have to be started, as by an autoscaler; the last may return
+FIRST_WORKER, LAST_WORKER = 600.0, 60.0
 _PACKAGES = {"ray": "ray", "dask": "distributed"}
 
 
@@ -88,7 +91,7 @@ def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tup
 
     Raises:
         SettingsError: no such executor, no answer at its address, or its workers have another clipstream.
-        DataError: the scheduler has gone.
+        DataError: the scheduler has gone, or all workers.
         RuntimeError: `do` raised, which is a bug, with the traceback.
     """
     executor = checked(executor)
@@ -169,6 +172,10 @@ class _Cluster(Protocol):
         """Have a task done by some worker."""
         ...
 
+    def has_workers(self) -> bool:
+        """Whether the cluster has any. Raises Exception: it does not answer within CONNECT."""
+        ...
+
     def end(self, tasks: Sequence[Future[_Answer]]) -> None:
         """End tasks that wait or run; returns when their clean-ups are over, or after PATIENCE."""
         ...
@@ -177,6 +184,8 @@ class _Cluster(Protocol):
 def _run_on(cluster: _Cluster, count: int) -> Generator[tuple[int, Any] | None]:
     numbers, ended = iter(range(count)), queue.SimpleQueue[Future[_Answer]]()
     tasks: dict[Future[_Answer], int] = {}
+    limit, alive = FIRST_WORKER, time.monotonic()
+    asked = alive
     try:
         while True:
             while len(tasks) < IN_FLIGHT and (number := next(numbers, None)) is not None:
@@ -188,7 +197,15 @@ def _run_on(cluster: _Cluster, count: int) -> Generator[tuple[int, Any] | None]:
                 task = ended.get(timeout=PULSE)
             except queue.Empty:
                 yield None
+                if time.monotonic() - asked > ASK:
+                    with contextlib.suppress(Exception):
+                        if cluster.has_workers():
+                            limit, alive = LAST_WORKER, time.monotonic()
+                    if (asked := time.monotonic()) - alive > limit:
+                        advice = "start workers, and rerun the same command"
+                        raise DataError(f"{cluster.name}: no worker for {limit:.0f} s: {advice}") from None
                 continue
+            limit, alive = LAST_WORKER, time.monotonic()
             yield tasks.pop(task), _result(cluster, task)
     finally:
         if tasks:
@@ -312,6 +329,9 @@ class _Dask:
         task: Future[_Answer] = self._executor.submit(_work, self._token, self._packed, number)
         return task
 
+    def has_workers(self) -> bool:
+        return bool(self._client.sync(self._client.scheduler.ncores, workers=None, callback_timeout=CONNECT))
+
     def end(self, tasks: Sequence[Future[_Answer]]) -> None:
         self._executor.shutdown(wait=False)  # a task that runs does not notice it
         until = time.monotonic() + PATIENCE
@@ -355,6 +375,9 @@ class _Ray:
         self._references[task] = reference
         task.add_done_callback(self._references.pop)
         return task
+
+    def has_workers(self) -> bool:
+        return bool(self._ray.cluster_resources().get("CPU"))  # a head without CPUs takes no tasks
 
     def end(self, tasks: Sequence[Future[_Answer]]) -> None:
         for force in (False, True):  # KeyboardInterrupt, then the end of the process

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from clipstream.cli.verbs import index, pack, stage
 from clipstream.data.sample_table import sample_table
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
+from clipstream.errors import DataError
 from clipstream.utils import executors
 from clipstream.utils.executors import run
 from clipstream.utils.processes import Failed
@@ -190,3 +192,51 @@ def test_tasks_end_with_the_command_and_clean_up(cluster: list[str], tmp_path: P
         wait_until(lambda: next(ends) is None and len(list(tmp_path.iterdir())) == 2)
     assert not list(tmp_path.iterdir())
     assert dict(event for event in run(abs, 3, cluster[0]) if event is not None) == {0: 0, 1: 1, 2: 2}
+
+
+class Workerless:
+    """A cluster of which the last worker has gone, or that does not answer."""
+
+    name, lost = "dask://here:1", ()
+
+    def __init__(self, answers: list[bool]) -> None:
+        self.answers, self.ended = answers, 0
+
+    def submit(self, number: int) -> Future[Any]:
+        return Future()
+
+    def has_workers(self) -> bool:
+        if not self.answers:
+            raise OSError("no answer")
+        return self.answers.pop(0)
+
+    def end(self, tasks: Sequence[Future[Any]]) -> None:
+        self.ended = len(tasks)
+
+
+@pytest.mark.parametrize(("answers", "seconds"), [([True, False, False], 60), ([], 600)])
+def test_a_cluster_without_workers_ends_the_command(
+    answers: list[bool], seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a worker was lost within a minute; one that is still to start, as by an autoscaler, has ten."""
+    clock = iter(float(second) for second in range(0, 10_000, 3))
+    monkeypatch.setattr(executors.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(executors, "PULSE", 0.001)
+    cluster = Workerless(answers)
+    with pytest.raises(DataError, match=rf"^dask://here:1: no worker for {seconds} s: start workers, and rerun"):
+        list(executors._run_on(cluster, 5))
+    assert cluster.ended == 5
+
+
+def test_a_real_cluster_whose_workers_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("distributed", reason="no distributed: pip install 'clipstream[dask]'")
+    monkeypatch.setattr(executors, "LAST_WORKER", 1.0)
+    monkeypatch.setattr(executors, "FIRST_WORKER", 1.0)
+    monkeypatch.setattr(executors, "ASK", 0.1)
+    about = tmp_path / "scheduler.json"
+    to = ["--scheduler-file", str(about), "--no-dashboard", "--port", "0"]
+    with started("distributed.cli.dask_scheduler", *to, log=tmp_path / "scheduler.log") as process:
+        wait_until(lambda: about.exists() and about.stat().st_size > 0, process)
+        address = json.loads(about.read_text())["address"].replace("tcp:", "dask:")
+        with pytest.raises(DataError, match="no worker for 1 s"):
+            list(run(abs, 3, address))
