@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Protocol
 
-from pydantic import ConfigDict, Field, InstanceOf
+from pydantic import AfterValidator, ConfigDict, Field, InstanceOf
 from typing_extensions import NotRequired, TypedDict
 
 from clipstream.errors import SettingsError, errors_as
@@ -318,10 +318,15 @@ class TensorBoard(Sink):
         self._file.add(out.getvalue())
 
 
+def _data_url(src: str) -> str:
+    """An image as this module writes it; an empty one instead of an address that a page would load."""
+    return src if re.fullmatch(r"data:image/jpeg;base64,[A-Za-z0-9+/=]*", src) else "data:,"
+
+
 class ShownImage(TypedDict):
     """An `Example` whose pixels are a JPEG thumbnail, in a data: URL."""
 
-    src: str
+    src: Annotated[str, AfterValidator(_data_url)]
     text: str
     key: str
     guesses: list[tuple[str, float]]
