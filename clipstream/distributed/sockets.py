@@ -44,3 +44,18 @@ def open_sockets() -> set[Socket]:
             if stat.S_ISSOCK(status.st_mode):
                 found.add(Socket(int(name), status.st_ino))
     return found
+
+
+def connections_since(before: set[Socket]) -> set[Socket]:
+    """The sockets opened since, without those that a server of before has accepted, such as a store's."""
+    served = {_port(file, of_server=True) for file in before} - {None}
+    return {file for file in open_sockets() - before if _port(file) not in served}
+
+
+def _port(file: Socket, *, of_server: bool = False) -> int | None:
+    """That of this side; None of a socket without ports or a closed one, or where a server is wanted."""
+    with contextlib.suppress(OSError), file.opened() as connection:
+        if of_server <= bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)):
+            name = connection.getsockname()
+            return int(name[1]) if isinstance(name, tuple) else None
+    return None

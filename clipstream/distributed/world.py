@@ -23,7 +23,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from clipstream.distributed.sockets import Socket, open_sockets
+from clipstream.distributed.sockets import Socket, connections_since, open_sockets
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.utils.cores import capabilities
 
@@ -184,7 +184,7 @@ class World:
         """Record the connections of the process groups that are made within, for `abort`."""
         before = open_sockets()
         yield
-        _connections.update(open_sockets() - before)
+        _connections.update(connections_since(before))
 
     def abort(self) -> None:
         """Let every collective in progress raise, here and on the other ranks; from any thread, also more than once.
