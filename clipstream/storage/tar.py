@@ -19,19 +19,22 @@ import tarfile
 import zlib
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, overload
 
 from clipstream.errors import DataError, Dropped
 from clipstream.text import printable
-from clipstream.utils.content import describe
+from clipstream.utils.content import MOST_MEMBER, MOST_TEXT, check_bytes, describe
 
 BLOCK = 512
 AHEAD = 1 << 16  # bytes read at once if headers are close to each other
 NEAR = 1 << 13  # mean distance of close headers, in bytes
 ZERO = bytes(BLOCK)
 ADLER = 65521
+SPARSE_FIELDS = (b"GNU.sparse", b"GNU.sparse.name")  # of PAX; the first stands for any other one of them
+PAX_FIELDS = (b"path", b"size", b"linkpath", SPARSE_FIELDS[1])
 _FILE = ord("0")
 _SPACES = b" " * 8  # in place of the checksum field when the checksum is computed
 BEHIND_ALL = "\0.end"  # the name of a fault behind all members: its key is that of no sample
@@ -40,9 +43,7 @@ TOGETHER = 1 << 13  # a sample of at most so many bytes is read at once, a large
 LINK = 1 << 63  # in place of the size of a link whose data are not in the tar; its offset is that of the header
 # A sparse member, as which bsdtar writes every file with holes, has the offset of its first header, and LINK plus the
 # bytes from there to its end.
-MOST_SPARSE = 1 << 30  # bytes of a sparse member with its holes
 TEXTS = {"txt.gz": "txt", "json.gz": "json"}  # suffixes of compressed members, which are read as the others
-MOST_TEXT = 1 << 26  # bytes of such a member, unpacked
 SCATTERED = "scattered_sample"
 UNPACKING = "mkdir out && tar -xf SHARD.tar -C out && "  # commands for users, of GNU tar
 PACKING = r"tar -cf NEW.tar --sort=name --transform='s,^\./,,' -C out ."
@@ -109,7 +110,7 @@ def fault_at_start(head: bytes) -> Fault | None:
 def _scan(fd: int) -> ShardIndex:
     samples = SampleTable()
     key: str | None = None
-    members: list[str] = []  # suffixes of the current sample
+    members: dict[str, None] = {}  # suffixes of the current sample
     spans: list[int] = []  # offset and size of each
     doubles: dict[int, str] = {}
     seen: dict[str, int] = {}  # key -> number of its first sample
@@ -125,7 +126,7 @@ def _scan(fd: int) -> ShardIndex:
                     continue
                 if members:
                     samples.add(str(key), members, spans)
-                key, members, spans = stem, [], []
+                key, members, spans = stem, {}, []
                 number = len(samples)
                 if seen.setdefault(key, number) != number:
                     again.append((key, seen[key], number))
@@ -136,23 +137,24 @@ def _scan(fd: int) -> ShardIndex:
             if suffix in members:
                 doubles.setdefault(len(samples), f"{key}.{suffix}")
             elif suffix:
-                members.append(suffix)
+                members[suffix] = None
                 spans += (offset, size)
     except _Broken as broken:
         fault = broken.fault
         # A sample is complete only if a header with another key follows it.
         dot = broken.name.find(".", broken.name.rfind("/") + 1)
         if dot <= 0 or broken.name[:dot] == key:
-            members = []
+            members = {}
     if members:
         samples.add(str(key), members, spans)
     if doubles:
         first = next(iter(doubles.values()))
         fault = fault or Fault("duplicate_member", f"{len(doubles)} samples have a member twice, the first is {first}")
+    suffixes_of = cache(lambda number: samples[number].members.keys())  # of a first sample, which may be large
     if fault is None and (
         apart := [
             key for key, first, second in again
-            if second < len(samples) and not samples[first].members.keys() & samples[second].members.keys()
+            if second < len(samples) and not suffixes_of(first) & samples[second].members.keys()
         ]
     ):  # fmt: skip
         fault = Fault(
@@ -180,14 +182,18 @@ def _replaced(
     """
     found: dict[int, Mapping[str, tuple[int, int]]] = {}
     latest: dict[str, int] = {}
+    held: dict[int, dict[str, tuple[int, int]]] = {}  # all members of the samples that `latest` or `again` names
     for key, first, number in again:
         if number < len(samples):
-            first, later = latest.get(key, first), samples[number].members
-            members = found.get(first, samples[first].members)
-            if not members.keys() - later.keys():
-                latest[key] = number
+            first, later = latest.get(key, first), dict(samples[number].members)
+            if first not in held:
+                held[first] = dict(samples[first].members)
+            members = held[first]
+            if members.keys() <= later.keys():
+                latest[key], held[number] = number, later
             elif members.keys() & later.keys():
-                found |= {first: {**members, **later}, number: {}}
+                members.update(later)
+                found |= {first: members, number: {}}
     return found
 
 
@@ -234,7 +240,7 @@ def _members(fd: int, links: bool = True) -> Iterator[tuple[str, int, int]]:
                     raise _Broken("bad_header", f"the header at byte {position:,} has no readable size")
                 size = int(fields[b"size"])
             long_link = _text(fields[b"linkpath"]) if b"linkpath" in fields else long_link
-            sparse = sparse or any(field.startswith(b"GNU.sparse") for field in fields)
+            sparse = sparse or not fields.keys().isdisjoint(SPARSE_FIELDS)
             name = _text(fields[b"GNU.sparse.name"]) if b"GNU.sparse.name" in fields else name
         # Links, devices and directories have no data, whatever their size field holds.
         data = 0 if kind in b"123456" else size
@@ -369,16 +375,19 @@ def _text(raw: bytes) -> str:
 
 
 def _pax(data: bytes, position: int) -> dict[bytes, bytes]:
-    """The records `LENGTH NAME=VALUE\\n` of a PAX header."""
-    fields = {}
-    while data and data[0]:
-        digits = data.partition(b" ")[0]
-        end = int(digits) if digits.isdigit() and len(digits) < 8 else 0
-        name, equals, value = data[len(digits) + 1 : end].partition(b"=")
+    """The records `LENGTH NAME=VALUE\\n` of a PAX header that are used here."""
+    fields, at = {}, 0
+    while at < len(data) and data[at]:
+        digits = data[at : at + 8].partition(b" ")[0]
+        end = at + int(digits) if digits.isdigit() and len(digits) < 8 else at
+        name, equals, value = data[at + len(digits) + 1 : end].partition(b"=")
         if not equals or not value.endswith(b"\n") or end > len(data):
             raise _Broken("bad_header", f"the PAX header at byte {position:,} has a damaged record")
-        fields[name] = value[:-1]
-        data = data[end:]
+        if name in PAX_FIELDS:
+            fields[name] = value[:-1]
+        elif name.startswith(b"GNU.sparse"):
+            fields[b"GNU.sparse"] = b""
+        at = end
     return fields
 
 
@@ -432,8 +441,8 @@ class Shard:
         Texts that are compressed by gzip are unpacked.
 
         Raises:
-            Dropped: `unreadable_member`: the disk fails; `symbolic_link`, `broken_link`: a member is a link whose data
-                are not in the tar.
+            Dropped: `unreadable_member`: the disk fails; `member_too_large`, before it is read; `symbolic_link`,
+                `broken_link`: a member is a link whose data are not in the tar.
             ShardChanged: the file was written since it was opened.
         """
         found: Mapping[str, tuple[int, int]] = ref.members
@@ -446,7 +455,7 @@ class Shard:
             start, end = min(start, offset), max(end, offset + size)
         # The members of a sample are adjacent. Copying few bytes costs less than another call; copying an image more.
         if end - start > TOGETHER:
-            data = {suffix: self._read(ref.key, offset, size) for suffix, (offset, size) in found.items()}
+            data = {suffix: self._read(f"{ref.key}.{suffix}", *span) for suffix, span in found.items()}
         else:
             block = self._read(ref.key, start, end - start)
             data = {suffix: block[offset - start : offset - start + size] for suffix, (offset, size) in found.items()}
@@ -457,7 +466,7 @@ class Shard:
         return data
 
     def look(self, ref: SampleRef) -> dict[str, bytes]:
-        return self.load(ref, [suffix for suffix, (_, size) in ref.members.items() if size != LINK])
+        return self.load(ref, [name for name, (_, size) in ref.members.items() if not MOST_MEMBER < size <= LINK])
 
     def files(self, ref: SampleRef) -> list[str]:
         return []
@@ -473,39 +482,38 @@ class Shard:
             os.close(self._fd)
             self._fd = -1
 
-    def _read(self, key: str, offset: int, size: int) -> bytes:
+    def _read(self, name: str, offset: int, size: int) -> bytes:
         if size > LINK:
-            return self._read_sparse(key, self._read(key, offset, size - LINK))
+            return self._read_sparse(name, self._read(name, offset, size - LINK))
         if size == LINK:
             header = os.pread(self._fd, BLOCK, offset)
-            detail = f"{self.path}: {key}: {_name(header)} is a {{}} link to {_text(header[157:257])}, {{}}"
+            detail = f"{self.path}: {name}: {_name(header)} is a {{}} link to {_text(header[157:257])}, {{}}"
             if header[156] == ord("2"):
                 advice = "which no tar contains: pack the files themselves by tar -h (--dereference)"
                 raise Dropped("symbolic_link", detail.format("symbolic", advice))
             advice = "which is no member before it: pack the files themselves by tar --hard-dereference"
             raise Dropped("broken_link", detail.format("hard", advice))
+        check_bytes(size, f"{self.path}: {name}")
         try:
             data = os.pread(self._fd, size, offset)
-            # One pread gives 2 GiB at most.
-            while len(data) < size and (more := os.pread(self._fd, size - len(data), offset + len(data))):
-                data += more
         except OSError as error:
-            raise Dropped("unreadable_member", f"{self.path}: {key}: {error}") from error
+            raise Dropped("unreadable_member", f"{self.path}: {name}: {error}") from error
         if len(data) < size:
             self._check()
-            raise Dropped("unreadable_member", f"{self.path}: {key}: the file ends before it")
+            raise Dropped("unreadable_member", f"{self.path}: {name}: the file ends before it")
         return data
 
-    def _read_sparse(self, key: str, data: bytes) -> bytes:
+    def _read_sparse(self, name: str, data: bytes) -> bytes:
         """The bytes of a sparse member with its holes, of its headers and data in the tar."""
         try:
             with tarfile.open(fileobj=io.BytesIO(data + 2 * ZERO), mode="r:") as tar:
-                member = tar.next()
-                if member is not None and member.size <= MOST_SPARSE and (file := tar.extractfile(member)):
-                    return file.read()
+                if (member := tar.next()) is not None:
+                    check_bytes(member.size, f"{self.path}: {name}")
+                    if file := tar.extractfile(member):
+                        return file.read()
         except (tarfile.TarError, ValueError, LookupError, OSError):
             pass
-        raise Dropped("unreadable_member", f"{self.path}: {key}: a damaged sparse file: pack it by GNU tar, without -S")
+        raise Dropped("unreadable_member", f"{self.path}: {name}: damaged sparse file: pack it by GNU tar without -S")
 
 
 class Place(NamedTuple):

@@ -9,6 +9,7 @@ import ast
 import base64
 import codecs
 import contextlib
+import errno
 import hashlib
 import itertools
 import os
@@ -27,6 +28,8 @@ from clipstream.utils.atomic_write import note_input
 UTF8 = "utf-8-sig"  # a byte order mark is left out
 SHORTEST_IMAGE = 100  # characters of an image in base64
 HEAD = 512  # bytes that are looked at, at most
+MOST_TEXT, MOST_MEMBER = 1 << 26, 1 << 30  # bytes of a text of a sample, and of its other members and files
+SIDE_TEXTS = ("txt", "text", "caption", "json", "cls", "class")  # suffixes of texts
 SNIFFED = 200  # bytes of a text by which encodings are told
 IMAGES = ("JPEG", "PNG", "GIF", "WebP", "TIFF", "BMP", "AVIF", "HEIC", "JXL", "JPEG2000", "PPM")  # that are decoded
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl",
@@ -210,8 +213,10 @@ def _reads_well(text: str, scripts: Collection[str], han: str, last: int) -> boo
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8 or UTF-16, without a byte order mark."""
+    """The text of a file in UTF-8 or UTF-16, without a byte order mark. Raises OSError, also if it is too large."""
     note_input(path)
+    if (size := path.stat().st_size) > MOST_MEMBER:
+        raise OSError(errno.EFBIG, f"{size:,} bytes, more than {MOST_MEMBER >> 20:,} MiB", str(path))
     data = path.read_bytes()
     encoding = encoding_of(data)
     return data.decode(encoding, "surrogateescape" if encoding == UTF8 else "strict")
@@ -264,9 +269,18 @@ def file_digest(file: Path) -> str:
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of a file. Raises OSError, ValueError: it cannot be read."""
+    """The bytes of a file of a sample. Raises OSError, ValueError: it cannot be read; Dropped: as `check_bytes`."""
     with open(path, "rb") as file:
-        return file.read()
+        size = os.fstat(file.fileno()).st_size
+        check_bytes(size, path)
+        return file.read(size or MOST_TEXT)  # a device has no size, and perhaps no end
+
+
+def check_bytes(size: int, name: str, is_text: bool = False) -> None:
+    """Refuse a member or file of a sample by its size, before it is read. Raises Dropped: `member_too_large`."""
+    most = MOST_TEXT if is_text or name.rpartition(".")[2].lower() in SIDE_TEXTS else MOST_MEMBER
+    if size > most:
+        raise Dropped("member_too_large", f"{name}: {size:,} bytes, more than {most >> 20:,} MiB")
 
 
 def is_base64(text: str) -> bool:

@@ -23,6 +23,7 @@ from clipstream.data.sources import Source, SourceContext, indexes
 from clipstream.errors import Dropped
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import SampleRef, SampleTable, Shard, ShardChanged, ShardIndex, scan
+from clipstream.utils.content import MOST_MEMBER, MOST_TEXT
 from tests.support.tars import tar_bytes, write_tar
 
 SAMPLES = [{"__key__": f"{i:04d}", "jpg": bytes([i]) * (300 * i + 1), "txt": f"caption {i}"} for i in range(5)]
@@ -342,3 +343,60 @@ def test_appended_members_replace_earlier_ones(tmp_path: Path) -> None:
             for suffix in ("jpg", "txt"):
                 tar.addfile(tarfile.TarInfo(f"{key}.{suffix}"))
     assert [ref.key for ref in Shard(path).index.samples] == ["a", "b", "a", "b"]
+
+
+MANY = 30_000
+
+
+@pytest.mark.parametrize(
+    ("names", "samples"),
+    [
+        ([f"a.m{i}" for i in range(MANY)], 1),
+        ([f"{'ab'[i % 2]}.m{i}" for i in range(MANY)], MANY),
+        ([*(f"a.m{i}" for i in range(MANY)), *(("b.txt", "a.m1")[i % 2] for i in range(MANY))], MANY // 2 + 1),
+    ],
+    ids=["of one key", "of keys in turn", "appended in turn"],
+)
+def test_many_members_take_linear_time(tmp_path: Path, names: list[str], samples: int) -> None:
+    header = bytearray(tarfile.TarInfo("x").tobuf(tarfile.USTAR_FORMAT))
+    with open(tmp_path / "x.tar", "wb") as file:
+        for name in names:
+            header[:100] = name.encode().ljust(100, b"\0")
+            header[148:156] = b" " * 8
+            header[148:156] = b"%06o\0 " % sum(header)
+            file.write(header)
+        file.write(bytes(1024))
+    found = scan(tmp_path / "x.tar").samples
+    assert len(found) == samples
+    assert len({*found[0].members}) == (1 if samples == MANY else MANY)
+
+
+def test_extended_headers_of_many_records_take_linear_time(tmp_path: Path) -> None:
+    archive = tarfile.open(tmp_path / "x.tar", "w", pax_headers={f"n{i}": "x" for i in range(40_000)})  # noqa: SIM115
+    with archive:
+        for number in range(3000):
+            archive.addfile(tarfile.TarInfo(f"{number}.txt"))
+    assert len(scan(tmp_path / "x.tar").samples) == 3000
+
+
+@pytest.mark.parametrize("name", ["txt", "json", "jpg"])
+def test_a_member_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path, name: str) -> None:
+    size = (MOST_MEMBER if name == "jpg" else MOST_TEXT) + 1
+    large = tarfile.TarInfo(f"a.{name}")
+    large.size = size
+    rest = io.BytesIO()
+    with tarfile.open(fileobj=rest, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a.cls"))
+    with open(tmp_path / "x.tar", "wb") as file:  # with a hole
+        file.write(large.tobuf(tarfile.USTAR_FORMAT))
+        file.seek(-(-size // 512) * 512, os.SEEK_CUR)
+        file.write(rest.getvalue())
+    shard = Shard(tmp_path / "x.tar")
+    ref = shard.index.samples[0]
+    tracemalloc.start()
+    with pytest.raises(Dropped, match=rf"member_too_large: .*x\.tar: a\.{name}: {size:,} bytes, more than [\d,]+ MiB"):
+        shard.load(ref)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    assert shard.load(ref, ["cls"]) == {"cls": b""}
+    shard.close()

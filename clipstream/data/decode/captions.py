@@ -25,7 +25,7 @@ from clipstream.data.json_path import parse_path, parse_text, structure, texts_a
 from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import listed, printable
-from clipstream.utils.content import HEAD, PRINTED, encoding_of, kind, to_utf8
+from clipstream.utils.content import HEAD, PRINTED, check_bytes, encoding_of, kind, to_utf8
 from clipstream.utils.plugins import called, load_function, load_plugin, make_plugin
 
 if TYPE_CHECKING:
@@ -195,16 +195,13 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
     Raises SettingsError: a user's class cannot be constructed.
     """
     if isinstance(settings, TextCaption | JsonCaption):
-        field: _Field = (
-            JsonField(settings)
-            if isinstance(settings, JsonCaption)
-            else TextField(split_keys(settings.key), settings.lines)
-        )
-        field.per_image, field.negatives, field.short = (
-            settings.per_image,
-            settings.negatives or "",
-            settings.short or "",
-        )
+        field: _Field
+        if isinstance(settings, JsonCaption):
+            field = JsonField(settings)
+        else:
+            field = TextField(split_keys(settings.key), settings.lines)
+        field.per_image = settings.per_image
+        field.negatives, field.short = settings.negatives or "", settings.short or ""
         return cast(CaptionExtractor, field)
     if isinstance(settings, LabelCaption):
         return LabelText(settings)
@@ -395,7 +392,7 @@ class LabelField:
         if isinstance(value, bytes) and value.startswith(NUMPY):
             try:
                 return np.load(io.BytesIO(value), allow_pickle=False).ravel().tolist()
-            except (ValueError, EOFError) as error:
+            except Exception as error:  # a MemoryError, for example, of a header that claims 2^40 numbers
                 raise Dropped("no_label", f"NumPy cannot read the array: {error}") from error
         if not isinstance(value, (str, bytes, bytearray, memoryview)) and value is not ABSENT:
             return value.tolist() if hasattr(value, "tolist") else value  # of a user's transform
@@ -514,6 +511,7 @@ def text_of(sample: RawSample, suffixes: tuple[str, ...], absent: str) -> str:
     if not isinstance(value, (bytes, bytearray, memoryview)):
         what = _missing(suffixes) if value is ABSENT else f"{type(value).__name__} instead of text"
         raise Dropped(absent, what)
+    check_bytes(len(value), suffixes[0], is_text=True)
     try:
         return str(value, "utf-8").removeprefix("\ufeff").strip()  # the codec utf-8-sig takes ten times as long
     except UnicodeDecodeError as error:
@@ -543,6 +541,7 @@ def json_object(value: Any) -> JsonObject:
 def json_value(value: Any) -> Any:
     """The value of a JSON text, which a user's transform may have parsed already. Raises Dropped."""
     if isinstance(value, (str, bytes, bytearray)):
+        check_bytes(len(value), "json")
         try:
             try:
                 value = from_json(value)  # takes half the time of json.loads

@@ -49,7 +49,7 @@ from clipstream.storage.tar import Place, SampleRef, ShardIndex
 from clipstream.text import counted, listed, printable
 from clipstream.utils import content
 from clipstream.utils.atomic_write import note_input
-from clipstream.utils.content import open_text
+from clipstream.utils.content import open_text, read_file
 from clipstream.utils.logs import logger
 from clipstream.utils.section import with_home
 
@@ -442,14 +442,14 @@ class PairShard(OpenShard):
         self.index = ShardIndex([SampleRef(key) for key in samples])
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
-        """See OpenShard. Raises Dropped: `unreadable_member`, or as `json_object`."""
+        """See OpenShard. Raises Dropped: `unreadable_member`, `member_too_large`, or as `json_object`."""
         found: dict[str, bytes] = {}
         members = {_member(end): end for end in reversed(self._suffixes[ref.key])}  # the shortest end of a suffix
         captioned = suffixes is None or "txt" in suffixes
         for member, end in members.items():
             if suffixes is None or member in suffixes or (captioned and "txt" not in members and member in TEXTS):
                 try:
-                    found[member] = Path(self._folder, f"{ref.key}{end}").read_bytes()
+                    found[member] = read_file(os.path.join(self._folder, f"{ref.key}{end}"))
                 except OSError as error:
                     raise Dropped("unreadable_member", str(error)) from error
         if captioned and "txt" not in found and (name := next((name for name in CAPTION_NAMES if name in found), "")):
@@ -488,10 +488,10 @@ class FolderShard(OpenShard):
         self.index = ShardIndex([SampleRef(file) for file in sorted(_images(self._folder, image_keys))])
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
-        """See OpenShard. Raises Dropped: `unreadable_member`."""
+        """See OpenShard. Raises Dropped: `unreadable_member`, `member_too_large`."""
         found = {name: data for name, data in self._label.items() if suffixes is None or name in suffixes}
         try:
-            found[suffix_of(ref.key)] = (self._folder / ref.key).read_bytes()
+            found[suffix_of(ref.key)] = read_file(str(self._folder / ref.key))
         except OSError as error:
             raise Dropped("unreadable_member", str(error)) from error
         return found
