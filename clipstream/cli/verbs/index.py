@@ -128,7 +128,7 @@ def index_shard(
         if not again:
             with contextlib.suppress(OSError, ValueError):
                 head = indexes.read_head(path)
-                if head.of == identity:
+                if head.of == identity and indexes.checked_count(head.samples, local, identity.size) == head.samples:
                     return Indexed(head.samples, fault="" if head.fault is None else str(head.fault))
         try:
             found = scan(store.local(url))

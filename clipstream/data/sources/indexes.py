@@ -48,8 +48,8 @@ from clipstream.data.sources import Source
 from clipstream.errors import SettingsError
 from clipstream.storage.schemes import compression_of
 from clipstream.storage.shard_url import ShardURL, redact
-from clipstream.storage.tar import BLOCK, Fault, SampleTable, ShardIndex, scan
-from clipstream.text import lines, listed
+from clipstream.storage.tar import BLOCK, LINK, Fault, SampleTable, ShardIndex, scan
+from clipstream.text import lines, listed, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.section import Count, checked
 
@@ -57,6 +57,7 @@ SUFFIX = ".index"
 MAGIC = b"clipstream-index 1 "
 LONGEST_HEAD = 1 << 16
 MOST_PACKED = 256  # bytes that a byte of an index unpacks to at most, which shards' are far below: zlib allows 1,032
+MOST_SAMPLES = (1 << 31) - 1  # of a shard: windows hold their numbers as int32
 SMALL = 256 << 20  # most bytes of tars without an index that are scanned at the start
 READERS = 16  # threads: on a network file system, opening a file takes far longer than reading a line of it
 OLD = 3600  # s after which a draft is nobody's
@@ -172,8 +173,8 @@ def read_head(path: Path) -> Head:
         return _head(file.readline(LONGEST_HEAD))
 
 
-def read(path: Path) -> tuple[Head, ShardIndex]:
-    """A whole index. Raises as `read_head`."""
+def read(path: Path, size: int | None = None) -> tuple[Head, ShardIndex]:
+    """A whole index; `size` is that of its tar, in which all members must end. Raises as `read_head`."""
     with open(path, "rb") as file:
         head = _head(file.readline(LONGEST_HEAD))
         body = file.read()
@@ -189,9 +190,11 @@ def read(path: Path) -> tuple[Head, ShardIndex]:
         for key, kind, *numbers in packed["samples"]:
             members = {}
             for i, suffix in enumerate(packed["kinds"][kind]):
-                offset, size = expected + numbers[2 * i], numbers[2 * i + 1]
-                members[suffix] = (offset, size)
-                expected = _next(offset, size)
+                offset, length = expected + numbers[2 * i], numbers[2 * i + 1]
+                if size is not None and offset + length % LINK > size:
+                    raise ValueError(f"member {suffix} of {printable(str(key))} ends behind the shard")
+                members[suffix] = (offset, length)
+                expected = _next(offset, length)
             samples.append(key, members)
     except (zlib.error, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"it is damaged ({error})") from error
@@ -205,10 +208,10 @@ def opened_by(name: str, folder: str | None) -> ShardIndex | None:
     local = ShardURL(name).path
     for path in [] if local is None else paths_of(name, folder):
         with contextlib.suppress(OSError, ValueError):
-            head, index = read(path)
-            assert local is not None
-            later = os.stat(local).st_mtime_ns > os.stat(path).st_mtime_ns  # written again within the same second
-            if head.of == identity_of(local) and not later:
+            identity = identity_of(str(local))
+            head, index = read(path, identity.size)
+            later = os.stat(str(local)).st_mtime_ns > os.stat(path).st_mtime_ns  # written again within the same second
+            if head.of == identity and not later:
                 return index
     return None
 
@@ -217,7 +220,10 @@ def _head(line: bytes) -> Head:
     checksum, _, text = line.removeprefix(MAGIC).rstrip(b"\n").partition(b" ")
     if not line.startswith(MAGIC) or not line.endswith(b"\n") or b"%08x" % zlib.crc32(text) != checksum:
         raise ValueError("damaged, or not an index of this version")
-    return checked(Head, text)
+    head = checked(Head, text)
+    if head.samples > MOST_SAMPLES:
+        raise ValueError(f"it claims {head.samples:,} samples")
+    return head
 
 
 def _next(offset: int, size: int) -> int:
@@ -288,13 +294,19 @@ def _by_index(name: str, folder: str | None, wids: Wids, neighbours: _NeighbourI
             why = f"{path}: {error}"
             continue
         if identity is None or head.of == identity:
-            return head.samples
+            return checked_count(head.samples, local, head.size)
         why = STALE
     size = None if identity is None else identity.size
     count = _wids_count(wids, name, size)
     if count is None and local is not None and size is not None:
         count = neighbours.count(Path(local), size)
-    return why if count is None else count
+    return why if count is None else checked_count(count, local, size)
+
+
+def checked_count(count: int, local: str | None, size: int | None) -> int | str:
+    """The count of an index, or why it cannot be that of a tar of `size` bytes, in which each sample has a header."""
+    dense = local is not None and size is not None and count * BLOCK > size and compression_of(Path(local)) is None
+    return f"an index claims {count:,} samples" if dense or count > MOST_SAMPLES else count
 
 
 def _are_small(names: list[str]) -> bool:
@@ -366,10 +378,9 @@ class _NeighbourIndexes:
     def count(self, path: Path, size: int) -> int | None:
         """The samples of a shard of `size` bytes; None if no index has them."""
         path = path.absolute()
-        try:
-            data = path.with_name(f"{path.name}.idx").read_bytes()
-        except OSError:
-            data = b""
+        data, beside = b"", path.with_name(f"{path.name}.idx")
+        with contextlib.suppress(OSError):
+            data = beside.read_bytes() if beside.stat().st_size < size else b""
         # The last offset of Energon's is the end of the last sample.
         if data and len(data) % 8 == 0 and 0 <= size - struct.unpack("<Q", data[-8:])[0] <= END_BLOCKS:
             return len(data) // 8 - 1

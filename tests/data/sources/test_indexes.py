@@ -110,6 +110,35 @@ def test_damage_and_other_files_are_no_index(tmp_path: Path) -> None:
     assert opened_by(shard, None) is None, "the shard is not the one that was indexed"
 
 
+@pytest.mark.parametrize("value", [1 << 20, 1 << 40, 1 << 49])
+@pytest.mark.usefixtures("nothing_is_small")
+def test_what_an_index_claims_is_compared_with_the_shard(tmp_path: Path, value: int) -> None:
+    """The checksums are right, and the file is of the version that was indexed."""
+    shard = write_tar(tmp_path / "0.tar", SAMPLES)
+    path = Path(f"{shard}.index")
+    for place in ("samples", "offset", "size"):
+        write(path, scan(shard), identity_of(shard))
+        line, body = path.read_bytes().split(b"\n", 1)
+        head, rest = json.loads(line.split(b" ", 3)[3]), json.loads(zlib.decompress(body))
+        if place == "samples":
+            head["samples"] = value
+        else:
+            rest["samples"][1][2 + (place == "size")] = value
+        path.write_bytes(sealed(head, zlib.compress(json.dumps(rest).encode())))
+        assert opened_by(str(shard), None) is None
+    path.write_bytes(sealed({**head, "samples": value}, b""))
+    main([str(shard)])
+    assert counts(str(shard)) == [len(SAMPLES)], "it is made anew"
+    size = os.path.getsize(shard)
+    (tmp_path / "shardindex.json").write_text(
+        json.dumps({"shardlist": [{"url": "0.tar", "nsamples": value, "filesize": size}]})
+    )
+    for index in (sealed({**head, "samples": value}, b""), None):
+        path.unlink() if index is None else path.write_bytes(index)
+        with pytest.raises(SettingsError, match=f"1 of 1 have no valid index.*claims {value:,} samples"):
+            counts(str(shard))
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_value_in_an_index_is_damage_or_an_index(data: st.DataObject) -> None:
