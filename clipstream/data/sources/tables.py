@@ -8,52 +8,48 @@ alone, when it is read. Images are read from the files or the bytes that a row h
 from __future__ import annotations
 
 import contextlib
-import csv
-import itertools
 import json
 import os
 import re
+import sys
 import unicodedata
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import parquet
 
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, usual_columns
 from clipstream.data.json_path import structure
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
+from clipstream.data.sources.arrow_rows import FAULT, RAW, to_arrow
 from clipstream.data.sources.splits import COLUMNS, SPLITS, TRAIN, preferred, split_of_cell
-from clipstream.data.sources.text_rows import SEPARATORS, RowKeys, csv_rows, json_rows
+from clipstream.data.sources.text_rows import RowKeys
 from clipstream.errors import DataError, Dropped, SettingsError, did_you_mean
-from clipstream.storage.download import ShardError
+from clipstream.storage.download import Monitor, ShardError
+from clipstream.storage.schemes import Guard
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact, table_format
 from clipstream.storage.tar import Place, SampleRef, ShardIndex
 from clipstream.text import counted, listed, printable
 from clipstream.utils import content
-from clipstream.utils.content import HEAD, IMAGE_NAME, TEXTS, describe, kind, open_text
+from clipstream.utils.content import HEAD, IMAGE_NAME, TEXTS, describe, kind
 from clipstream.utils.logs import logger
 
 BLOCK = 1000  # most rows of a shard
 BLOCKS = 192  # fewest shards of a source with at least as many rows
-FORM = 4  # of the Arrow files, part of their identity: those of another form are written anew
-ROWS = 256  # of a record batch: row r is in batch r // ROWS
+FORM = 5  # of the Arrow files, part of their identity: those of another form are written anew
 LOOKED = 16  # record batches by which it is decided whether rows are of several splits
-FAULT = "__fault__"  # column of a CSV: the fault of a row whose number of fields is not the header's
-RAW = "__json__"  # column of the unparsed rows of JSON
 LONGEST_PATH = 4096  # characters, of Linux
 ARCHIVE = re.compile(r"(?i)\.(?:zip|7z|rar|tar|tgz|tar\.\w+)(?:\.\d+|\.part\w+)?$")
 VALUE = "; the text of a value, not a path: write the bytes as Parquet, or files and their paths"
 DOWNLOAD = "the images of a table must be files: download them first (img2dataset)"
 URLS = ("url", "urls", "image_url", "img_url", "image_link")  # columns of addresses in place of files
 _PLAIN = re.compile(r"[\w./-]+\.\w+")  # a path that can mean one file
-Row = TypeVar("Row")
 
 
 class TableSource(SourceType):
@@ -118,9 +114,10 @@ class TableSource(SourceType):
                 version = f"{Path(named).absolute()}:{state}"
             identity = ":".join(map(str, [version, settings.separator, settings.quoting, FORM]))
 
-            def fill(part: Path, _: object) -> None:
+            def fill(part: Path, monitor: Monitor) -> None:
                 logger.info(f"reading {printable(redact(url))} once, into {store.folder}")
-                to_arrow(_local(url, cache), url, part, settings.separator, settings.quoting)
+                guard = Guard(monitor, ShardURL(url), part, sys.maxsize, tar=False)
+                to_arrow(_local(url, cache), url, part, settings.separator, settings.quoting, guard.received)
                 if named is not None and content.file_state(named) != state:
                     raise ShardError("changed", "it was written while it was read: run the command again")
 
@@ -178,7 +175,7 @@ class TableSource(SourceType):
             rows: Sequence[int] = np.flatnonzero(found == SPLITS.index(split))  # type: ignore[assignment]
             self._splits.append(f"split {split}, {len(rows):,} of {len(found):,} rows, by column {name}")
             return rows
-        return range(int(last * ROWS + len(reader.get_batch(last))))
+        return range(int(last * len(reader.get_batch(0)) + len(reader.get_batch(last))))
 
 
 def _is_image(arrow: Path, name: str) -> bool:
@@ -215,140 +212,6 @@ def _local(url: str, cache: str | None) -> Path:
 def _downloads(cache: str | None) -> ShardCache:
     """The store for remote and compressed tables, for the life of the process."""
     return ShardCache(cache)
-
-
-def to_arrow(table: Path, url: str, target: Path, separator: str | None = None, quoting: bool = True) -> None:
-    """Write the rows of a table as an Arrow IPC file.
-
-    Args:
-        table: the local file.
-        url: its name, whose suffix gives the format.
-        separator: between a CSV's fields; None for the most frequent one of SEPARATORS in its header.
-        quoting: whether quotes around a CSV's fields are syntax.
-
-    Raises:
-        ShardError: `bad_manifest`: it is not of the format, or holds no row.
-        OSError: the target cannot be written.
-    """
-    form = table_format(url)
-
-    def read() -> Iterator[pa.RecordBatch]:
-        try:
-            if form == "csv":
-                yield from _csv(table, separator, quoting)
-            elif form == "json":
-                schema = pa.schema([(RAW, pa.large_binary())])
-                for rows in _chunks(json_rows(table)):
-                    yield pa.record_batch([pa.array(rows, pa.large_binary())], schema=schema)
-            else:
-                yield from _parquet(table) if form == "parquet" else _arrow(table)
-        except (ValueError, OSError, RecursionError, csv.Error, pa.ArrowException) as error:
-            raise ShardError("bad_manifest", f"not a valid {form} file: {error}") from error
-
-    batches = read()
-    first = next(batches, None)
-    if first is None:
-        raise ShardError("bad_manifest", "no rows")
-    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, first.schema) as writer:
-        for batch in itertools.chain([first], batches):
-            writer.write_batch(batch)
-
-
-def _csv(path: Path, separator: str | None, quoting: bool) -> Iterator[pa.RecordBatch]:
-    with open_text(path) as file:
-        header, start = file.readline(), 0
-        if said := re.match(r"\"?sep=(.)\"?\s*$", header):  # Excel's first line
-            separator, start = separator or said[1], file.tell()
-            header = file.readline()
-        file.seek(start)
-        numbered = csv_rows(file, separator or max(SEPARATORS, key=header.count), quoting)
-        names = _names(next(numbered, (0, []))[1])
-        schema = pa.schema([*((name, pa.binary()) for name in names), (FAULT, pa.string())])
-
-        def fields(number: int, row: list[str]) -> list[bytes | str | None]:
-            if len(row) == len(names):
-                return [*(field.encode("utf-8", "surrogateescape") for field in row), None]
-            return [*[None] * len(names), f"line {number}: {len(row)} fields, the header has {len(names)}"]
-
-        for some in _chunks(fields(number, row) for number, row in numbered if row):
-            columns = zip(*some, strict=True)
-            yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
-
-
-def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
-    # Without Arrow's threads, as workers are forked from this process.
-    with parquet.ParquetFile(path, pre_buffer=False) as file:
-        kept = _kept(file.schema_arrow)
-        left = len(kept) < len(file.schema_arrow)
-        yield from _even(file.iter_batches(batch_size=ROWS, use_threads=False, columns=kept if left else None), kept)
-
-
-def _arrow(path: Path) -> Iterator[pa.RecordBatch]:
-    """The batches of an Arrow file or stream, as Hugging Face's `save_to_disk` writes them."""
-    with pa.memory_map(str(path)) as source:
-        try:
-            file = pa.ipc.open_file(source)
-            batches = (file.get_batch(number) for number in range(file.num_record_batches))
-        except pa.ArrowInvalid:
-            source.seek(0)
-            batches = file = pa.ipc.open_stream(source)
-        kept = _kept(file.schema)
-        yield from _even((batch.select(kept) if len(kept) < batch.num_columns else batch for batch in batches), kept)
-
-
-def _kept(schema: pa.Schema) -> list[str]:
-    """Names of the columns that can be decoded and written again, which nested dictionaries cannot."""
-    kept = [field.name for field in schema if _is_readable(field.type)]
-    if left := [name for name in schema.names if name not in kept]:
-        logger.warning(f"ignored columns of types that are not read: {', '.join(left)}")
-    return kept
-
-
-def _is_readable(type: pa.DataType) -> bool:
-    with contextlib.suppress(pa.ArrowException):
-        plain = _plain(pa.nulls(2, type))
-        pa.concat_arrays([plain, plain])
-        return "dictionary<" not in str(plain.type)
-    return False
-
-
-def _plain(column: pa.Array) -> pa.Array:
-    """A column without a dictionary at its top. Arrow (26) takes no values from views, as polars (2.1) writes them."""
-    if not pa.types.is_dictionary(column.type):
-        return column
-    values = column.dictionary
-    if "view" in str(values.type):
-        values = values.cast(pa.large_binary() if pa.types.is_binary_view(values.type) else pa.large_string())
-    return pa.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
-
-
-def _even(batches: Iterable[pa.RecordBatch], kept: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Batches of ROWS rows each, without dictionaries, which cannot change from batch to batch in an Arrow file."""
-    names, rest = _names(kept), None
-    for batch in batches:
-        arrays = [_plain(column) for column in batch.columns]
-        some = pa.table(arrays, names=names)
-        table = some if rest is None else pa.concat_tables([rest, some])
-        whole = len(table) // ROWS * ROWS
-        yield from table.slice(0, whole).combine_chunks().to_batches(max_chunksize=ROWS)
-        rest = table.slice(whole)
-    if rest is not None and len(rest):
-        yield from rest.combine_chunks().to_batches()
-
-
-def _names(header: Sequence[str]) -> list[str]:
-    """Columns by name in lower case, like the members of a tar; several of one name are NAME.1, NAME.2, …"""
-    names = [name.strip().lower() or f"column_{number}" for number, name in enumerate(header, 1)]
-    named = [f"{x}.{names[:n].count(x) + 1}" if names.count(x) > 1 else x for n, x in enumerate(names)]
-    if len(set(named)) < len(named):
-        raise ValueError("duplicate column in the header")
-    return named
-
-
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    rest = iter(rows)
-    while some := list(itertools.islice(rest, ROWS)):
-        yield some
 
 
 @lru_cache(maxsize=256)
@@ -429,7 +292,7 @@ class RowShard(OpenShard):
     ) -> None:
         self._arrow, self._keys, self._folder, self._usual = arrow, keys, folder, usual or {}
         self._reader = mapped(arrow)
-        self._names = self._reader.schema.names
+        self._names, self._each = self._reader.schema.names, len(self._reader.get_batch(0))  # rows of a batch
         self.index = ShardIndex(_Refs(rows))
         self._paths: tuple[int, list[Any]] = -1, []  # number of a batch, and what its column of images has
 
@@ -441,7 +304,7 @@ class RowShard(OpenShard):
         Raises Dropped: `row_fields`, `json_invalid`, `json_not_object`, `missing_picture`.
         """
         number = int(ref.key)
-        batch, row = self._reader.get_batch(number // ROWS), number % ROWS
+        batch, row = self._reader.get_batch(number // self._each), number % self._each
         wanted = {*self._names, "json"} if suffixes is None else set(suffixes)
         wanted |= {column for member, column in self._usual.items() if member in wanted}
         raw: bytes | None = None
@@ -485,7 +348,7 @@ class RowShard(OpenShard):
         return Place(found[0]) if found and os.path.exists(found[0]) else None
 
     def files(self, ref: SampleRef) -> list[str]:
-        batch, row = divmod(int(ref.key), ROWS)
+        batch, row = divmod(int(ref.key), self._each)
         if batch != self._paths[0]:
             there = [name for name in self._keys if name in self._names]
             held = self._reader.get_batch(batch)

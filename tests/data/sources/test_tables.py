@@ -28,6 +28,7 @@ from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, tables, text_rows
+from clipstream.data.sources.arrow_rows import to_arrow
 from clipstream.errors import DataError, Dropped
 from clipstream.storage.shard_url import table_format
 from clipstream.utils.content import file_digest
@@ -314,7 +315,7 @@ def test_stray_quotes_cost_no_row(tmp_path: Path, name: str) -> None:
     ):
         lines = [f"i/{n}.jpg{by}{quoted.get(n, f'text {n}')}\n" for n in range(30)]
         (tmp_path / name).write_text(f"filepath{by}title\n{''.join(lines)}")
-        tables.to_arrow(tmp_path / name, name, tmp_path / "a.arrow")
+        to_arrow(tmp_path / name, name, tmp_path / "a.arrow")
         rows = pa.ipc.open_file(pa.OSFile(str(tmp_path / "a.arrow"))).read_all()
         assert rows.column(0).to_pylist() == [f"i/{n}.jpg".encode() for n in range(30)]
     assert rows.column(1)[3].as_py() == b'one\nline "two"' and rows.column(1)[9].as_py() == b"a\n\nb"
@@ -517,7 +518,7 @@ def test_csv_fields_come_back_as_they_were(tmp_path_factory: pytest.TempPathFact
         csv.writer(file, delimiter=by, quoting=csv.QUOTE_ALL).writerows([("filepath", "title"), *kept])
     if not kept:
         return
-    tables.to_arrow(folder / "a.csv", "a.csv", folder / "a.arrow")
+    to_arrow(folder / "a.csv", "a.csv", folder / "a.arrow")
     table = pa.ipc.open_file(pa.memory_map(str(folder / "a.arrow"))).read_all()
     expected = [tuple(field.encode("utf-8", "surrogatepass") for field in row) for row in kept]
     assert list(zip(*(table.column(i).to_pylist() for i in range(2)), strict=True)) == expected
@@ -526,7 +527,7 @@ def test_csv_fields_come_back_as_they_were(tmp_path_factory: pytest.TempPathFact
 def test_names_of_tables_and_a_target_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("filepath\nx\n")
     with pytest.raises(OSError):
-        tables.to_arrow(tmp_path / "a.csv", "a.csv", tmp_path / "no folder" / "a.arrow")
+        to_arrow(tmp_path / "a.csv", "a.csv", tmp_path / "no folder" / "a.arrow")
     assert table_format("https://a.b/c/pairs.CSV?token=1.tar") == "csv"
     assert table_format("a.jsonl.zst") == "json" and table_format("A.tsv.GZ") == "csv"
     assert table_format("pipe:cat a.csv") is None and table_format("a.csv.d/b.tar") is None
