@@ -47,7 +47,8 @@ _MPIRUN = {f"{mpi}_COMM_WORLD_RANK": _OF_MPI.format(mpi).split() for mpi in ("OM
 _MPIRUN["MPI_LOCALRANKID"] = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
 # Of HPE's PALS and other servers of PMI, such as srun --mpi=pmi2, which sets Slurm's variables as well.
 _PMI = {"PALS_RANKID": ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"],
-        "PMI_RANK": ["PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"]}  # fmt: skip
+        "PMI_RANK": ["PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"],
+        "PMIX_RANK": ["PMIX_RANK", "PMIX_SIZE"] * 2}  # fmt: skip  # of prterun, which tells nobody how many there are
 _connections: set[Socket] = set()  # of this process's groups
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _START = "start the ranks with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"

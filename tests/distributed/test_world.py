@@ -164,6 +164,8 @@ def test_the_tasks_of_a_node(groups: list[tuple[int, int]], data: st.DataObject)
             {"PALS_RANKID": "0"},
             "PMI_SIZE is not set in the environment, as by mpirun: start",
         ),
+        # Open MPI 5.0's prterun, whose processes would be as many runs in one folder.
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-vm-1@1", "PRTE_LAUNCHED": "1"}, "PMIX_SIZE is not set"),
         ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "invalid PMI_RANK 'x': unset it"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "in the environment: start the run with torchrun"),
         ({**STEP, "SLURM_PROCID": "x"}, "invalid SLURM_PROCID 'x': unset it"),
