@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
     if own and verb in shown and not asked and World.of_launcher().is_main:
         loading.begin("loading clipstream")
     if own:
+        # Else torch prints a stack of C++ for each connection that breaks, which is told in words.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         atexit.register(_end_at_once, codes)  # the first one, which runs last
         from clipstream.config.entry import handle_signals  # after the first output, as it takes a while
 

@@ -196,8 +196,6 @@ class TrainStep:
         The next step may be started before: the device then has work while the host reads the result.
         """
         began = time.perf_counter()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
         if batch.lengths is None:
             batch = replace(batch, lengths=self.towers.text_lengths(batch.ids))
         with timed(COPY):
@@ -216,7 +214,7 @@ class TrainStep:
             norm = gradient_norm(self.parameters, self.world)
             parts: dict[str, torch.Tensor] = getattr(self.gradcache.loss, "parts", {})
             own = [share, *parts.values(), torch.ones_like(share)]  # the last counts the ranks
-            self.torn = partial(self._finish, norm, scale, batch.global_size, list(parts), statistics)
+            self.torn = partial(self._finish, lr, norm, scale, batch.global_size, list(parts), statistics)
             totals = self.world.all_reduce_sum(torch.stack([figure.double() for figure in own]))
         except BaseException:
             restore(self._statistics, statistics, torch.ones((), dtype=torch.bool, device=self.world.device))
@@ -229,6 +227,7 @@ class TrainStep:
 
     def _finish(
         self,
+        lr: float,
         norm: torch.Tensor,
         scale: torch.Tensor,
         n: int,
@@ -238,6 +237,8 @@ class TrainStep:
     ) -> Callable[[], StepResult]:
         """The update, after the last exchange of the ranks; the arguments are of `start`. Not collective."""
         self.totals = totals
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         # After an abort, what is still queued on a GPU runs on whatever was received.
         finite_loss = totals[0].isfinite() & (totals[-1] == self.world.size)
         finite = finite_loss & norm.isfinite()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from clipstream.checkpoint.async_writer import Snapshot
-from clipstream.checkpoint.state import RANDOM
+from clipstream.checkpoint.state import OPTIMIZER, RANDOM, metadata
 from clipstream.distributed.world import World
 from clipstream.evals.runner import EvalRunner
 from clipstream.training import step
@@ -110,9 +110,14 @@ def run(place: Path, name: str, *more: str) -> list[str]:
 
 
 def same_end(place: Path, one: str, other: str) -> None:
+    """Both runs are done, and their last checkpoints are the same."""
     for file in ("open_clip_model", "optimizer", "averaged"):
         assert same_weights(*(weights(place, name, STEPS, file) for name in (one, other))), file
-    states = [torch.load(place / "runs" / name / "checkpoints" / f"step_{STEPS:08d}" / RANDOM) for name in (one, other)]
+    folders = [place / "runs" / name / "checkpoints" / f"step_{STEPS:08d}" for name in (one, other)]
+    assert metadata(folders[0] / OPTIMIZER) == metadata(folders[1] / OPTIMIZER)
+    for name in (one, other):
+        assert lines(place, name, "end")[-1]["end"]["status"] == "done"
+    states = [torch.load(folder / RANDOM) for folder in folders]
     for mine, theirs in zip(*states, strict=True):
         assert torch.equal(mine["cpu"], theirs["cpu"])
     assert [one for one in lines(place, one, "eval")] == [one for one in lines(place, other, "eval")]
