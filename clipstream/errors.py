@@ -51,6 +51,12 @@ class DivergedError(ClipstreamError):
     exit_code = 4
 
 
+class CopyError(ClipstreamError):
+    """The run is complete, but its copy in remote storage (`checkpoint.remote_sync`) is not."""
+
+    exit_code = 5
+
+
 class Stopped(ClipstreamError):
     """A signal has stopped the run, which has saved a checkpoint and can be resumed.
 

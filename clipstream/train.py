@@ -135,6 +135,7 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
             raise Stopped(f"{text}; the same command with --resume latest repeats it") from None
     if world.is_main:
         print_end(settings, REPORT_FILE, failures)
+    resumed.require_copy(world)
 
 
 def audit(run: Run, stored: StoredData | None, resumed: Resumed) -> None:
@@ -354,6 +355,8 @@ def build_profiler(settings: LogSettings, run: RunInfo, world: World) -> StepPro
 def build_writer(run: Run, step: TrainStep, resumed: Resumed, outputs: Outputs) -> AsyncWriter:
     """The writer of checkpoints, with averaged weights and adapters as further files."""
     averages, towers = step.averages, step.towers
+    if resumed.remote_sync is not None:
+        resumed.remote_sync.is_stopping = lambda: run.signals.received is not None
     tensors: dict[str, Callable[[], Tensors]] = {}
     if averages is not None:
         tensors[AVERAGED_FILE] = partial(towers.saved_tensors, averages.tensors)

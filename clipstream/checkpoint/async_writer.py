@@ -45,6 +45,7 @@ from clipstream.data.order.lanes import DataState
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 from clipstream.models.towers import Towers
+from clipstream.text import lines
 from clipstream.training.optimizer_state import groups_to_json
 from clipstream.training.parallel import full_tensor, reshard
 from clipstream.training.precision import RandomState, random_state
@@ -279,6 +280,8 @@ class AsyncWriter:
             return  # at once
         if error is None and self._sync is not None:
             self._sync.wake()  # the last line of the metrics comes after the last save
+        if self._sync is not None and isinstance(error, ClipstreamError) and (behind := self._sync.behind()):
+            error.args = (lines(str(error), behind),)
         if error is None or self.world.size == 1:
             self.close()
         else:

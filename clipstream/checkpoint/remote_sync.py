@@ -4,24 +4,29 @@
     URL/NAME/checkpoints/step_XXXXXXXX/…, latest, best     as in the local folder; COMPLETE is written last
 
 `RemoteSync` uploads checkpoints, settings and metrics in the background: a thread copies the newest whole checkpoint,
-then those that are kept for longer, then removes the others from remote storage; a copy in progress is finished before
-a newer one begins. A failure is a warning, and the copy is retried after the next save: it never ends a run.
-`download` copies a checkpoint to this machine. Credentials are the backends' own, as for shards, and are never shown.
+then those that are kept for longer, then removes the others of this run from remote storage; a copy in progress is
+finished before a newer one begins. A failure is a warning, and the copy is retried after the next save: it never ends a
+run, whose last line and exit code say how far the copy is behind. `download` copies a checkpoint to this machine.
+
+A listing may be empty though there are files, as of a gateway that fails. So files of known names (`latest`, COMPLETE)
+are read as well, and only what this run wrote, or found when it began, is removed or replaced.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.store import ASIDE, BEST, LATEST, MARKER, NAME, Marker
 from clipstream.errors import SettingsError
-from clipstream.storage.download import Monitor, ShardError, fetch, filesystem_of, retry
+from clipstream.storage.download import Monitor, ShardError, explain, fetch, progress_of, reach, retry
 from clipstream.storage.shard_url import ShardURL, redact, with_variables
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write
@@ -30,6 +35,10 @@ from clipstream.utils.logs import logger
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 SMALL = ("config.yaml", METRICS)
 NOTICEABLE = 2.0  # s that the end of a run waits for the last copy before it says so
+PATIENCE = 10.0  # s without progress after which a run that was asked to stop does not wait for it any more
+LIMIT = 60.0  # s without an answer, or without progress of an upload, after which it fails
+PART, PARTS = 8 << 20, 4  # bytes of a part of an upload, and parts that are sent at once, where the backend sends parts
+SLOWEST = 1 << 20  # bytes/s of an upload whose parts are not reported, at least
 RETRIES, BACKOFF = 3, 1.0  # further attempts for one file, and seconds before the first of them
 _Result = TypeVar("_Result")
 
@@ -48,9 +57,14 @@ class RemoteDir:
         self._url = with_variables(url).rstrip("/")
         self.shown, self.setting = redact(url.rstrip("/")), setting
         try:
-            self._system, self._path = filesystem_of(ShardURL(self._url), "or use another URL")
-        except ShardError as error:
-            raise SettingsError(f"{setting}: {error.detail}") from error
+            self._parts, self._local = self._reach(_abilities)
+        except (ShardError, TimeoutError) as error:
+            raise SettingsError(f"{setting}: {getattr(error, 'detail', error)}") from error
+
+    def _reach(
+        self, act: Callable[[Any, str], _Result], limit: float | None = None, alive: Callable[[], float] = lambda: 0.0
+    ) -> _Result:
+        return reach(ShardURL(self._url), act, limit or LIMIT, alive)
 
     def __truediv__(self, name: str) -> RemoteDir:
         return RemoteDir(f"{self._url}/{name}", self.setting)
@@ -64,10 +78,9 @@ class RemoteDir:
         return RemoteDir(self._url.rpartition("/")[0], self.setting)
 
     def names(self) -> list[str]:
-        """Names of the folder's entries; empty if the folder does not exist."""
-        self._system.invalidate_cache()
+        """Names of the folder's entries; empty if the folder does not exist, or the listing fails to show it."""
         try:
-            found = self._system.ls(self._path, detail=False)
+            found = self._reach(lambda system, path: system.ls(path, detail=False))
         except FileNotFoundError:
             return []
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
@@ -75,25 +88,41 @@ class RemoteDir:
     def read(self) -> bytes | None:
         """The content of a small file; None if it does not exist."""
         try:
-            return bytes(self._system.cat_file(self._path))
+            return bytes(self._reach(lambda system, path: system.cat_file(path)))
         except (FileNotFoundError, IsADirectoryError):
             return None
 
     def size(self) -> int | None:
         """Bytes of a file; None if it does not exist."""
-        self._system.invalidate_cache()
         try:
-            return int(self._system.info(self._path)["size"])
+            return int(self._reach(lambda system, path: system.info(path)["size"]))
         except FileNotFoundError:
             return None
 
     def write(self, content: bytes) -> None:
         self._make_parent()
-        self._system.pipe_file(self._path, content)
+        self._reach(lambda system, path: system.pipe_file(path, content), self.limit(len(content)))
 
-    def upload(self, file: Path) -> None:
+    def upload(self, file: Path, moved: Callable[[float], object] = lambda limit: None) -> None:
+        """Copy a local file, and check its size there.
+
+        Args:
+            moved: called after each part, with the seconds that the next one may take.
+
+        Raises Exception: the backend's; OSError: fewer bytes are there.
+        """
+        size = file.stat().st_size
+        limit = self.limit(size)
+        progress, alive = progress_of(lambda: moved(limit))
         self._make_parent()
-        self._system.put_file(str(file), self._path)
+        options = {"callback": progress, **self._parts}
+        self._reach(lambda system, path: system.put_file(str(file), path, **options), limit, alive)
+        if (there := self.size()) != size:
+            raise OSError(f"{there or 0:,} of {size:,} bytes of {self.name} arrived")
+
+    def limit(self, size: int) -> float:
+        """Seconds without progress after which an upload of `size` bytes fails."""
+        return LIMIT + (min(size, PART * PARTS) if "chunksize" in self._parts else size) / SLOWEST
 
     def download(self, file: Path) -> None:
         """Copy it to a local file. Raises ShardError: it is missing or unreachable."""
@@ -102,30 +131,60 @@ class RemoteDir:
 
     def remove(self) -> None:
         """Delete a checkpoint; its marker first, so that a partly deleted one does not count."""
-        for path, folder in ((f"{self._path}/{MARKER}", False), (self._path, True)):
-            with suppress(FileNotFoundError):
-                self._system.rm(path, recursive=folder)
 
-    def marker(self) -> Marker | None:
-        """The marker of a checkpoint whose files have the right sizes; None for anything else."""
+        def delete(system: Any, path: str) -> None:
+            for one, folder in ((f"{path}/{MARKER}", False), (path, True)):
+                with suppress(FileNotFoundError):
+                    system.rm(one, recursive=folder)
+
+        self._reach(delete)
+
+    def examine(self) -> Marker | str:
+        """The marker of a checkpoint whose files have the right sizes, or what is wrong with it."""
         content = (self / MARKER).read()
         marker = None if content is None else Marker.from_json(content)
         if marker is None:
-            return None
-        found: Mapping[str, Mapping[str, object]] = self._system.find(self._path, detail=True)
-        sizes = {path.rpartition(f"/{self.name}/")[2]: info.get("size") for path, info in found.items()}
-        return marker if all(sizes.get(name) == size for name, size in marker.sizes.items()) else None
+            return f"it has no {MARKER}" if content is None else f"its {MARKER} is damaged"
+        for name, size in marker.sizes.items():
+            if (there := (self / name).size()) != size:
+                return f"{name} is missing" if there is None else f"{name} has {there:,} of {size:,} bytes"
+        return marker
+
+    def checkpoints(self) -> dict[str, bool]:
+        """The checkpoints in this folder and those that `latest` and `best` name, and whether they are listed."""
+        listed = {name for name in self.names() if NAME.fullmatch(name)}
+        named = {pointed_name((self / pointer).read()) for pointer in (LATEST, BEST)}
+        return {name: name in listed for name in sorted(listed | named, reverse=True) if NAME.fullmatch(name)}
+
+    def examined(self) -> dict[str, Marker | str]:
+        """The checkpoints in this folder, as from `examine`: the incomplete ones, then the whole ones, newest first."""
+        found = {name: ((self / name).examine(), listed) for name, listed in self.checkpoints().items()}
+        there = {name: one for name, (one, listed) in found.items() if listed or isinstance(one, Marker)}
+        for name in (name for name in there if not found[name][1]):
+            logger.warning(f"the listing of {self.shown} lacks {name}, which is there")
+        serials = {name: one.serial for name, one in there.items() if isinstance(one, Marker)}
+        return {name: there[name] for name in sorted(there, key=lambda name: -serials.get(name, 1 << 62))}
 
     def whole(self) -> dict[str, Marker]:
         """The whole checkpoints in this folder, newest first."""
-        named = {name: (self / name).marker() for name in self.names() if NAME.fullmatch(name)}
-        found = {name: marker for name, marker in named.items() if marker is not None}
-        return dict(sorted(found.items(), key=lambda item: item[1].serial, reverse=True))
+        return {name: one for name, one in self.examined().items() if isinstance(one, Marker)}
 
     def _make_parent(self) -> None:
         """Object stores have no folders, and making one may need permissions that the user lacks."""
-        if "file" in self._system.protocol:
-            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        if self._local is not None:
+            self._local.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _abilities(system: Any, path: str) -> tuple[dict[str, int], Path | None]:
+    """The arguments for an upload in parts that the backend takes, and the path on a file system of this machine."""
+    own = inspect.signature(getattr(system, "_put_file", system.put_file)).parameters
+    parts = {name: value for name, value in (("chunksize", PART), ("max_concurrency", PARTS)) if name in own}
+    return parts, Path(path) if "file" in system.protocol else None
+
+
+def pointed_name(content: bytes | None) -> str:
+    """The name of the checkpoint in a file `latest` or `best`."""
+    return (content or b"").decode(errors="replace").partition("\n")[0].strip()
 
 
 def with_retries(act: Callable[[], _Result]) -> _Result:
@@ -143,8 +202,7 @@ def told(remote: RemoteDir, verb: str, where: str = "") -> Iterator[None]:
     except SettingsError:
         raise
     except Exception as error:
-        why = redact(str(error)) or type(error).__name__
-        raise SettingsError(f"{remote.setting}: cannot {verb} {remote.shown}{where}: {why}") from error
+        raise SettingsError(f"{remote.setting}: cannot {verb} {remote.shown}{where}: {explain(error)}") from error
 
 
 def download(remote: RemoteDir, folder: Path) -> Path | None:
@@ -157,76 +215,129 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
     Raises SettingsError: the remote folder cannot be read or copied, or all checkpoints in it are damaged.
     """
 
-    def candidates() -> list[tuple[RemoteDir, Marker]]:
-        """The whole checkpoints that the URL may name, newest first."""
-        named = remote
-        if remote.name in (LATEST, BEST):
-            named = remote.parent / (remote.read() or b"").decode(errors="replace").partition("\n")[0].strip()
+    def candidates() -> list[tuple[RemoteDir, Marker | str]]:
+        """The checkpoints that the URL may name, as from `RemoteDir.examined`."""
+        named = remote.parent / pointed_name(remote.read()) if remote.name in (LATEST, BEST) else remote
         if NAME.fullmatch(named.name):
-            return [] if (marker := named.marker()) is None else [(named, marker)]
+            return [(named, named.examine())]
         for part in (named / CHECKPOINTS, named):
-            if whole := part.whole():
-                return [(part / name, marker) for name, marker in whole.items()]
+            if there := part.examined():
+                return [(part / name, one) for name, one in there.items()]
         return []
 
     with told(remote, "copy", f" to {folder}"):
         found = with_retries(candidates)
         for candidate, marker in found:
-            here = folder / candidate.name
-            if store.marker_of(here) == marker and store.fault(here) is None:
-                return here
-            logger.info(f"fetching {candidate.shown}")
-            draft = store.begin(folder, candidate.name, sum(marker.sizes.values()))
-            for name in marker.sizes:
-                (candidate / name).download(draft / name)
-                atomic_write.flush(draft / name)
-            damage = store.fault(draft, marker=marker)
-            if damage is None:
-                return store.commit(draft, marker)
-            store.remove(draft)
-            logger.warning(f"{candidate.shown} is damaged ({damage})")
-    if found:
-        names = ", ".join(candidate.name for candidate, _ in found)
-        raise SettingsError(f"{remote.setting}: all checkpoints in {remote.shown} are incomplete ({names})")
+            damage = marker if isinstance(marker, str) else None
+            if isinstance(marker, Marker):
+                here = folder / candidate.name
+                if store.marker_of(here) == marker and store.fault(here) is None:
+                    return here
+                logger.info(f"fetching {candidate.shown}")
+                draft = store.begin(folder, candidate.name, sum(marker.sizes.values()))
+                damage = _fetch(candidate, marker, draft)
+                if damage is None:
+                    return store.commit(draft, marker)
+                store.remove(draft)
+            logger.warning(f"{candidate.shown} is damaged ({damage}): it is not used")
+    if names := [candidate.name for candidate, marker in found if isinstance(marker, Marker)]:
+        raise SettingsError(f"{remote.setting}: all checkpoints in {remote.shown} are incomplete ({', '.join(names)})")
     return None
+
+
+def _fetch(candidate: RemoteDir, marker: Marker, draft: Path) -> str | None:
+    """Download a checkpoint's files; returns what is wrong with them. Raises ShardError: they cannot be reached."""
+    for name, size in marker.sizes.items():
+        try:
+            (candidate / name).download(draft / name)
+        except ShardError as error:
+            if error.reason not in ("missing", "truncated_download"):
+                raise
+            return error.detail
+        atomic_write.flush(draft / name)
+        if (there := (draft / name).stat().st_size) != size:
+            return f"{name} has {there:,} of {size:,} bytes"
+    return store.fault(draft, marker=marker)
 
 
 class RemoteSync:
     """The remote copy of a run's folder.
 
     Attributes:
-        last_serial: the largest serial of a checkpoint in the remote folder before this run.
+        is_stopping: returns whether the run was asked to stop, so that its end waits for `PATIENCE` alone.
     """
 
     def __init__(self, remote: RemoteDir, folder: Path, settings: CheckpointSettings) -> None:
-        self.remote, self.last_serial = remote, 0
+        self.remote = remote
+        self.is_stopping: Callable[[], bool] = lambda: False
         self._folder, self._checkpoints, self._settings = folder, folder / CHECKPOINTS, settings
         self._lock = threading.Lock()
         self._wanted = False
         self._held: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None  # while there is something to copy
+        self._there: dict[str, Marker | None] = {}  # this run's remote checkpoints; None for a part of one
+        self._is_new = True  # whether there was none when this run began
+        self._failure: str | None = None  # of the last copy
+        self._moved, self._due = 0.0, 0.0  # time of the last progress, and at which the next one is due
+        self._stopping = 0.0  # time at which the end of a run that was asked to stop began to wait
+
+    @property
+    def last_serial(self) -> int:
+        """The largest serial of a remote checkpoint of this run; 0 without one."""
+        return max((marker.serial for marker in self._there.values() if marker is not None), default=0)
+
+    def begin(self, whole: dict[str, Marker]) -> None:
+        """Continue the run that the remote checkpoints are of."""
+        self._there, self._is_new = dict(whole), not whole
+
+    def behind(self) -> str | None:
+        """How far the remote copy is behind the run, in words; None if it is complete."""
+        if self._failure is None and self._thread is None:
+            return None
+        why = self._failure or f"no answer in {time.monotonic() - self._moved:.0f} s"
+        newest = max(store.markers(self._checkpoints).values(), key=lambda one: one.serial, default=None)
+        there = max(filter(None, self._there.values()), key=lambda one: one.serial, default=None)
+        lacking = 0 if newest is None else newest.serial - self.last_serial
+        what = f"{lacking:,} save{'s' * (lacking != 1)} behind" if lacking > 0 else "incomplete"
+        last = "has no checkpoint" if there is None else f"ends at step {there.step}"
+        return f"the copy in {self.remote.shown} is {what} ({last}): {why}"
 
     def wake(self) -> None:
         """Start a copy of what is new."""
         with self._lock:
             self._wanted = True
             if self._thread is None:
+                self._expect(LIMIT)
                 self._thread = threading.Thread(target=self._run, name="remote-sync", daemon=True)
                 self._thread.start()
 
     def drain(self) -> None:
-        """Wait until everything is copied, or has failed."""
-        if (thread := self._thread) is not None:
-            thread.join(NOTICEABLE)
-            if thread.is_alive():
+        """Wait until everything is copied, has failed, or makes no progress."""
+        began, said = time.monotonic(), False
+        while (thread := self._thread) is not None and (now := time.monotonic()) < self._due:
+            if self.is_stopping():
+                self._stopping = self._stopping or now
+                if now > max(self._stopping, self._moved) + PATIENCE:
+                    break
+            if not said and now > began + NOTICEABLE:
+                said = True
                 logger.info(f"waiting for the copy to {self.remote.shown}")
-                thread.join()
+            thread.join(0.1)
 
     @contextmanager
     def holding(self) -> Iterator[frozenset[str]]:
         """The checkpoints being copied, which must not be removed; no other copy begins within the context."""
         with self._lock:
             yield self._held
+
+    def _expect(self, seconds: float) -> None:
+        """Note progress, and that the next one may take so long."""
+        self._moved = time.monotonic()
+        self._due = self._moved + seconds
+
+    def _do(self, act: Callable[[], _Result], limit: float | None = None) -> _Result:
+        self._expect((limit or LIMIT) + RETRIES * BACKOFF)
+        return with_retries(act)
 
     def _run(self) -> None:
         while True:
@@ -244,40 +355,57 @@ class RemoteSync:
                     local = {name: marker for name, marker in found.items() if name in kept}
                     self._held = frozenset(local)
                 self._copy(local)
+                self._failure = None
             except Exception as error:  # backends raise errors of their own types
-                message = redact(f"{type(error).__name__}: {error}")
+                self._failure = explain(error)
                 logger.warning(
                     f"{self.remote.setting}: the copy to {self.remote.shown} is incomplete and is retried after the "
-                    f"next save: {message}"
+                    f"next save: {type(error).__name__}: {self._failure}"
                 )
 
     def _copy(self, local: dict[str, Marker]) -> None:
         checkpoints = self.remote / CHECKPOINTS
-        there = with_retries(checkpoints.whole)
+        self._compare(checkpoints, local)
         for name, marker in local.items():
-            if there.get(name) != marker and self._copy_one(name, marker):
-                there[name] = marker
+            if self._there.get(name) != marker:
+                self._copy_one(name, marker)
         files = [self._folder / name for name in SMALL]
         files += [self._checkpoints / name for name in (LATEST, BEST)]
         for file in files:
             if file.is_file():
-                target = self.remote / str(file.relative_to(self._folder))
-                with_retries(partial(target.write, file.read_bytes()))
-        if not local.keys() & there.keys():
+                target, content = self.remote / str(file.relative_to(self._folder)), file.read_bytes()
+                self._do(partial(target.write, content), target.limit(len(content)))
+        if not any(self._there.get(name) for name in local):
             return
         last, every = self._settings.keep_last, self._settings.keep_every
+        there = {name: marker for name, marker in self._there.items() if marker is not None}
         kept = store.retained(self._checkpoints, there, last=last, every=every)
-        for name in with_retries(checkpoints.names):
-            if NAME.fullmatch(name) and name not in kept:
-                with_retries((checkpoints / name).remove)
+        for name in self._there.keys() - kept:
+            self._do((checkpoints / name).remove)
+            del self._there[name]
 
-    def _copy_one(self, name: str, marker: Marker) -> bool:
-        """Copy a checkpoint, its marker last; False if the local one was replaced meanwhile."""
+    def _compare(self, checkpoints: RemoteDir, local: dict[str, Marker]) -> None:
+        """Look for checkpoints that this run did not write. Raises SettingsError: they were not seen as it began."""
+        listed = self._do(checkpoints.checkpoints)
+        unknown = {*listed, *(local if self._is_new else ())} - self._there.keys()
+        whole = {name for name in unknown if self._do((checkpoints / name / MARKER).read) is not None}
+        if whole and self._is_new:
+            raise SettingsError(
+                f"it has checkpoints of another run ({', '.join(sorted(whole))}), which were not there when this one "
+                "began: nothing is copied or removed; continue that run with --resume auto, or choose another --name"
+            )
+        for name in unknown - whole:
+            if listed.get(name) and MARKER not in self._do((checkpoints / name).names):
+                self._there[name] = None  # a part, of a process that was killed
+
+    def _copy_one(self, name: str, marker: Marker) -> None:
+        """Copy a checkpoint, its marker last, unless the local one is replaced meanwhile."""
         source, target = self._checkpoints / name, self.remote / CHECKPOINTS / name
-        with_retries(target.remove)
-        for file in marker.sizes:
-            with_retries(partial((target / file).upload, source / file))
-        if store.marker_of(source) != marker:  # its step was saved again
-            return False
-        with_retries(partial((target / MARKER).write, marker.to_json()))
-        return True
+        self._there[name] = None
+        self._do(target.remove)
+        for file, size in marker.sizes.items():
+            remote = target / file
+            self._do(partial(remote.upload, source / file, self._expect), remote.limit(size))
+        if store.marker_of(source) == marker:  # its step was not saved again
+            self._do(partial((target / MARKER).write, marker.to_json()))
+            self._there[name] = marker

@@ -25,7 +25,7 @@ from clipstream.checkpoint.state import CheckpointMeta, load, read_meta
 from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
+from clipstream.errors import CopyError, SettingsError
 from clipstream.models.model_config import AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.storage.shard_url import ShardURL
 from clipstream.training.parallel import reshard
@@ -72,6 +72,11 @@ class Resumed:
         start = TrainState(step=step, samples=samples, data=DataState(step=step), train_step=scaler)
         return replace(self, meta=CheckpointMeta(start))
 
+    def require_copy(self, world: World) -> None:
+        """Check at the end that the run is copied. Collective. Raises CopyError: the remote copy is behind."""
+        if behind := world.on_main(lambda: None if self.remote_sync is None else self.remote_sync.behind()):
+            raise CopyError(f"the run is complete, but {behind}; --resume latest copies the rest")
+
     def restore(self, writer: AsyncWriter, step: TrainStep, good: Sequence[int]) -> int | None:
         """Load the newest undamaged checkpoint with one of the steps `good`, and return its step. Collective."""
         chosen = writer.whole(sorted(good, reverse=True), instead=self.checkpoint)
@@ -117,7 +122,9 @@ def find(settings: CheckpointSettings, run_folder: Path, world: World) -> Resume
                 raise SettingsError(
                     f"--remote-sync: {remote.shown} has a run: continue it with --resume auto, or choose another --name"
                 )
-            remote_sync.last_serial = max((marker.serial for marker in whole.values()), default=0)
+            remote_sync.begin(whole)
+            if not whole:
+                logger.info(f"--remote-sync: {remote.shown} has no complete checkpoint yet")
         if resume is not None and ShardURL(resume).scheme is not None:
             found = download(RemoteDir(resume, "--resume"), folder)
             if found is None:

@@ -36,7 +36,6 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS
 from clipstream.storage.download import GIB, ShardError
-from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.text import lines, listed
@@ -127,9 +126,8 @@ def training_loader(
 
 def _shard_cache(settings: DataSettings, *, wanted: int = 0) -> ShardCache:
     """The cache of remote shards, of which `wanted` are in use at once."""
-    fetcher = Fetcher(timeout=settings.transfer_timeout, most=int(settings.max_shard_gib * GIB))
     limit = None if settings.cache_gib is None else int(settings.cache_gib * GIB)
-    return ShardCache(settings.cache, limit=limit, wanted=wanted, fetcher=fetcher)
+    return ShardCache(settings.cache, limit=limit, wanted=wanted, fetcher=settings.fetcher)
 
 
 def _slots(settings: DataSettings, lanes: int, world: World) -> LaneSlots:

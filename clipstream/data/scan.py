@@ -24,8 +24,7 @@ from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import OpenShard, Source, SourceContext
 from clipstream.errors import DataError, Dropped, SettingsError
-from clipstream.storage.download import GIB, ShardError
-from clipstream.storage.schemes import Fetcher
+from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.text import counted, printable
@@ -89,8 +88,7 @@ class ShardPass(Generic[T]):
     @cached_property
     def opened(self) -> tuple[Source, SampleTransform | None, SampleLists | None]:
         """What opens and filters samples, of this process and those that are forked from it."""
-        fetcher = Fetcher(timeout=self._data.transfer_timeout, most=int(self._data.max_shard_gib * GIB))
-        context = SourceContext(ShardCache(self._data.cache, fetcher=fetcher), self._data.cache, self._key)
+        context = SourceContext(ShardCache(self._data.cache, fetcher=self._data.fetcher), self._data.cache, self._key)
         source = Source(self._section, context)
         transform = None if self._members == () else build_transform(self._section.transform)
         return source, transform, build_filter(self._section, self._key, source)

@@ -19,6 +19,8 @@ from clipstream.data.image_settings import (
 )
 from clipstream.data.text_settings import CaptionSettings, SeveralTexts, TextCaption
 from clipstream.data.text_settings import TokenizerSettings as TokenizerSettings
+from clipstream.storage.download import GIB
+from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.utils.plugins import is_plugin, load_function
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section, other_than
@@ -396,6 +398,11 @@ class DataSettings(Section):
         if self.groups.by is not None and self.global_batch_size % self.groups.samples:
             text = f"{self.groups.samples} samples of a group do not divide the global batch of"
             yield "groups", f"{text} {self.global_batch_size}: set another number"
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Downloads shards within the limits of these settings."""
+        return Fetcher(timeout=self.transfer_timeout, most=int(self.max_shard_gib * GIB))
 
     @property
     def texts(self) -> int:

@@ -42,7 +42,7 @@ from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.shared_keys import SharedKeys
 from clipstream.distributed.signals import SIGNALS, ending_on_signals
 from clipstream.distributed.world import DUMP, World, resolve_device
-from clipstream.errors import INTERRUPTED, ClipstreamError, DataError, DivergedError, SettingsError, Stopped
+from clipstream.errors import INTERRUPTED, ClipstreamError, CopyError, DataError, DivergedError, SettingsError, Stopped
 from clipstream.text import counted, printable_lines
 from clipstream.utils.atomic_write import try_lock
 from clipstream.utils.cores import cores
@@ -334,7 +334,7 @@ class FailureWatch:
         cause = self.cause
         if cause is None or cause.rank == self.world.rank:
             return error
-        kinds = {kind.exit_code: kind for kind in (SettingsError, DataError, DivergedError, Stopped)}
+        kinds = {kind.exit_code: kind for kind in (SettingsError, DataError, DivergedError, CopyError, Stopped)}
         return kinds.get(cause.code, ClipstreamError)(f"rank {cause.rank}: {cause.message}")
 
     def stop(self) -> None:

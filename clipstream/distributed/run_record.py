@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from clipstream import __version__
-from clipstream.errors import INTERRUPTED, DivergedError, Stopped
+from clipstream.errors import INTERRUPTED, CopyError, DivergedError, Stopped
 from clipstream.utils.cores import cores
 
 GIT_SECONDS = 10.0  # limit for one git command: a work tree may be on a slow network disk
 PACKAGES = ("open_clip_torch", "timm", "transformers", "webdataset", "huggingface_hub", "numpy", "pillow")
-_STATUS = {0: "done", Stopped.exit_code: "stopped", INTERRUPTED: "stopped", DivergedError.exit_code: "diverged"}
+_STATUS = {
+    0: "done", CopyError.exit_code: "done", Stopped.exit_code: "stopped", INTERRUPTED: "stopped",
+    DivergedError.exit_code: "diverged",
+}  # fmt: skip
 
 
 def now() -> str:

@@ -3,7 +3,8 @@
 A transfer writes the whole file or raises `ShardError`; the caller removes what a failed one left. HTTP uses
 urllib.request: httpx (h11) refuses the malformed Content-Length headers that some servers send, and urllib3 reads no
 proxies from the environment; neither resumes a body that broke off. Object stores (s3://, gs://, az://, hf://, …) are
-reached through fsspec. Their credentials and time limits are the backends' own; a backend is imported on first use.
+reached through fsspec. Credentials are the backends' own; `reach` limits the time of each request, and takes renewed
+credentials once some are refused. A backend is imported on first use.
 """
 
 from __future__ import annotations
@@ -12,23 +13,25 @@ import base64
 import errno
 import http.client
 import itertools
+import queue
 import random
 import re
 import shutil
 import ssl
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from email.message import Message
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPSHandler, OpenerDirector, Request, build_opener
 
-from clipstream.errors import ClipstreamError, absent
+from clipstream.errors import ClipstreamError, DataError, absent
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
 from clipstream.utils import atomic_write
@@ -41,15 +44,22 @@ INFO_SECONDS = 10.0  # longest wait for the version of a file: without an answer
 TRANSIENT = (408, 416, 425, 429)  # 4xx answers after which another attempt may succeed
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-_GONE = (FileNotFoundError, PermissionError, IsADirectoryError)
+FIRST_BLOCK, MOST_BLOCK = 1 << 18, 1 << 25  # bytes of a request to an object store, which adapt to its speed
+_GONE = (FileNotFoundError, IsADirectoryError)
+# Error codes of S3, and types of errors of botocore, google-auth and azure-core, that concern the credentials alone.
+_CREDENTIALS = re.compile(
+    "ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|SignatureDoesNotMatch|RequestTimeTooSkewed"
+    "|AuthenticationFailed|CredentialsError|CredentialRetrievalError|RefreshError|ClientAuthenticationError"
+)
+_readable: dict[str, ShardURL] = {}  # host -> the last file that came from it
 Result = TypeVar("Result")
 
 
 class ShardError(Exception):
-    """A shard that cannot be opened, counted by `reason`.
+    """A shard that cannot be opened, counted by `reason`, unless that is `credentials`: refused for all shards alike.
 
-    Reasons: `missing`, `unreadable` (local), `unreachable`, `http_404` and so on, `truncated_download`, `timeout`,
-    `pipe_failed`, `unknown_scheme`, `bad_gzip`, `bad_zstd`, `disk` (the cache's), `not_a_tar`, `too_large`.
+    Reasons: `missing`, `denied`, `unreadable` (local), `unreachable`, `http_404` and so on, `truncated_download`,
+    `timeout`, `pipe_failed`, `unknown_scheme`, `bad_gzip`, `bad_zstd`, `disk` (the cache's), `not_a_tar`, `too_large`.
     `detail` contains no credentials. `transient` says whether another attempt may succeed.
     """
 
@@ -68,6 +78,13 @@ def unreadable(path: str | Path, error: OSError) -> ShardError:
     if isinstance(error, FileNotFoundError):
         return ShardError("missing", absent(path))
     return ShardError("unreadable", f"{path}: {error.strerror}")
+
+
+def fault_of(error: Exception) -> str:
+    """Why a shard cannot be read. Raises DataError: the credentials are refused, which is no fault of the shard."""
+    if getattr(error, "reason", None) == "credentials":
+        raise DataError(f"{error}: renew them, and run the same command again") from error
+    return str(error)
 
 
 def disk_error(path: str | Path, error: OSError) -> ShardError:
@@ -105,7 +122,11 @@ class Monitor:
 
 
 def retry(
-    act: Callable[[], Result], *, retries: int, backoff: float, is_transient: Callable[[Exception], bool]
+    act: Callable[[], Result],
+    *,
+    retries: int,
+    backoff: float,
+    is_transient: Callable[[Exception], bool] = lambda error: getattr(error, "transient", False),
 ) -> Result:
     """The result of `act`, which is called up to `retries` times more while its errors are transient.
 
@@ -130,7 +151,7 @@ def fetch(
     A retry continues after the bytes received so far, as long as the file's version is the same.
 
     Args:
-        timeout: seconds without a byte, for HTTP.
+        timeout: seconds without a byte, or without the answer to a request.
         retries, backoff: as for `retry`, after transient failures.
 
     Raises ShardError: the failure of the last attempt.
@@ -139,13 +160,9 @@ def fetch(
         if url.scheme in ("http", "https"):
             download: _Download = _HTTPDownload(url, file, monitor, timeout)
         else:
-            download = _ObjectDownload(url, file, monitor)
-        retry(
-            download.attempt,
-            retries=retries,
-            backoff=backoff,
-            is_transient=lambda error: isinstance(error, ShardError) and error.transient,
-        )
+            download = _ObjectDownload(url, file, monitor, timeout)
+        retry(download.attempt, retries=retries, backoff=backoff)
+    _readable[url.host] = url
 
 
 def info(url: ShardURL, timeout: float) -> FileInfo:
@@ -155,13 +172,11 @@ def info(url: ShardURL, timeout: float) -> FileInfo:
     """
     if url.scheme not in ("http", "https"):
         try:
-            system, path = _fsspec().core.url_to_fs(url.full)
-            size = system.info(path).get("size")
-            return FileInfo(str(system.ukey(path)), None if size is None else int(size))
-        except (ImportError, ValueError, *_GONE):
-            return FileInfo()
-        except Exception as error:  # each backend has its own
+            return reach(url, _info, min(timeout, INFO_SECONDS))
+        except (ConnectionError, TimeoutError) as error:
             raise ShardError("unreachable", str(url)) from error
+        except Exception:  # each backend has its own
+            return FileInfo()
     try:
         with _opener().open(_request(url, method="HEAD"), timeout=min(timeout, INFO_SECONDS)) as response:
             headers = response.headers
@@ -192,11 +207,11 @@ class _Download(ABC):
         self.have, self.total, self.version = 0, None, None  # type: tuple[int, int | None, str | None]
 
     @abstractmethod
-    def open(self) -> AbstractContextManager[Callable[[int], bytes]]:
+    def open(self) -> AbstractContextManager[Callable[[], bytes]]:
         """Request the bytes behind the first `have`; set `total`, `version`, and `have` to 0 if the file is another.
 
         Returns:
-            A context with the function that reads at most so many bytes.
+            A context with the function that reads the next bytes.
         """
 
     @abstractmethod
@@ -215,7 +230,7 @@ class _Download(ABC):
                 self.file.truncate()
                 if self.total is not None:
                     self.monitor.expect(self.total)
-                while data := read(CHUNK):
+                while data := read():
                     try:
                         self.file.write(data)
                     except OSError as error:
@@ -242,7 +257,7 @@ class _HTTPDownload(_Download):
         self.timeout = timeout
 
     @contextmanager
-    def open(self) -> Iterator[Callable[[int], bytes]]:
+    def open(self) -> Iterator[Callable[[], bytes]]:
         request = _request(self.url)
         if self.have and self.version:
             request.add_header("Range", f"bytes={self.have}-")
@@ -261,7 +276,7 @@ class _HTTPDownload(_Download):
                 self.total = total
             else:
                 self.have, self.total, self.version = 0, _content_length(headers), version
-            yield response.read1
+            yield partial(response.read1, CHUNK)
 
     def check(self) -> None:
         if self.total is None and self._headers["Transfer-Encoding"] is None:
@@ -292,28 +307,56 @@ class _HTTPDownload(_Download):
 class _ObjectDownload(_Download):
     errors = (Exception,)  # each backend has its own
 
-    def __init__(self, url: ShardURL, file: IO[bytes], monitor: Monitor) -> None:
+    def __init__(self, url: ShardURL, file: IO[bytes], monitor: Monitor, timeout: float) -> None:
         super().__init__(url, file, monitor)
-        self._system, self._path = filesystem_of(url, "or use pipe:COMMAND")
+        self.timeout = timeout
 
     @contextmanager
-    def open(self) -> Iterator[Callable[[int], bytes]]:
-        self.total = self._system.info(self._path).get("size")
-        version = str(self._system.ukey(self._path))
+    def open(self) -> Iterator[Callable[[], bytes]]:
+        version, self.total = reach(self.url, _info, self.timeout)
         if version != self.version:
             self.have, self.version = 0, version
-        with self._system.open(self._path, "rb") as source:
+
+        def opened(system: Any, path: str) -> Any:
+            source = system.open(path, "rb", cache_type="none")  # each read is one request
             source.seek(self.have)
-            yield source.read
+            return source
+
+        source, block = reach(self.url, opened, self.timeout), FIRST_BLOCK
+
+        def read() -> bytes:
+            nonlocal block
+            began = time.monotonic()
+            data: bytes = limited(lambda: source.read(block), self.timeout)
+            # The next request takes an eighth of the limit, as far as the speed of this one tells.
+            fit = len(data) * self.timeout / 8 / max(time.monotonic() - began, 1e-3)
+            block = min(MOST_BLOCK, max(FIRST_BLOCK, int(fit)))
+            return data
+
+        try:
+            yield read
+        finally:
+            with suppress(Exception):
+                limited(source.close, self.timeout)
 
     def check(self) -> None:
-        if str(self._system.ukey(self._path)) != self.version:  # the parts may belong to different versions
+        if reach(self.url, _info, self.timeout).version != self.version:  # the parts may belong to different versions
             raise self.truncated("it changed during the download")
 
     def failure(self, error: Exception) -> ShardError:
-        text = redact(str(error))
+        text = explain(error)
         if isinstance(error, _GONE):
-            return ShardError("missing", f"{self.url}: {text or type(error).__name__}")
+            return ShardError("missing", f"{self.url}: {text}")
+        if (reason := denial(error)) is not None:
+            if reason == "denied" and (known := _readable.get(self.url.host)) is not None:
+                try:
+                    reach(known, _info, self.timeout)
+                except Exception as other:
+                    if denial(other) is not None:  # what could be read before is denied as well
+                        reason = "credentials"
+            return ShardError(reason, f"{self.url}: {text}", transient=reason == "credentials")
+        if isinstance(error, TimeoutError):
+            return ShardError("timeout", f"{self.url}: {text} after {self.have:,} bytes", transient=True)
         reason = "truncated_download" if self.have else "unreachable"
         detail = f"{self.url}: after {self.have:,} bytes: {type(error).__name__}: {text}"
         return ShardError(reason, detail, transient=True)
@@ -356,11 +399,8 @@ def _fsspec() -> Any:
     return fsspec
 
 
-def filesystem_of(url: ShardURL, otherwise: str) -> tuple[Any, str]:
+def filesystem_of(url: ShardURL) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path in it.
-
-    Args:
-        otherwise: the alternative to installing its backend, for the message.
 
     Raises ShardError: `unknown_scheme` if the backend is not installed; `unreachable` if it connects at once, and
     cannot.
@@ -370,9 +410,98 @@ def filesystem_of(url: ShardURL, otherwise: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         extra = EXTRAS.get(url.scheme or "file")
         advice = f"pip install 'clipstream[{extra}]'" if extra else str(error)
-        detail = f"{url}: the backend of {url.scheme or 'file'}:// is not installed: {advice}, {otherwise}"
-        raise ShardError("unknown_scheme", detail) from error
+        detail = f"{url}: the backend of {url.scheme or 'file'}:// is not installed: {advice}, or use another URL"
+        raise ShardError("unknown_scheme", f"{detail}, for shards also pipe:COMMAND") from error
     except Exception as error:  # each backend has its own
         detail = f"cannot reach {url}: {redact(str(error)) or type(error).__name__}"
         raise ShardError("unreachable", detail) from error
     return system, str(path)
+
+
+def limited(act: Callable[[], Result], seconds: float, alive: Callable[[], float] = lambda: 0.0) -> Result:
+    """The result of `act`, which a thread calls. Backends retry requests without an answer for up to hours.
+
+    Args:
+        alive: time (`time.monotonic`) of the last progress.
+
+    Raises TimeoutError: `seconds` pass without progress; the thread is left behind.
+    """
+    outcome = queue.SimpleQueue[tuple[Any, BaseException | None]]()
+
+    def run() -> None:
+        try:
+            outcome.put((act(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="request", daemon=True).start()
+    began = time.monotonic()
+    while (left := max(began, alive()) + seconds - time.monotonic()) > 0:
+        with suppress(queue.Empty):
+            result, error = outcome.get(timeout=left)
+            if error is not None:
+                raise error
+            return result  # type: ignore[no-any-return]
+    raise TimeoutError(f"no answer in {seconds:g} s")
+
+
+def reach(
+    url: ShardURL,
+    act: Callable[[Any, str], Result],
+    seconds: float,
+    alive: Callable[[], float] = lambda: 0.0,
+) -> Result:
+    """The result of `act(FILE SYSTEM, PATH)` on the file or folder of a URL, without what the backend has cached.
+
+    After a refusal, the next call makes the file system anew, which reads the credentials again. Arguments and errors
+    as for `limited` and `filesystem_of`; the backend's errors are its own.
+    """
+
+    def run() -> Result:
+        system, path = filesystem_of(url)
+        system.invalidate_cache()
+        try:
+            return act(system, path)
+        except Exception as error:
+            if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EINVAL:
+                try:
+                    system.cat_file(path, start=0, end=1)  # the answer to a HEAD, which has no body, tells no reason
+                except Exception as other:
+                    error = other if denial(other) is not None else error
+            if denial(error) is not None:
+                type(system).clear_instance_cache()
+            raise error
+
+    return limited(run, seconds, alive)
+
+
+def denial(error: BaseException) -> str | None:
+    """`credentials` if a backend's error says that they are expired or invalid, `denied` for another refusal."""
+    if isinstance(error, FileNotFoundError | TimeoutError):
+        return None
+    chain = (error, error.__cause__, error.__context__)
+    if any(_CREDENTIALS.search(f"{type(one).__name__} {one}") or getattr(one, "status", 0) == 401 for one in chain):
+        return "credentials"
+    return "denied" if any(isinstance(one, PermissionError) for one in chain) else None
+
+
+def explain(error: Exception) -> str:
+    """A backend's error in words."""
+    text = redact(str(error)) or type(error).__name__
+    return text if denial(error) is None else f"{text} (the credentials are expired or denied)"
+
+
+def _info(system: Any, path: str) -> FileInfo:
+    size = system.info(path).get("size")
+    return FileInfo(str(system.ukey(path)), None if size is None else int(size))
+
+
+def progress_of(moved: Callable[[], object]) -> tuple[Any, Callable[[], float]]:
+    """fsspec's callback for an upload, which calls `moved`, and `alive` for `limited`."""
+    last = [0.0]
+
+    def note(*_: Any, **__: Any) -> None:
+        last[0] = time.monotonic()
+        moved()
+
+    return _fsspec().callbacks.Callback(hooks={"moved": note}), lambda: last[0]

@@ -134,7 +134,7 @@ class Fetcher:
             try:
                 download.fetch(url, part, guard, timeout=self.timeout, retries=retries, backoff=self.backoff)
             except ShardError as error:
-                if error.reason in ("timeout", "unreachable"):
+                if error.reason in ("timeout", "unreachable", "credentials"):
                     self._note_silence(url.host)
                 raise
             self._answered.add(url.host)

@@ -87,7 +87,7 @@ def test_what_stays_there_is_what_stays_here(kind: str, tmp_path: Path) -> None:
     there = (far / "checkpoints").names()
     assert there == names(folder / "checkpoints") == [BEST, "latest", *(f"step_{s:08d}" for s in (10, 20, 40, 45))]
     for path in (folder / "checkpoints").glob("step_*"):
-        assert (far / "checkpoints" / path.name).marker() == marker_of(path)
+        assert (far / "checkpoints" / path.name).examine() == marker_of(path)
     for name in ("config.yaml", "metrics.jsonl", "checkpoints/latest", f"checkpoints/{BEST}"):
         assert (far / name).read() == (folder / name).read_bytes()
 

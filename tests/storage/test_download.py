@@ -278,5 +278,6 @@ def test_a_file_of_a_bucket_that_changes_while_it_comes_is_fetched_anew(tmp_path
 
 def test_a_bucket_without_its_backend_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # type: ignore[attr-defined]
     error = failure(make_store(tmp_path), "s3://somewhere/0.tar")
     assert error.reason == "unknown_scheme" and "clipstream[s3]" in error.detail

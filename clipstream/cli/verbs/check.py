@@ -57,7 +57,7 @@ from clipstream.data.sources.indexes import count_samples
 from clipstream.data.text_settings import CaptionSettings
 from clipstream.errors import ClipstreamError, DataError, Dropped, SettingsError, absent, each, wrong_type
 from clipstream.features.byte_pairs import BytePairs
-from clipstream.storage.download import ShardError
+from clipstream.storage.download import ShardError, fault_of
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact, redact_tree
 from clipstream.storage.tar import SCATTERED
@@ -330,7 +330,7 @@ def look(source: SourceSettings, samples: int | None) -> CheckReport:
             try:
                 shard = shards.open(name)
             except (ShardError, OSError) as error:
-                view.faults[redact(name)] = str(error)
+                view.faults[redact(name)] = fault_of(error)
                 continue
             view.held += len(shard.index.samples)
             if shard.index.fault is not None:

@@ -246,7 +246,7 @@ def pack(asked: Asked) -> None:
     data = asked.settings.data  # a cache with a limit may not hold all that is read at random
     own = data.cache is None or data.cache_gib is not None
     data = data.model_copy(update={"cache": str(parts / "cache") if own else data.cache, "cache_gib": None})
-    with contextlib.closing(ShardCache(data.cache)) as store:
+    with contextlib.closing(ShardCache(data.cache, fetcher=data.fetcher)) as store:
         sources = [
             Source(one, SourceContext(store, asked.settings.data.cache, f"data.sources.{name}"))
             for name, one in data.sources.items()

@@ -249,7 +249,8 @@ def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> list[Copy | Failed
     parts.mkdir()
     for shard in shards:
         (asked.folder / shard.file).parent.mkdir(parents=True, exist_ok=True)
-    do, names = partial(stage_shard, shards, asked.folder, Fetcher()), [redact(one.url) for one in shards]
+    fetcher, names = asked.settings.data.fetcher, [redact(one.url) for one in shards]
+    do = partial(stage_shard, shards, asked.folder, fetcher)
     return work_off("staging", do, names, asked.executor, lambda done: written(done, parts, began))
 
 

@@ -25,7 +25,7 @@ from clipstream.data.order.rng import mix
 from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.data.sources import OpenShard, Source
 from clipstream.errors import DataError, Dropped
-from clipstream.storage.download import ShardError
+from clipstream.storage.download import ShardError, fault_of
 from clipstream.storage.schemes import end_command
 from clipstream.storage.shard_url import redact
 from clipstream.storage.tar import SampleRef, ShardIndex
@@ -139,7 +139,7 @@ class OpenShards(Shards):
                     f"cannot open {shown}: too many open files: raise the limit (ulimit -n), or use fewer"
                     " --data.lanes, --data.shuffle.shards or, where several ranks share a node, --workers"
                 ) from error
-            health.faults[shown] = self._failed[number] = str(error)
+            health.faults[shown] = self._failed[number] = fault_of(error)
             health.unopened.add(number)
             return 0
         finally:

@@ -102,7 +102,8 @@ def opened(call: ImageSearch) -> tuple[Settings, Source]:
     settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": sources}), "evals": {}})
     validate_sources(settings)
     cache = settings.data.cache
-    return settings, Source(sources[NAME], SourceContext(ShardCache(cache), cache, f"data.sources.{NAME}"))
+    store = ShardCache(cache, fetcher=settings.data.fetcher)
+    return settings, Source(sources[NAME], SourceContext(store, cache, f"data.sources.{NAME}"))
 
 
 def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
