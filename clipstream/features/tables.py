@@ -4,12 +4,15 @@
     OUT/PART.npy                      the features [N, D]
     OUT/PART.keys.parquet             what the rows of PART.npy belong to: the columns of above without features
 
-Samples that were dropped have no row. A file appears under its name when it is complete.
+Samples that were dropped have no row. A file appears under its name when it is complete; the Parquet files of a part
+replace those of an older export together.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +55,7 @@ def export(
         more: further columns of Parquet files, by name.
 
     Raises:
-        SettingsError: no such part, or the folder cannot be written.
+        SettingsError: no such part, or the folder cannot be written, or has Parquet files of other sources.
         ClipstreamError: a file cannot be written, as when the disk is full.
     """
     rows = StoredRows(store, part)
@@ -61,7 +64,18 @@ def export(
         out.mkdir(parents=True, exist_ok=True)
     if form == "npy":
         return _numpy(rows, out, kind, captions)
-    return list(_parquet(rows, out, kind, captions, file_rows, more or {}))
+    folder, own = out / file_name(part), "|".join(re.escape(file_name(one)) for one in store.manifest.sources)
+    older = sorted(folder.glob("*.parquet"))
+    for path in older:
+        if not re.fullmatch(rf"(?:{own})-\d{{5,}}\.parquet", path.name):
+            raise SettingsError(f"{path} is of another export, whose rows would be read too: name another folder")
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=out) as draft:
+        made = list(_parquet(rows, Path(draft), kind, captions, file_rows, more or {}))
+        with errors_as(ClipstreamError, f"{folder} could not be written", OSError):
+            folder.mkdir(exist_ok=True)
+            for path in older:
+                path.unlink()
+            return [path.rename(folder / path.name) for path in made]
 
 
 def _columns(rows: StoredRows, captions: bool) -> dict[str, Any]:
@@ -113,7 +127,7 @@ def _parquet(
             if writer is None or source != before or full:
                 stack.close()
                 number = number + 1 if source == before else 0
-                path = out / file_name(rows.part) / f"{file_name(source)}-{number:05d}.parquet"
+                path = out / f"{file_name(source)}-{number:05d}.parquet"
                 writer, before = stack.enter_context(TableWriter(path, schema)), source
                 yield path
             flat = pa.array(features.astype(kind).reshape(-1))

@@ -55,6 +55,22 @@ def test_views_in_parquet_and_numpy_files(tmp_path: Path, stored: str, written: 
     assert sorted(path.name for path in (tmp_path / "np").iterdir()) == ["image.keys.parquet", "image.npy"]
 
 
+def test_an_older_export_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """No row of it is left for a reader of OUT/PART/*.parquet; files of other sources are not mixed with."""
+    large = make_store(tmp_path / "large", sizes={"a": [5, 9, 4], "b/c": [3]})
+    small = make_store(tmp_path / "small", sizes={"a": [2]})
+    out = tmp_path / "out"
+    for rows in (3, None, 2):
+        for made in (large, make_store(tmp_path / f"new{rows}", sizes={"b/c": [2], "a": [1]})):
+            paths = export(made.store, "image", out, "parquet", file_rows=rows)
+            assert sorted((out / "image").iterdir()) == sorted(paths) and list(out.iterdir()) == [out / "image"]
+            assert len(pa.concat_tables(map(parquet.read_table, paths))) == len(made.names)
+    before = {path: path.read_bytes() for path in paths}
+    with pytest.raises(SettingsError, match=r"b%2Fc-00000.parquet is of another export, .*: name another folder"):
+        export(small.store, "image", out, "parquet")
+    assert {path: path.read_bytes() for path in (out / "image").iterdir()} == before
+
+
 def test_parquet_of_captions_in_several_files(tmp_path: Path) -> None:
     made = make_store(tmp_path / "store", sizes={"a": [5, 9, 4]})
     paths = export(made.store, "text", tmp_path / "out", "parquet", dtype="float16", captions=True, file_rows=3)
