@@ -29,6 +29,7 @@ from pydantic import AfterValidator, ConfigDict, Field, InstanceOf
 from typing_extensions import NotRequired, TypedDict
 
 from clipstream.errors import SettingsError, errors_as
+from clipstream.text import MESSAGE, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import raised
@@ -429,7 +430,7 @@ def flat(tree: Record, prefix: str = "", separator: str = "/") -> Record:
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, which TensorBoard renders."""
-    cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows]
+    cells = [[printable(" ".join(cell.replace("|", "\\|").split()), MESSAGE) for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *cells])
 
 

@@ -14,10 +14,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
+from clipstream.checkpoint.store import Subject
 from clipstream.cli.main import VERBS, main, verb_module
+from clipstream.cli.verbs.export.card import Exported
+from clipstream.cli.verbs.export.proof import read
+from clipstream.config.settings import Settings
+from clipstream.report.sinks import markdown_table
+from tests.support.hostile_text import HOSTILE, obeyed
 from tests.support.pictures import make_shards, picture
 from tests.support.runs import MODEL
+from tests.support.tars import write_tar
 
 MODEL_FLAGS = "--model model.json --device cpu --workers 0 --precision fp32 --data.lanes 4"
 # (verb, topic, flag) of each output file -> a command, and the inputs that it may not replace.
@@ -223,3 +231,25 @@ def test_what_a_verb_has_written_is_replaced(place: Path) -> None:
         assert main(["check", "--all", "pairs.csv", "--yaml", "own.yaml", "--data.sources.train.keep", "kept.csv"]) == 0
         assert main(["search", "scores", "store", "--out", "scores.jsonl"]) == 0
         assert main(["compare", "run", "--out", "run/report.html"]) == 0
+
+
+def test_names_of_data_are_no_control_characters_of_a_text(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In data cards, settings and tables: names of shards and members, and what the user calls the result."""
+    name = re.sub("[/\\\\\udcff]", "", HOSTILE) + "\nb: c"
+    shard = write_tar(place / f"{name}.tar", [{"__key__": "a", "jpg": picture(1), "txt": "red", f"x{HOSTILE}": b"1"}])
+    out = f"new{name}"
+    assert main(["pack", out, str(shard)]) == 0
+    assert main(["stage", "fast", "--train-data", str(shard)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    texts = [path.read_text() for path in (place / out / "README.md", place / "fast" / "staged.yaml")]
+    for line in [*shown, *(line for text in texts for line in text.split("\n"))]:
+        assert not obeyed(line), line
+        assert not line.startswith(("b: c", "nb: c")), line
+    (row,) = [line for line in texts[0].splitlines() if line.startswith("| source train")]
+    assert r"\x1b]8;;http:" in row and row.endswith("` |")
+    assert yaml.safe_load(texts[1])["data"]["sources"]["train"]["shards"]
+    assert not [line for line in markdown_table(("a",), [[HOSTILE]]).split("\n") if obeyed(line)]
+    settings = Settings.model_validate({"data": {"sources": {"train": {"shards": str(shard)}}}})
+    assert not obeyed(read(settings.data.sources["train"]).origin)
+    card = Exported("x", "onnx", "", None, Subject("", run=place), settings, None, ())  # type: ignore[arg-type]
+    assert r"\nb: c" in card._data() and not obeyed(card._data())

@@ -42,7 +42,7 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, in_braces, redact
-from clipstream.text import counted, duration, listed_lines, printable
+from clipstream.text import MESSAGE, counted, duration, listed_lines, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.executors import MEANING, SHOWN, checked, require_all, work_off
 from clipstream.utils.processes import Failed
@@ -257,7 +257,8 @@ def pack(asked: Asked) -> None:
         if asked.read(CARD) is not None:  # written last
             names = [line.partition("  ")[2] for line in (asked.read(SUMS) or b"").decode().splitlines()]
             if names and all(packed_before(folder, name, digest, remote) for name in names):
-                print(f"{counted(len(names), 'shard', ',')} in {redact(asked.out)}: complete since an earlier call")
+                shown = printable(redact(asked.out))
+                print(f"{counted(len(names), 'shard', ',')} in {shown}: complete since an earlier call")
                 return _print_command(asked, names)
         for path in parts.glob("**/*.part"):  # of a killed call
             path.unlink(missing_ok=True)
@@ -401,7 +402,7 @@ def _conclude(
     asked.write(CARD, _card(asked, about, whole, +drops))
     made = sum(one.made for one in packed)
     print(
-        f"{counted(len(whole), 'shard', ',')} in {redact(asked.out)}: {samples:,} samples, {decimal(size)}"
+        f"{counted(len(whole), 'shard', ',')} in {printable(redact(asked.out))}: {samples:,} samples, {decimal(size)}"
         f"{f'; dropped: {told}' if told else ''}; {made:,} were written now, in "
         f"{duration(time.monotonic() - began)}"
     )
@@ -417,7 +418,7 @@ def _print_command(asked: Asked, whole: Sequence[str]) -> None:
     for flag, under in (("--train-data", "train/"), ("--val-data", "val/"))[: 1 if asked.share is None else 2]:
         names = [f"{redact(asked.out)}/{name}" for name in whole if asked.share is None or name.startswith(under)]
         words += [flag, asked.out if asked.remote is None else "::".join(in_braces(names))]
-    print(f"train on them with: {shlex.join(words)}", flush=True)
+    print(f"train on them with: {printable(shlex.join(words), MESSAGE)}", flush=True)
 
 
 def _card(asked: Asked, about: Mapping[str, Any], whole: Mapping[str, Packed], drops: Counter[str]) -> str:
@@ -442,12 +443,14 @@ def _card(asked: Asked, about: Mapping[str, Any], whole: Mapping[str, Packed], d
     if asked.share is not None:
         group = f", and groups of {asked.group}" if asked.group else ""
         rows.append(("validation", f"share {asked.share:g}; near-duplicates{group} are on one side"))
+    rows = [(printable(name), printable(text, MESSAGE).replace("|", "\\|")) for name, text in rows]
     folders = {"validation": "val/", "train": "train/" if asked.share is not None else ""}
     files = "\n".join(f'  - split: {split}\n    path: "{folders[split]}*.tar"' for split in splits)
     return "\n".join([
         "---", f"license: {json.dumps(asked.license)}", "configs:", "- config_name: default", "  data_files:", files,
-        "---", "", f"# {redact(asked.out).rstrip('/').rpartition('/')[2]}", "",
+        "---", "", f"# {printable(redact(asked.out).rstrip('/').rpartition('/')[2])}", "",
         "Image-text pairs as WebDataset shards, written by `clipstream pack`.",
-        "", "| | |", "|---|---|", *(f"| {name} | {str(text).replace('|', chr(92) + '|')} |" for name, text in rows), "",
-        f"License: {asked.license}. `{PLAN_FILE}` has all settings; check the files with `sha256sum -c {SUMS}`.", "",
+        "", "| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows), "",
+        f"License: {printable(asked.license)}. `{PLAN_FILE}` has all settings; check the files with "
+        f"`sha256sum -c {SUMS}`.", "",
     ])  # fmt: skip

@@ -43,7 +43,7 @@ from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import total_size
 from clipstream.storage.shard_url import ShardURL, in_braces, parts_of, redact, stable_name
 from clipstream.storage.tar import scan
-from clipstream.text import duration, listed, printable
+from clipstream.text import MESSAGE, duration, listed, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.executors import FLAG, MEANING, SHOWN, checked, require_all, work_off
 from clipstream.utils.processes import Failed
@@ -236,7 +236,7 @@ def _announce(asked: Asked, sources: Sequence[StagedSource]) -> None:
     staged = [source for source in sources if source.shards]
     for source in sources:
         if left := [redact(one) for part in source.parts for one in part if isinstance(one, str)]:
-            print(f"{source.name}: not copied, no tar: {listed(left, 3)}", flush=True)
+            print(printable(f"{source.name}: not copied, no tar: {listed(left, 3)}", MESSAGE), flush=True)
     if not staged:
         raise SettingsError("nothing to stage: set tars with --train-data, --val-data or --config")
     counts = ", ".join(f"{source.name} {len(source.shards):,}" for source in staged)
@@ -345,7 +345,7 @@ def _write_settings(asked: Asked, staged: Sequence[StagedSource]) -> None:
         if not {flag, flag.replace("_", "-")} & set(flags.values()):
             words += [flag] if text is None else [flag, *text.split("\n")]
     words += ["--config", str(asked.folder / SETTINGS_FILE)]
-    command = shlex.join(redact(word) for word in words)
+    command = printable(shlex.join(redact(word) for word in words), MESSAGE)
     tree: Tree = {}
     for source in staged:
         # --val-data also copies settings from training's source.

@@ -17,6 +17,7 @@ from clipstream.config.settings import Settings
 from clipstream.report.eval_results import FIGURES_FILE, table_lines
 from clipstream.report.sinks import lines, markdown_table
 from clipstream.storage.shard_url import redact_tree
+from clipstream.text import MESSAGE, printable
 
 LIBRARIES = {"transformers": "transformers", "open_clip": "open_clip", "sentence-transformers": "sentence-transformers"}
 RECIPE = ("model", "data", "tokenizer", "loss", "optim", "schedule", "train", "distill")
@@ -66,8 +67,8 @@ class Exported:
         }
         code = EXAMPLE.read_text(encoding="utf-8").replace("  # type: ignore[import-not-found]", "")
         sections = {
-            f"# {self.name}": f"{self.note} It gives images and texts features of {self.model.embed_dim} numbers, "
-            "whose cosine says how well they match.",
+            f"# {printable(self.name)}": f"{self.note} It gives images and texts features of {self.model.embed_dim} "
+            "numbers, whose cosine says how well they match.",
             "## Use": f"Images of the folder `images`, with this folder as working directory or on `PYTHONPATH`:\n\n"
             f"```python\n{code}```\n\n`encoder.py` calls {self.target.replace('-', ' ')} on images that `pixels.py` "
             "prepares as in training: transparent pixels are laid on white, 16 bits scaled. Code that does not use it "
@@ -85,7 +86,7 @@ class Exported:
         if self.run is None:
             return "Trained elsewhere: see the card of the weights."
         sources = redact_tree({name: str(one.shards) for name, one in self.settings.data.sources.items()})
-        return "\n".join(f"- `{name}`: `{shards}`" for name, shards in sources.items())
+        return "\n".join(f"- `{printable(name)}`: `{printable(shards, MESSAGE)}`" for name, shards in sources.items())
 
     def _recipe(self) -> str:
         if self.run is None:

@@ -35,6 +35,7 @@ from clipstream.errors import ClipstreamError, Dropped, SettingsError
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact_tree
+from clipstream.text import MESSAGE, printable
 
 SAMPLES = 100
 TOWER = 1e-5  # largest difference of a feature of length 1, for equal pixels or ids
@@ -129,7 +130,7 @@ def read(section: SourceSettings) -> Samples:
     Raises SettingsError: it has no usable sample.
     """
     shards = redact_tree(section.shards)
-    origin = shards if isinstance(shards, str) else ", ".join(shards)
+    origin = printable(shards if isinstance(shards, str) else ", ".join(shards), MESSAGE)
     extract, chosen, left = build_caption(section.caption), list[tuple[bytes, str]](), Counter[str]()
     transparent, looked_at, plugins = 0, 0, [extra[-1] for extra in EXTRAS.values()]
     with contextlib.closing(ShardCache(None)) as cache:
