@@ -48,7 +48,7 @@ class Batch:
         ids: int32 [n, T], token ids, with M texts of a sample [n, M T]; or class ids [n, 1] of labelled data.
         weights: float32 [n]; with weight 0 a sample does not count in loss, gradients and metrics.
         keys: n strings 'SHARD_BASENAME/KEY', which name samples in logs; '' for padding.
-        sources: uint8 or int tensor [n], position of each sample's source in the sorted list of source names.
+        sources: int tensor [n], position of each sample's source in the sorted list of source names.
         step: number of this batch in its run, from 0.
         global_size: samples of the global batch over all ranks, B.
         features: rows of a feature store by part, [n, W] each, encoded as stored (see `features.manifest`): 'image' and

@@ -21,6 +21,7 @@ class TokenizerSettings(PluginSection):
     context_length: int | None = Field(
         None,
         ge=1,
+        le=1 << 16,
         description="tokens per caption; default: the model's; with more than the weights have, the first 20 positions "
         "are kept and the others stretched",
     )

@@ -23,6 +23,7 @@ class RunSettings(Section):
     threads: int | None = Field(
         None,
         ge=1,
+        le=1024,
         description="CPU threads per rank; default: its share of the cores, at most 4 on a GPU",
     )
     deterministic: bool = Field(

@@ -147,7 +147,7 @@ class ModelSettings(Section):
         "default: from the Hub",
     )
     cache_dir: PathText | None = Field(None, description="cache of the Hugging Face Hub; default: $HF_HUB_CACHE")
-    image_size: int | None = Field(None, ge=1, description="image size in pixels; default: the model's")
+    image_size: int | None = Field(None, ge=1, le=1 << 14, description="image size in pixels; default: the model's")
     image_mean: tuple[Level, Level, Level] | None = Field(
         None, description="channel means, 0 to 1; default: the model's"
     )

@@ -29,6 +29,12 @@ def bomb(first: str, element: str) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.parametrize("value", ["1000000", "10000000000", "99999999999999999999"])
+@pytest.mark.parametrize("flag", ["--run.threads", "--tokenizer.context-length", "--model.image-size"])
+def test_numbers_that_no_machine_holds_are_refused_with_their_setting(flag: str, value: str) -> None:
+    assert error_of([flag, value]).startswith(f"{flag}: expected at most ")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -198,6 +198,18 @@ def test_weights_are_repetition_factors_in_exact_epochs(shards: list[str], tmp_p
     assert abs(float(first_two) - 15 / 147) < 0.05, "from the beginning"
 
 
+@pytest.mark.parametrize("mode", ["resampled", "epoch", "indexed"])
+def test_any_number_of_sources_is_mixed(tmp_path: Path, mode: str) -> None:
+    """Positions of sources are no bytes: 300 sources, of which each gives its share."""
+    (shard,) = make_shards(tmp_path, [4])
+    sources = {f"s{number:03d}": {"shards": shard} for number in range(300)}
+    seen = Counter[int]()
+    with loader(data(shard, sources=sources, sampling={"mode": mode}, global_batch_size=60, lanes=4)) as stream:
+        for _ in range(20):
+            seen.update(next(stream).sources.tolist())
+    assert sorted(seen) == list(range(300)) and max(seen.values()) - min(seen.values()) <= 5
+
+
 def test_shards_without_an_index_are_told_with_the_command_or_as_ones_to_leave_out(
     shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import mmap
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
+from clipstream.errors import SettingsError
 from clipstream.utils.logs import logger
 from clipstream.utils.torch_state import page_lock, page_unlock
 
@@ -52,7 +54,7 @@ class BufferShape:
             "pixels": (np.uint8, (n, *views, self.height, self.width, 3)),
             "ids": (np.int32, (n, self.text_width)),
             "weights": (np.float32, (n,)),
-            "sources": (np.uint8, (n,)),
+            "sources": (np.int32, (n,)),
             "pictures": (np.int64, (n,)),
             "groups": (np.int64, (n,)),
             "stored_numbers": (np.int64, (n,)),
@@ -80,7 +82,7 @@ class BatchBuffer:
     pixels: np.ndarray[Any, Any]  # uint8 [n, H, W, 3], with several views [n, V, H, W, 3]
     ids: np.ndarray[Any, Any]  # int32 [n, T]
     weights: np.ndarray[Any, Any]  # float32 [n]
-    sources: np.ndarray[Any, Any]  # uint8 [n]
+    sources: np.ndarray[Any, Any]  # int32 [n]
     pictures: np.ndarray[Any, Any]  # int64 [n], checksums of the image files
     groups: np.ndarray[Any, Any]  # int64 [n], labels of the samples' groups
     teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
@@ -110,10 +112,18 @@ class BatchBuffer:
 
 
 class BufferRing:
-    """`depth` batch buffers in one shared map; batch number t is in buffer t modulo depth."""
+    """`depth` batch buffers in one shared map; batch number t is in buffer t modulo depth.
+
+    Raises SettingsError: the machine has not so much memory.
+    """
 
     def __init__(self, shape: BufferShape, depth: int) -> None:
         one = shape.nbytes
+        if one * depth > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise SettingsError(
+                f"{depth:,} batches of {shape.samples:,} samples take {one * depth / 2**30:,.1f} GiB, more than the "
+                "memory of this machine: lower --data.prefetch, --data.global-batch-size or the evaluator's batch_size"
+            )
         self.memory = mmap.mmap(-1, max(one * depth, 1))
         self.buffers = [BatchBuffer(self.memory, i * one, shape) for i in range(depth)]
 

@@ -11,7 +11,7 @@ from clipstream.data.order.lanes import DataState
 from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
-from clipstream.errors import DataError
+from clipstream.errors import DataError, SettingsError
 from tests.support.loaders import data, digests, evaluation_of, loader
 from tests.support.pictures import make_shards, picture
 from tests.support.tars import write_tar
@@ -97,6 +97,13 @@ def test_a_few_broken_shards_are_told_once_and_skipped_within_the_budget(
     with pytest.raises(DataError, match="max-shard-failures"), loader(data(broken, max_shard_failures=0)) as stream:
         for _ in range(20):
             next(stream)
+
+
+@pytest.mark.parametrize("key", ["prefetch", "global_batch_size"])
+@pytest.mark.parametrize("value", [10**9, 10**13, 2**63, 10**20])
+def test_more_batches_than_memory_are_refused_with_the_settings(shards: list[str], key: str, value: int) -> None:
+    with pytest.raises(SettingsError, match=r"GiB, more than the memory .* lower --data.prefetch, --data.global-batch"):
+        loader(data(shards, workers=1, **{key: value}))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
