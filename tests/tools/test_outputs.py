@@ -76,7 +76,8 @@ OTHERS = {  # flags of files or folders that are read, are caches, or are folder
     ("search", "neighbours", "--query-image"), ("search", "neighbours", "--mine"), ("search", "doubt", "--worst"),
     ("evaluate", "", "--checkpoint"), ("evaluate", "", "--suite"), ("evaluate", "", "--evals-root"),
     ("interpolate", "", "--out"), ("audit", "", "--run"), ("precompute", "", "--chunk-rows"),
-    ("export", "model", "--config"), ("export", "model", "--int8"), ("export", "model", "--push-to-hub"), ("export", "features", "--format"),
+    ("export", "model", "--config"),
+    ("export", "model", "--int8"), ("export", "model", "--push-to-hub"), ("export", "features", "--format"),
     ("export", "features", "--captions"), ("export", "features", "--images"), ("export", "features", "--rows"),
     ("export", "features", "--cache"),
 }  # fmt: skip
