@@ -261,7 +261,7 @@ class FailureWatch:
         Raises RuntimeError: it does not answer.
         """
         if self._store is None and self._keys is not None:
-            self._store, _ = self._keys.connect(int(self.cause is not None and self.cause.spare))
+            self._store = self._keys.connect(int(self.cause is not None and self.cause.spare))
         return self._store
 
     def find_cause(self, error: BaseException) -> Cause:

@@ -24,15 +24,14 @@ class Socket:
             raise OSError("another file has its number")
         return socket.socket(fileno=copy)
 
-    def ended(self) -> bool:
-        """Whether the other side has closed the connection, or this one. No data must be on their way."""
-        try:
-            with self.opened() as connection:
-                return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+    def drain(self) -> int:
+        """Read and drop what has arrived; return the number of bytes. Raises OSError: the connection is closed."""
+        size = 0
+        with self.opened() as connection, contextlib.suppress(BlockingIOError):
+            while arrived := connection.recv(1 << 16, socket.MSG_DONTWAIT):
+                size += len(arrived)
+            raise ConnectionResetError("the host of a store has ended")
+        return size
 
 
 def open_sockets() -> set[Socket]:
