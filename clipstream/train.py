@@ -27,7 +27,7 @@ from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.state import CheckpointMeta, Tensors
 from clipstream.config.dump import noted, print_end, print_summary, redacted, write_config
 from clipstream.config.entry import make_callable
-from clipstream.config.settings import Settings, carried_over
+from clipstream.config.settings import Settings, by_key, carried_over
 from clipstream.config.validate import tell_stored
 from clipstream.data.batch import Batch
 from clipstream.data.build import training_loader
@@ -36,7 +36,7 @@ from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.loader.workers import with_workers
-from clipstream.distributed.alike import require_same
+from clipstream.distributed.alike import require_same, software
 from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
@@ -206,11 +206,14 @@ def build_loader(settings: Settings, world: World, model: Model, state: TrainSta
 
     def own() -> dict[str, object]:
         contents = (source.contents().items() for source in loader.source.sources)
-        return {**loader.fingerprint, **dict(chain.from_iterable(contents))}
+        plugins = software(by_key(settings).values())  # all are loaded now
+        return {**loader.fingerprint, **plugins, **dict(chain.from_iterable(contents))}
 
     with ExitStack() as stack:
         stack.callback(loader.close)
-        require_same(world, own, "shards", "check that the folder is shared, or copy the shards of one host to all")
+        require_same(
+            world, own, "shards or plug-ins", "check that the folder is shared, or copy the shards of one host to all"
+        )
         stack.pop_all()
     return loader
 

@@ -51,7 +51,6 @@ from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSett
 from clipstream.training.settings import CheckpointSettings, TrainSettings
 from clipstream.utils.atomic_write import checksum
 from clipstream.utils.logs import announce, logger
-from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import (
     PACKAGE,
     SET,
@@ -376,8 +375,7 @@ def require_equal(settings: Settings, world: World) -> None:
         files = {f"{key} ({text})": FilePath(text) for key, text in texts if not ELSEWHERE.match(key)}
         files |= {f"{key} ({text})": FilePath(text) / "store.json" for key, text in texts if key.endswith("_features")}
         sums = {key: checksum(file) for key, file in files.items() if os.path.isfile(file)}
-        plugins = [text for key, text in texts if key.endswith(("type", "transform")) and is_plugin(text)]
-        return {**found, **sums, **software(plugins)}
+        return {**found, **sums, **software(found.values())}
 
     advice = "start all ranks with the same command line, files and software"
     require_same(world, own, "settings or software", advice, shown)

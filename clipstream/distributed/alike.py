@@ -12,7 +12,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from clipstream.distributed.run_record import versions
@@ -20,7 +19,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.text import listed, shortened
 from clipstream.utils.atomic_write import checksum
-from clipstream.utils.plugins import OURS, is_library, load_plugin
+from clipstream.utils.plugins import OURS, is_library, is_plugin
 
 SHOWN = 200  # characters of a value in a message
 
@@ -55,15 +54,15 @@ def require_same(
     raise SettingsError(f"ranks have different {what}: {listed(different)}; {hosts}: {advice}")
 
 
-def software(plugins: Iterable[str]) -> dict[str, str]:
-    """The versions of packages, and the checksums of the source of clipstream and of plug-ins (`module:Name`).
+def software(values: Iterable[object] = ()) -> dict[str, str]:
+    """The versions of packages, and the checksums of the source of clipstream and of plug-ins.
 
-    A plug-in counts with the modules of its folder that are loaded; one in an installed package by its file alone.
+    Args:
+        values: settings; those `module:Name` of which the module is loaded are plug-ins. Nothing is imported here. A
+            plug-in counts with the loaded modules of its folder; one in an installed package by its file alone.
     """
     files = {f"clipstream/{path.relative_to(OURS)}": str(path) for path in sorted(Path(OURS).rglob("*.py"))}
-    for plugin in plugins:
-        with suppress(ValueError):  # the part that needs the plug-in tells why it cannot be loaded
-            load_plugin(plugin)
+    for plugin in filter(is_plugin, map(str, values)):
         name = plugin.partition(":")[0]
         if file := getattr(sys.modules.get(name), "__file__", None):
             folder = os.path.join(os.path.dirname(file), "")

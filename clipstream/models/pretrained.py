@@ -153,19 +153,20 @@ def _contents(files: ModelFiles) -> dict[str, object]:
     values: dict[str, object] = {"preprocess_cfg": files.preprocess_cfg}
     for key, value in files.model_cfg.items():
         values |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
-    indexed = files.weights is not None and files.weights.suffix == ".json"
-    of_weights = ("*.safetensors", "*.bin")
-    texts = (*TOKENIZER_FILES, TOKENIZER_CONFIG, *TOKENIZER_EXTRAS, "*.py")
-    for part, path, patterns in (
-        ("weights", files.weights, of_weights if indexed else ()),
-        ("image weights", files.image_weights, ()),
-        ("tokenizer", files.tokenizer, texts),
-        ("text tower", files.text_model, (TEXT_CONFIG, *(() if files.weights else of_weights))),
-        ("adapter", files.adapter, ("*.json", *of_weights)),
-    ):
-        folder = path.parent if path is not None and path.is_file() else path
-        found = [] if folder is None else sorted({one for pattern in patterns for one in folder.glob(pattern)})
-        values |= {f"{part} {one.name}": checksum(one) for one in (*found, path) if one is not None and one.is_file()}
+    parts, indexed = vars(files), files.weights is not None and files.weights.suffix == ".json"
+    texts, of_weights = (*TOKENIZER_FILES, TOKENIZER_CONFIG, *TOKENIZER_EXTRAS, "*.py"), ("*.safetensors", "*.bin")
+    base = () if files.weights else of_weights
+    wanted: dict[str, tuple[str, ...]] = {
+        "weights": of_weights if indexed else (),
+        "image_weights": (),
+        "tokenizer": texts,
+    }
+    wanted |= {"text_model": (TEXT_CONFIG, *base), "adapter": ("*.json", *of_weights)}
+    for part, patterns in wanted.items():
+        if (path := parts[part]) is not None:
+            folder = path.parent if path.is_file() else path
+            found = {path, *(one for pattern in patterns for one in folder.glob(pattern))}
+            values |= {f"{part} {one.name}": checksum(one) for one in sorted(found) if one.is_file()}
     return values
 
 

@@ -202,8 +202,9 @@ def _run_on(cluster: _Cluster, count: int) -> Generator[tuple[int, Any] | None]:
                         if cluster.has_workers():
                             limit, alive = LAST_WORKER, time.monotonic()
                     if (asked := time.monotonic()) - alive > limit:
-                        advice = "start workers, and rerun the same command"
-                        raise DataError(f"{cluster.name}: no worker for {limit:.0f} s: {advice}") from None
+                        tasks.clear()  # nobody is there to end them
+                        what = f"{cluster.name}: no worker for {limit:.0f} s"
+                        raise DataError(f"{what}: start workers, and rerun the same command") from None
                 continue
             limit, alive = LAST_WORKER, time.monotonic()
             yield tasks.pop(task), _result(cluster, task)
