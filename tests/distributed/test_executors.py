@@ -130,9 +130,7 @@ def test_a_cluster_that_loses_workers_writes_the_same_bytes(
         folders = [tmp_path / str(at) / name for name in ("indexes", "staged", "packed", "table")]
         calls = {
             "indexes": lambda folder, *flags: index.main([*shards, "--into", folder, *flags]),
-            "staged": lambda folder, *flags: stage.main(
-                [folder, "--train-data", "::".join(shards), "--size=16", *flags]
-            ),
+            "staged": lambda folder, *flags: stage.main([folder, "--train-data", "::".join(shards), *flags]),
             "packed": lambda folder, *flags: pack.main([folder, *shards, "--shard-size=9", "--val-split=0.2", *flags]),
         }
         for folder in folders:
