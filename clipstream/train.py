@@ -53,7 +53,7 @@ from clipstream.models.execution.flops import Throughput, build_throughput
 from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import ADAPTER, AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.models.towers import Towers
-from clipstream.report.html_report import REPORT_FILE
+from clipstream.report.html_report import REPORT_FILE, Report
 from clipstream.report.interpolation import interpolate
 from clipstream.report.outputs import Ending, Outputs
 from clipstream.report.precision_audit import audit_run
@@ -324,6 +324,8 @@ def fit(
     watch.step = lambda: trainer.step
     if isinstance(ending := watch.on_end, Ending):
         outputs.stamped, ending.step = ending.stamped, lambda: trainer.step
+        if isinstance(report := outputs.sinks.get(REPORT_FILE), Report):
+            ending.report = report  # which has read most of the lines
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
         write_config(settings)
     loading.show("loading the first batch")

@@ -27,15 +27,17 @@ def fewer(points: Points, most: int = 400) -> Points:
     """Reduce points to at most `most`: means over equal spans of steps; the first and last are kept."""
     if len(points) <= most:
         return points
-    first, last = points[0][0], points[-1][0]
-    spans: dict[int, Points] = {}
-    for x, y in points[1:-1]:
-        spans.setdefault(int((x - first) / (last - first or 1) * (most - 2)), []).append((x, y))
-    means = []
-    for span in spans.values():
-        finite = [y for _, y in span if math.isfinite(y)]
-        means.append((span[-1][0], sum(finite) / len(finite) if finite else math.nan))
-    return [points[0], *means, points[-1]]
+    return means(points, (points[-1][0] - points[0][0] or 1) / (most - 2))
+
+
+def means(points: Points, span: float) -> Points:
+    """Means of the finite values over spans of steps, at the last step of each; the first and last points are kept."""
+    first, found = points[0][0], []
+    for _, some in itertools.groupby(points[1:-1], lambda point: int((point[0] - first) / span)):
+        *_, (step, _) = each = list(some)
+        finite = [y for _, y in each if math.isfinite(y)]
+        found.append((step, sum(finite) / len(finite) if finite else math.nan))
+    return [points[0], *found, *points[1:][-1:]]
 
 
 @dataclass(frozen=True)

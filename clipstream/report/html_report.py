@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,25 @@ from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
-from clipstream.report.charts import COLOURS, Chart, Points, Series, StepTimes, short
+from clipstream.report.charts import COLOURS, Chart, Points, Series, StepTimes, means, short
 from clipstream.report.eval_results import FIGURES_FILE, groups, way_of
 from clipstream.report.pages import SIDE, SMALL, Thumbnails, fill, thumbnail
-from clipstream.report.sinks import AUDIT_FILE, LARGEST, METRICS_FILE, ImageFiles, Page, Record, Sink, flat, lines
+from clipstream.report.sinks import (
+    AUDIT_FILE,
+    LARGEST,
+    METRICS_FILE,
+    ImageFiles,
+    Page,
+    Position,
+    Record,
+    Sink,
+    flat,
+    lines,
+)
 from clipstream.report.terminal import chance_of, early_stop_line, interval, is_minor, is_share
 from clipstream.storage.shard_url import redact
 from clipstream.text import duration, milliseconds, percent, shortened
 from clipstream.utils import atomic_write
-from clipstream.utils.logs import logger
 from clipstream.utils.section import checked
 
 REPORT_FILE = "report.html"
@@ -65,6 +75,7 @@ SHARES = ("mfu", "data_wait", "gpu/utilization", "overflow_rate")
 MACHINE = ("samples_per_s", "tokens_per_s", "tflops", "mfu", "data_wait", "gpu/", "cpu/")  # folded, behind the results
 # Not shown as charts of their own: the parts of a step, and memory at the moment of a line.
 HIDDEN = ("time/", "gpu/memory_allocated", "cpu/memory_peak")
+MOST_POINTS = 4000  # of a curve in memory; then it has at least half of them, means over equal spans of steps
 INTERVAL = 60.0  # minimum seconds between two reports of a running run
 HEADINGS = {  # of groups of images
     "best": "Found: images whose own caption ranks best",
@@ -120,6 +131,8 @@ class RunContents:
     settings: dict[str, str] = field(default_factory=dict)  # the resolved settings, by dotted key
     pages: list[Page] = field(default_factory=list)  # images and tables
     audit: Record = field(default_factory=dict)  # of the precision of a step; empty if there was none
+    read: Position = field(default_factory=Position)  # of metrics.jsonl
+    span: float = 0.0  # steps of which the points of a curve are means; 0 as long as all points are kept
 
     @property
     def status(self) -> str:
@@ -144,20 +157,26 @@ class RunContents:
         return {**self.cropped, **made}
 
 
-def read_run(folder: Path) -> RunContents:
+def read_run(folder: Path, seen: RunContents | None = None) -> RunContents:
     """Read the folder of a run that is finished, running or was killed.
+
+    Args:
+        seen: what was taken from metrics.jsonl before; its new lines are added.
 
     Raises SettingsError: the folder holds no run.
     """
-    metrics = folder / METRICS_FILE
+    metrics, name = folder / METRICS_FILE, folder.resolve().name
     if not metrics.is_file():
         raise SettingsError(f"{folder} is not a run folder: {METRICS_FILE} is missing")
     for path in (path for form in ("*.jsonl", "*.json", "*.yaml") for path in folder.glob(form)):
         atomic_write.note_input(path)
-    run = RunContents(name=folder.resolve().name, pages=ImageFiles(folder).pages())
-    for _, record in lines(metrics):
-        take(run, record)
-    run.running = is_occupied(folder)
+    seen = RunContents(name) if seen is None else seen
+    if metrics.stat().st_size < seen.read.offset:  # another file
+        vars(seen).update(vars(RunContents(name)))
+    for _, record in lines(metrics, seen.read):
+        take(seen, record)
+    run = replace(seen, name=name, pages=ImageFiles(folder).pages(), running=is_occupied(folder), settings={})
+    run.evaluations = {name: dict(metrics) for name, metrics in seen.evaluations.items()}
     _take_later_evaluations(run, folder)
     if (audit := folder / AUDIT_FILE).is_file():
         with suppress(OSError, ValueError):  # torn by a kill
@@ -200,6 +219,16 @@ def take(run: RunContents, record: Record) -> None:
             number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
             if number and key not in _NO_CURVE and key != "eval":
                 into.setdefault(key, []).append((step, math.nan if value is None else value))
+        if len(run.curves.get("loss", ())) > MOST_POINTS:
+            needed = 2 * (step - run.curves["loss"][0][0]) / MOST_POINTS or 1
+            while run.span < needed:
+                run.span = 2 * run.span or needed
+            steps = [step for step, _ in run.curves["loss"]]
+            for name, points in run.curves.items():
+                if name.startswith("time/"):  # of a part that took no time, lines have none
+                    of = dict(points)
+                    points = [(step, of.get(step, 0.0)) for step in steps]
+                run.curves[name] = means(points, run.span)
 
 
 def _take_later_evaluations(run: RunContents, folder: Path) -> None:
@@ -232,12 +261,12 @@ def _take_later_evaluations(run: RunContents, folder: Path) -> None:
 
 
 class Report(Sink):
-    """The report of a run, written after evaluations and at the end. A failure is a warning and never ends a run."""
+    """The report of a run, written after evaluations and at the end. Of metrics.jsonl, it reads what is new."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.path = self.folder / REPORT_FILE
-        self._made = float("-inf")
+        self._made, self._seen = float("-inf"), RunContents("")
 
     def write(self, record: Record) -> None:
         """Write the report after an evaluation, if the last one is old enough."""
@@ -245,11 +274,8 @@ class Report(Sink):
             self.close()
 
     def close(self) -> None:
-        try:
-            write_page(self.path, [read_run(self.folder)])
-        except Exception as error:
-            logger.warning(f"{self.path} could not be written: {error}")
         self._made = time.monotonic()
+        write_page(self.path, [read_run(self.folder, self._seen)])
 
 
 def write_page(path: Path, runs: Sequence[RunContents], *, trained: bool = True) -> list[str]:

@@ -20,7 +20,7 @@ from clipstream.distributed.run_record import command_line, end_record, start_re
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, errors_as
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, traced
-from clipstream.report.html_report import REPORT_FILE, Report, read_run, write_page
+from clipstream.report.html_report import REPORT_FILE, Report
 from clipstream.report.settings import LogSettings, TrackioSettings, WandbSettings
 from clipstream.report.sinks import (
     METRICS_FILE,
@@ -29,6 +29,7 @@ from clipstream.report.sinks import (
     ImageFiles,
     MetricsFile,
     NonfiniteFile,
+    Position,
     QuarantineFile,
     Record,
     RunInfo,
@@ -249,15 +250,19 @@ class Outputs(SinkGroup):
         super().close()
 
 
+TAIL = 1 << 20  # bytes at the end of metrics.jsonl in which there is a line
+
+
 class Ending:
     """Writes the end of this process, on rank 0.
 
     Attributes:
         step: returns the steps done; None until there is a trainer, and the last step in metrics.jsonl counts.
+        report: makes the report anew; None for none.
     """
 
     def __init__(self, folder: Path, *, report: bool) -> None:
-        self.folder, self._report = folder, report
+        self.folder, self.report = folder, Report(folder) if report else None
         self.step: Callable[[], int] | None = None
         self._began = time.monotonic()
 
@@ -270,7 +275,8 @@ class Ending:
         path = self.folder / METRICS_FILE
         try:
             last: Record = {}
-            for _, last in lines(path) if path.is_file() else ():  # noqa: B007, the last one is wanted
+            begin = Position(max(0, path.stat().st_size - TAIL)) if path.is_file() else None
+            for _, last in () if begin is None else lines(path, begin):  # noqa: B007, the last one is wanted
                 pass
             if self.step is None and last.get("end", {}).get("status") == "done":
                 return
@@ -279,8 +285,8 @@ class Ending:
                 torn = file.seek(0, 2) and (file.seek(-1, 2), file.read(1))[1] != b"\n"
                 line = json_line(self.stamped(end_record(step, code, error)))
                 file.write(("\n" * bool(torn) + line).encode())
-            if self._report:
-                write_page(self.folder / REPORT_FILE, [read_run(self.folder)])
+            if self.report is not None:
+                self.report.close()
         except Exception as failure:  # the process ends with the first error
             logger.warning(f"the end could not be written to {self.folder}: {failure}")
 

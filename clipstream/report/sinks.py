@@ -434,23 +434,38 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *cells])
 
 
-def lines(path: Path) -> Iterator[tuple[bytes, Record]]:
-    """The complete lines with a JSON object, and these objects.
+@dataclass
+class Position:
+    """How far a file of lines was read."""
+
+    offset: int = 0  # bytes
+    number: int = 0  # lines
+
+
+def lines(path: Path, read: Position | None = None) -> Iterator[tuple[bytes, Record]]:
+    """The complete lines with a JSON object after those that were read, and these objects. `read` moves with them.
 
     Raises SettingsError: a value is of another type than this package writes.
     """
+    read = read or Position()
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        file.seek(read.offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            read.offset, read.number = read.offset + len(line), read.number + 1
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):  # torn by a kill in the middle of a write
                 continue
-            if isinstance(record, dict) and line.endswith(b"\n"):
+            if isinstance(record, dict):
                 try:
                     checked(_Line, record)
-                    checked(dict[str, float | None], {name: record[name] for name in record.get("metrics", ())})
+                    if "metrics" in record:
+                        checked(dict[str, float | None], {name: record[name] for name in record["metrics"]})
                 except (ValueError, KeyError) as error:
-                    raise SettingsError(f"line {number} of {path} is not what clipstream wrote: {error}") from error
+                    where = f"line {read.number} of {path}"
+                    raise SettingsError(f"{where} is not what clipstream wrote: {error}") from error
                 yield line, record
 
 

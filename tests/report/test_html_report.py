@@ -19,10 +19,11 @@ from clipstream.checkpoint.store import occupied
 from clipstream.cli.verbs.compare import main as compare
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Example
+from clipstream.report import html_report
 from clipstream.report.charts import Chart, Series, StepTimes, fewer, nice_ticks, short
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, add
 from clipstream.report.html_report import REPORT_FILE, Report, read_run, render, write_page
-from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, MetricsFile
+from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, MetricsFile, SinkGroup
 from tests.support.browser import look_in_frames, needs_browser
 from tests.support.json_values import JSON, changed, places
 from tests.support.run_folders import EXAMPLES, make_run, picture
@@ -145,10 +146,50 @@ def test_an_evaluation_that_failed_is_in_it_until_it_succeeds(tmp_path: Path) ->
 def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "mine")
     (folder / REPORT_FILE).mkdir()
-    report = Report(folder)
-    report.write({"step": 5, "eval": "val"})
+    sinks = SinkGroup(())
+    sinks.sinks = {REPORT_FILE: Report(folder)}
+    sinks.write({"step": 5, "eval": "val"})
+    sinks.close()
+    assert capsys.readouterr().err.count("report.html failed, and the run goes on: [Errno 21] Is a directory") == 1
+
+
+def test_a_report_reads_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And equals one that is made of the whole file."""
+    monkeypatch.setattr(html_report, "INTERVAL", -1.0)
+    folder = make_run(tmp_path / "mine")
+    metrics, report = folder / METRICS_FILE, Report(folder)
+    evaluation = {"step": 2100, "eval": "val", "image_to_text_R@1": 0.75, "n": 8}
+    report.write(evaluation)
+    whole = metrics.read_bytes()
+    with metrics.open("ab") as file:
+        for line in ({"step": 2100, "samples": 1, "loss": 1.25}, evaluation):
+            file.write(json.dumps(line).encode() + b"\n")
+        file.write(b'{"step": 2100, "lo')  # not whole yet
+    report.write(evaluation)
+    page = (folder / REPORT_FILE).read_text()
+    assert page == render([read_run(folder)]) and "75.0%" in page
+    end = metrics.read_bytes()[len(whole) :]
+    metrics.write_bytes(whole.replace(b'"loss": ', b'"l0ss": ') + end + b'ss": 1.0}\n')
     report.close()
-    assert capsys.readouterr().err.count("report.html could not be written") == 2
+    assert [step for step, _ in report._seen.curves["loss"]][-2:] == [2100, 2100] and "l0ss" not in report._seen.curves
+    metrics.write_bytes(whole)  # as of a copy that was put back
+    report.close()
+    assert (folder / REPORT_FILE).read_text() == render([read_run(folder)])
+
+
+def test_curves_of_a_long_run_are_means_over_spans_of_steps(tmp_path: Path) -> None:
+    parts = ({"data": 0.25, "forward": 0.5}, {"data": 0.25, "forward": 0.5, "backward": 1.0})
+    records = [{"step": 10 * n, "loss": n / 1000 if n % 7 else None, "time": parts[n % 2]} for n in range(1, 30_001)]
+    (tmp_path / METRICS_FILE).write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    run = read_run(tmp_path)
+    points = run.curves["loss"]
+    assert html_report.MOST_POINTS // 3 < len(points) <= html_report.MOST_POINTS
+    assert points[0] == (10, 0.001) and points[-1] == (300_000, 30.0) and run.steps == 300_000
+    assert all(abs(loss - step / 10_000) < 0.05 for step, loss in points if math.isfinite(loss))
+    assert len(fewer(points)) <= 401
+    times = StepTimes.of(run.curves)
+    seconds = {part: mean for part, mean, _ in times.rows()}
+    assert seconds == pytest.approx({"data": 0.25, "forward": 0.5, "backward": 0.5}, rel=0.01) and times.svg()
 
 
 def test_it_is_made_at_evaluations_not_too_often(tmp_path: Path) -> None:
