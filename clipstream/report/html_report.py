@@ -220,15 +220,15 @@ def take(run: RunContents, record: Record) -> None:
             if number and key not in _NO_CURVE and key != "eval":
                 into.setdefault(key, []).append((step, math.nan if value is None else value))
         if len(run.curves.get("loss", ())) > MOST_POINTS:
-            needed = 2 * (step - run.curves["loss"][0][0]) / MOST_POINTS or 1
+            steps = sorted(step for step, _ in run.curves["loss"])
+            needed = max(2 * (steps[-1] - steps[0]) / MOST_POINTS, 1.0)
             while run.span < needed:
                 run.span = 2 * run.span or needed
-            steps = [step for step, _ in run.curves["loss"]]
             for name, points in run.curves.items():
                 if name.startswith("time/"):  # of a part that took no time, lines have none
                     of = dict(points)
                     points = [(step, of.get(step, 0.0)) for step in steps]
-                run.curves[name] = means(points, run.span)
+                run.curves[name] = means(sorted(points, key=lambda point: point[0]), run.span)
 
 
 def _take_later_evaluations(run: RunContents, folder: Path) -> None:
