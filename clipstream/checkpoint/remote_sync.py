@@ -283,8 +283,8 @@ class RemoteSync:
 
     @property
     def last_serial(self) -> int:
-        """The largest serial of a remote checkpoint of this run; 0 without one."""
-        return max((marker.serial for marker in self._there.values() if marker is not None), default=0)
+        """The largest serial of a remote checkpoint of this run; 0 without one. From any thread."""
+        return max((marker.serial for marker in [*self._there.values()] if marker is not None), default=0)
 
     def begin(self, whole: dict[str, Marker]) -> None:
         """Continue the run that the remote checkpoints are of."""
@@ -295,11 +295,11 @@ class RemoteSync:
         if self._failure is None and self._thread is None:
             return None
         why = self._failure or f"no answer in {time.monotonic() - self._moved:.0f} s"
-        newest = max(store.markers(self._checkpoints).values(), key=lambda one: one.serial, default=None)
-        there = max(filter(None, self._there.values()), key=lambda one: one.serial, default=None)
-        lacking = 0 if newest is None else newest.serial - self.last_serial
+        serial = self.last_serial
+        steps = [marker.step for marker in [*self._there.values()] if marker is not None and marker.serial == serial]
+        last = f"ends at step {steps[0]}" if steps else "has no checkpoint"
+        lacking = max((one.serial for one in store.markers(self._checkpoints).values()), default=0) - serial
         what = f"{lacking:,} save{'s' * (lacking != 1)} behind" if lacking > 0 else "incomplete"
-        last = "has no checkpoint" if there is None else f"ends at step {there.step}"
         return f"the copy in {self.remote.shown} is {what} ({last}): {why}"
 
     def wake(self) -> None:
