@@ -8,11 +8,10 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from clipstream.data.json_path import structure
 from clipstream.errors import SettingsError, each
 from clipstream.text import printable
 from clipstream.utils.content import read_text, to_utf8
@@ -20,13 +19,12 @@ from clipstream.utils.content import read_text, to_utf8
 Template = Callable[[str], str]
 NAME_COLUMNS = ("name", "class_name", "classname", "class", "label", "text", "template", "prompt", "category", "title")
 NUMBER_COLUMNS = ("id", "index", "idx", "number", "class_id", "class_idx", "class_index", "label_id", "label", "")
-INNER = ("names", "classes", "classnames", "labels", "id2label", "templates")  # fields with the list or map
 OF_OPEN_CLIP = ("imagenet", "openai", "simple")
 _NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
-
-
 _OTHER_PLACE = re.compile(r"(?i)[{}]|%s|[<\[](?:cls|class|label|name|category|object)\w*[>\]]|\blambda\b")
-_CODE = re.compile(r"[\[{(;]$|^[\]})]|^(?:#|//|lambda\b|[-*•]\s)|['\"],$|\t")  # in lines that are no names
+_CODE = re.compile(r"[\[{(;]$|^[\]})]|^(?:#|//|lambda\b|[-*•]\s)|\t")  # in lines that are no names
+_MARKS = re.compile(r"^(['\"]).*\1$|,$")
+_NUMBERED = re.compile(r"(?:(\d+)\s*[\s:;,.)]|n\d{8}\s)\s*\S")
 
 
 def class_names(spec: str | Sequence[str]) -> list[str]:
@@ -100,79 +98,45 @@ def _lines(path: str, what: str) -> list[str]:
 
 
 def text_list(text: str, suffix: str = "") -> list[str]:
-    """The texts of a file, in the order of their numbers.
-
-    They are one a line (`0 cat`, `1: dog` and `n02123045 tabby` without what is before the name, `'cat',` as `cat`), a
-    list, a map from numbers or to numbers (JSON, or as Python prints it; also as a field such as `id2label`, or with
-    pairs of WordNet's number and name), or the column of a table with a header.
+    """The texts of a file: one a line, a list or a map from or to numbers in JSON, or a column of a CSV with a header.
 
     Args:
         text: of the file.
-        suffix: of its name; .json is JSON, .csv and .tsv are tables.
+        suffix: of its name; .json is JSON, .csv is a table, whose column of numbers, if any, orders the texts.
 
     Raises ValueError: it is of another form, or its numbers are not those from 0 without a gap.
     """
-    text = text.strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if suffix in (".yaml", ".yml"):
-        raise ValueError("YAML is not supported: write one text per line, or JSON")
-    if suffix == ".json" or text.startswith("[") or (text.startswith("{") and not all(map(has_place, lines))):
+    if suffix == ".json" or text.lstrip()[:1] == "[" or (text.lstrip()[:1] == "{" and not all(map(has_place, lines))):
         try:
-            found = structure(text) or json.loads(text)
-        except ValueError as error:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"invalid JSON: {error}") from None
         if isinstance(found, dict):
-            found = next((found[key] for key in INNER if isinstance(found.get(key), dict | list)), found)
-        if isinstance(found, dict):
-            keys, values = [str(key) for key in found], list(found.values())
-            if values and all(isinstance(value, int) for value in values):
-                keys, values = [str(value) for value in values], keys
-            found = _in_order(keys, values)
-        if isinstance(found, list):  # ImageNet's class index has pairs ["n01440764", "tench"]
-            found = [one[1] if isinstance(one, list) and len(one) == 2 else one for one in found]
+            keys, values = list(found), list(found.values())
+            inverse = bool(values) and all(isinstance(value, int) for value in values)
+            found = _in_order(map(str, values), keys) if inverse else _in_order(keys, values)
         if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
             raise ValueError("expected a JSON list of texts or a map from numbers to texts")
         return [one.strip() for one in found]
-    if suffix not in (".csv", ".tsv"):
-        lines = _unquoted(lines)
-    rows = list(csv.reader(lines, delimiter="\t" if "\t" in (lines or [""])[0] else ","))
-    header = [cell.strip().lower() for cell in rows[0]] if rows else []
-    name = next((n for n, cell in enumerate(header) if cell in NAME_COLUMNS), None)
-    number = next((n for n, cell in enumerate(header) if cell in NUMBER_COLUMNS and n != name), None)
-    if name is not None and (suffix in (".csv", ".tsv") or number is not None):
-        if any(len(row) != len(header) for row in rows):
-            raise ValueError(f"expected {len(header)} columns in each row, as in the header")
-        texts = [row[name].strip() for row in rows[1:]]
-        return texts if number is None else _in_order([row[number] for row in rows[1:]], texts)
-    if lines and all(re.match(r"n\d{8}\s+\d+\s", line) for line in lines):
-        raise ValueError("lines of WordNet's numbers, other numbers and names: write the names alone, in order")
-    for form in (r"(\d+)\s*[\s:;,.)]\s*(.+)", r"(n\d{8})\s+(.+)"):
-        numbered = [(one[1], one[2]) for line in lines if (one := re.fullmatch(form, line))]
-        if len(numbered) == len(lines) and form[1] == "n":
-            return [name for _, name in numbered]
-        if len(numbered) == len(lines):
-            numbered.sort(key=lambda one: int(one[0]))
-            if [int(n) - int(numbered[0][0]) for n, _ in numbered] == list(range(len(lines))):
-                return _checked([name for _, name in numbered])
-    if suffix in (".csv", ".tsv") and len(header) > 1:
-        raise ValueError(f"none of its columns ({', '.join(header)}) is named {', '.join(NAME_COLUMNS[:3])}")
-    return [", ".join(row).strip() for row in rows] if suffix in (".csv", ".tsv") else _checked(lines)
-
-
-def _unquoted(lines: list[str]) -> list[str]:
-    """Lines without the commas behind all of them (the last may have none), and without quotes around all."""
-    if len(lines) > 1 and all(line.endswith(",") for line in lines[:-1]):
-        lines = [line.removesuffix(",") for line in lines]
-    for quote in "'\"":
-        if all(len(line) > 1 and line[0] == line[-1] == quote for line in lines):
-            lines = [line[1:-1] for line in lines]
-    return lines
-
-
-def _checked(lines: list[str]) -> list[str]:
-    """The lines, without quotes around all of them. Raises ValueError: one is code."""
-    for number, line in enumerate(lines := _unquoted(lines), 1):
-        if _CODE.search(line) and not has_place(line):
+    if suffix == ".csv":
+        header, *rows = list(csv.reader(lines)) or [[]]
+        columns = [cell.strip().lower() for cell in header]
+        name = next((n for n, cell in enumerate(columns) if cell in NAME_COLUMNS), None)
+        number = next((n for n, cell in enumerate(columns) if cell in NUMBER_COLUMNS and n != name), None)
+        if name is None:
+            raise ValueError(f"none of its columns ({', '.join(columns)}) is named {', '.join(NAME_COLUMNS[:3])}")
+        if any(len(row) != len(columns) for row in rows):
+            raise ValueError(f"expected {len(columns)} columns in each row, as in the header")
+        texts = [row[name].strip() for row in rows]
+        return texts if number is None else _in_order([row[number] for row in rows], texts)
+    if suffix in (".yaml", ".yml"):
+        raise ValueError("YAML is not supported: write one text per line, or JSON")
+    numbers = [int(one[1] or n) for n, line in enumerate(lines) if (one := _NUMBERED.match(line))]
+    if numbers and sorted(numbers) == [min(numbers) + n for n in range(len(lines))]:
+        raise ValueError("numbers before all texts: write the texts alone, in order")
+    for number, line in enumerate(lines, 1):
+        if _MARKS.search(line) or (_CODE.search(line) and not has_place(line)):
             raise ValueError(
                 f"line {number}, {printable(line, 60)!r}, is code or a comment, or of a table or list with marks: "
                 "write one text a line, or JSON"
@@ -180,8 +144,9 @@ def _checked(lines: list[str]) -> list[str]:
     return lines
 
 
-def _in_order(keys: Sequence[str], texts: Sequence[Any]) -> list[Any]:
+def _in_order(numbers: Iterable[str], texts: Sequence[Any]) -> list[Any]:
     """The texts by their numbers. Raises ValueError: these are not all from 0, without a gap."""
+    keys = list(numbers)
     by_number = {number_of(key): text for key, text in zip(keys, texts, strict=True)}
     if set(by_number) != set(range(len(texts))):
         shown = ", ".join(map(printable, keys[:3]))
