@@ -167,13 +167,25 @@ class AsyncWriter:
         marker = store.marker_of(self.folder / store.folder_of(step))
         return marker is not None and marker.step == step
 
+    def prepare_rescue(self, *, claim: str | None) -> None:
+        """Wait for the save in progress, before `rescue`. Not collective.
+
+        Args:
+            claim: on the rank that is to write, the name of the process group: of those that have it, one rank writes.
+
+        Raises OSError, ClipstreamError: the save in progress failed, or another rank writes.
+        """
+        self._join()
+        if claim is not None:
+            store.claim(self.folder, claim)
+
     def rescue(
         self,
         state: TrainState,
         random: Sequence[RandomState],
         whole: Callable[[torch.Tensor], torch.Tensor],
         *,
-        claim: str | None,
+        writes: bool,
     ) -> None:
         """Write a checkpoint on one rank, where other ranks are lost. All that are left call this.
 
@@ -181,14 +193,10 @@ class AsyncWriter:
             state: position of the run, with the data of all ranks.
             random: the random states of all ranks.
             whole: gathers a sharded tensor.
-            claim: on the rank that writes, the name of the process group: of those that have it, one rank writes.
+            writes: whether this is the rank.
 
-        Raises OSError, ClipstreamError: it cannot be written, the save in progress failed, or another rank writes.
+        Raises OSError: it cannot be written.
         """
-        writes = claim is not None
-        self._join()
-        if claim is not None:
-            store.claim(self.folder, claim)
         content = self._content
         reshard(content.towers)
         if not (self.world.is_main and writes):

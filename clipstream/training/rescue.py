@@ -49,8 +49,11 @@ class RescueWriter(Protocol):
     def has(self, step: int) -> bool:
         """Whether there is a whole checkpoint of a step, once the save in progress is done. On any rank."""
 
-    def rescue(self, state: TrainState, random: Sequence[RandomState], whole: Whole, *, claim: str | None) -> None:
-        """Write a checkpoint. Every rank that is left calls this; the one with a claim writes."""
+    def prepare_rescue(self, *, claim: str | None) -> None:
+        """Wait for the save in progress; with a claim, be the one that writes, or raise ClipstreamError."""
+
+    def rescue(self, state: TrainState, random: Sequence[RandomState], whole: Whole, *, writes: bool) -> None:
+        """Write a checkpoint on one rank. Every rank that is left calls this."""
 
 
 class Held(NamedTuple):
@@ -205,20 +208,18 @@ class Rescue:
         if missing := [number for number in range(shards) if number not in holders]:
             which = ", ".join(map(str, missing))
             raise ClipstreamError(f"no rank has shard {which} of the weights: --train.fsdp-replicas 2 keeps two copies")
-        error: str | None = None
-        try:
-            writes = world.rank == writer
-            if not (writes and held.saved and self.writer.has(newest)) or mesh is not None:
+        writes = world.rank == writer
+        done = mesh is None and writes and held.saved and self.writer.has(newest)
+        with _alike(world):  # before shards are sent to a rank that will not write
+            self.writer.prepare_rescue(claim=self._name if writes and not done else None)
+        with _alike(world):
+            if not done:
                 merged = replace(held.state, health=self._health(survivors, held, parts))
                 data = self._data(newest) if writes else DataState()
                 random = self._random_states(newest) if writes else []
-                whole = _gather_with(world, holders, writer)
-                self.writer.rescue(replace(merged, data=data), random, whole, claim=self._name if writes else None)
-        except (ClipstreamError, OSError) as failure:
-            error = str(failure)
-        errors = [text for text in world.gather_objects(error) if text is not None]
-        if errors:
-            raise ClipstreamError(errors[0])
+                self.writer.rescue(
+                    replace(merged, data=data), random, _gather_with(world, holders, writer), writes=writes
+                )
         return newest, survivors.ranks[writer]
 
     def _health(self, survivors: Survivors, held: Held, parts: Sequence[_Part]) -> dict[str, SourceCounts]:
@@ -252,6 +253,18 @@ class Rescue:
                 seed_all(self.seed, rank, drawn)
                 states.append(random_state(self.world.device))
         return states
+
+
+@contextmanager
+def _alike(world: World) -> Iterator[None]:
+    """Raise an error of the context on all ranks. Collective."""
+    error: str | None = None
+    try:
+        yield
+    except (ClipstreamError, OSError) as failure:
+        error = str(failure)
+    if errors := [text for text in world.gather_objects(error) if text is not None]:
+        raise ClipstreamError(errors[0])
 
 
 def _gather_with(world: World, holders: dict[int, int], writer: int) -> Whole:
