@@ -7,8 +7,9 @@ through the process group's key-value store, over a connection of its own, and s
 collective. `FailureWatch` raises nothing; with one rank the error is only printed.
 
 A rank that was killed (SIGKILL, out of memory) is noticed by broken connections, and identified by the heartbeats that
-each rank's thread leaves in the store. A rank that waits longer than `run.timeout` for the others ends all of them; a
-rank that is stuck prints its stack.
+each rank's thread leaves in the store. One that is stopped or has lost its host or network breaks none: each rank looks
+at the heartbeats of the next one, and at those of all if they stop. A rank that waits longer than `run.timeout` for the
+others ends all of them; a rank that is stuck prints its stack.
 
 Under nccl a peer's death breaks no connection, and a wait raises nothing: its watchdog aborts the process. Therefore
 the threads compare how many collectives their ranks have called, and end the run a little earlier than the watchdog.
