@@ -6,8 +6,9 @@ of words. Imports torch only through open_clip.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,7 +27,12 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 CACHED_WORDS = 100_000  # about 20 MB, and the number of words in millions of English captions
 CUT = "\N{BLACK SCISSORS}"  # in a caption that is shown: where the context length cuts it
 SHOWN_REST = 120  # characters of what is cut
-_LONG = 2000  # length of a text from which its words are matched lazily
+_LONG = 2000  # length of a text from which its words are matched lazily, and of a word from which a part is tried first
+_FIRST_PART = 1 << 13  # characters of a long text that are tried first
+# Steps of `tokenizers`: that change characters one by one, that part texts at spaces, that part words further.
+_LOCAL = ("BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Precompiled", "Strip", "StripAccents")
+_AT_SPACES = ("BertPreTokenizer", "ByteLevel", "Metaspace", "Whitespace", "WhitespaceSplit")
+_INSIDE = ("Digits", "Punctuation")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json",
 )  # fmt: skip
@@ -161,14 +167,23 @@ class HuggingFaceTokenizer(OpenClipTokenizer):
 
     def __init__(self, tokenizer: Any, context_length: int) -> None:
         super().__init__(tokenizer, context_length)
-        self._clean = _Clean(tokenizer.clean_fn)
+        self._clean, self._cuts = _Clean(tokenizer.clean_fn), _parts_words(tokenizer.tokenizer)
+
+    def _cut(self, text: str) -> str:
+        """The clean text, or its beginning if that fills the context."""
+        for part in self._clean.parts(text) if self._cuts and len(text) > _FIRST_PART else ():
+            clean = self._clean(part)
+            ids = self._tokenizer.tokenizer(clean, max_length=self.context_length, truncation=True)["input_ids"]
+            if len(ids) == self.context_length:
+                return clean
+        return self._clean(text)
 
     def encode(self, texts: Sequence[str]) -> Ids:
         if not texts:
             return np.zeros((0, self.context_length), dtype=np.int32)
         inner = self._tokenizer.tokenizer
         encoded = inner(
-            [self._clean(text) for text in texts],
+            [self._cut(text) for text in texts],
             max_length=self.context_length,
             padding="max_length",
             truncation=True,
@@ -196,24 +211,54 @@ class BpeTokenizer(OpenClipTokenizer):
         # The same pattern for ASCII texts, without Unicode's classes: Python's own `re` is faster.
         ascii_only = tokenizer.pat.pattern.replace(r"\p{L}", "a-zA-Z").replace(r"\p{N}", "0-9")
         self._ascii_words = re.compile(ascii_only, re.IGNORECASE | re.ASCII)
+        self._longest = max(map(len, tokenizer.encoder))
+        self._cuts = not any(len(tokenizer.decoder[i].split()) > 1 for i in tokenizer.all_special_ids)
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """int32 [n, T]: start, the words, end, zeros."""
         ids = np.zeros((len(texts), self.context_length), dtype=np.int32)
         for row, text in zip(ids, texts, strict=True):
-            found = [self._tokenizer.sot_token_id]
-            text = self._clean(text)
-            pattern = self._ascii_words if text.isascii() else self._tokenizer.pat
-            words = pattern.findall(text) if len(text) < _LONG else (m.group() for m in pattern.finditer(text))
-            for word in words:
-                known = self._words.get(word)
-                found += self._pieces(word) if known is None else known
+            for part in self._clean.parts(text) if self._cuts else (text,):
+                found = self._found(part)
                 if len(found) >= self.context_length:
                     break
             del found[self.context_length - 1 :]
             found.append(self._tokenizer.eot_token_id)
             row[: len(found)] = found
         return ids
+
+    def _found(self, text: str) -> list[int]:
+        """The start, and the ids of the words up to that which fills the context."""
+        found = [self._tokenizer.sot_token_id]
+        text = self._clean(text)
+        pattern = self._ascii_words if text.isascii() else self._tokenizer.pat
+        words = pattern.findall(text) if len(text) < _LONG else (m.group() for m in pattern.finditer(text))
+        for word in words:
+            known = self._words.get(word)
+            found += self._pieces(word) if known is None else known
+            if len(found) >= self.context_length:
+                break
+        return found
+
+    def _first_pieces(self, pieces: str) -> list[str]:
+        """The first pieces of a very long word, at least as many as fill the context, or all.
+
+        A merge never undone, a place where the word is parted at the end separates merges before and behind it: the
+        pieces before are those of the word cut there. The longest piece has `_longest` letters, so one of as many
+        places in a row parts the word. If cut at each of them it begins with the same pieces, so does the whole word.
+        """
+        inner, wanted = self._tokenizer, self.context_length - 1
+        cut = 4 * wanted + self._longest
+        while cut < len(pieces):
+            # A blank is part of no piece: the letter before it is not read as the last one of a word.
+            marked = [f"{pieces[:end]} " for end in range(cut - self._longest, cut)]
+            ends: list[list[str]] = [inner.bpe(one).removesuffix("  </w>").split(" ")[:wanted] for one in marked]
+            for one in marked:
+                inner.cache.pop(one, None)
+            if len(ends[0]) == wanted and all(one == ends[0] for one in ends):
+                return ends[0]
+            cut *= 4
+        return list(inner.bpe(pieces).split(" "))
 
     def _pieces(self, word: str) -> list[int]:
         """The ids of a word that is not in the cache."""
@@ -223,6 +268,8 @@ class BpeTokenizer(OpenClipTokenizer):
             # open_clip's own cache grows as well; it must keep the special tokens.
             inner.cache = {inner.decoder[i]: inner.decoder[i] for i in inner.all_special_ids}
         pieces = "".join(inner.byte_encoder[byte] for byte in word.encode())
+        if len(pieces) > _LONG:
+            return [inner.encoder[piece] for piece in self._first_pieces(pieces)]
         known = self._words[word] = [inner.encoder[piece] for piece in inner.bpe(pieces).split(" ")]
         return known
 
@@ -233,6 +280,35 @@ class BpeTokenizer(OpenClipTokenizer):
         if inner.eot_token_id in numbers:
             numbers = numbers[: numbers.index(inner.eot_token_id)]
         return str(inner.decode([i for i in numbers if i != inner.sot_token_id])).strip()
+
+
+def _parts_words(tokenizer: Any) -> bool:
+    """Whether the ids of a Hugging Face tokenizer's first words depend on these alone: a Rust tokenizer that keeps the
+    first ids, parts texts at spaces, changes single characters before, and knows no token with a space in it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or tokenizer.truncation_side != "right":
+        return False
+    normalizers, splitters = (_steps(one) for one in (backend.normalizer, backend.pre_tokenizer))
+    at_spaces = [x["type"] for x in splitters if x["type"] in _AT_SPACES and x.get("use_regex", x.get("split", True))]
+    return (
+        bool(at_spaces)
+        and all(one["type"] in (*_AT_SPACES, *_INSIDE) for one in splitters)
+        and all(one["type"] in _LOCAL or _replaces_characters(one, "Metaspace" in at_spaces) for one in normalizers)
+        and not any(len(token.split()) > 1 for token in tokenizer.get_added_vocab())
+    )
+
+
+def _replaces_characters(step: dict[str, Any], metaspace: bool) -> bool:
+    """Whether a normalizer replaces single characters or white space; runs of spaces by the sign of `metaspace`."""
+    pattern = step.get("pattern", {}).get("Regex", "")
+    return bool(re.fullmatch(r"\[(?:\\.|[^\]\\])*\]|\\s\+", pattern)) or (metaspace and pattern == " {2,}")
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The settings of a normalizer or pre-tokenizer of `tokenizers`, of the parts of a sequence one by one."""
+    state: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {"normalizers": []}
+    steps: list[dict[str, Any]] = state.get("normalizers", state.get("pretokenizers", [state]))
+    return steps
 
 
 class _Clean:
@@ -246,8 +322,25 @@ class _Clean:
         names = ("whitespace", "lower", "canonicalize")
         self._name = next((name for name in names if get_clean_fn(name) is function), None)
 
+    def parts(self, text: str) -> Iterator[str]:
+        """Beginnings of a text whose words, once clean, are the first of the text, each longer; at last the text.
+
+        ftfy mends each line for itself (6.3, `fix_text`), no HTML entity has a line break in it, and lower case depends
+        on a word alone (the final sigma). A text that is not mended is cut at any space, others behind a line.
+        """
+        size, end = _FIRST_PART, " " if self._is_plain(text) else "\n"
+        while self._name is not None and size < len(text):
+            if part := text[: text.rfind(end, 0, size) + 1]:
+                yield part
+            size *= 16
+        yield text
+
+    def _is_plain(self, text: str) -> bool:
+        """Whether ftfy and HTML leave a text as it is."""
+        return text.isascii() and text.isprintable() and "&" not in text
+
     def __call__(self, text: str) -> str:
-        if self._name is None or not text.isascii() or not text.isprintable() or "&" in text:
+        if self._name is None or not self._is_plain(text):
             return self._full(text)
         if self._name == "canonicalize":
             return self._canonicalize(text)

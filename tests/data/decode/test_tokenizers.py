@@ -8,8 +8,10 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from clipstream.data.decode import tokenizers
 from clipstream.data.decode.tokenizers import (
@@ -51,11 +53,13 @@ def bpe() -> SimpleTokenizer:
     return SimpleTokenizer()
 
 
-def write_tokenizer(folder: Path, *, pad: bool = True) -> Path:
+def write_tokenizer(folder: Path, *, pad: bool = True, normalizer: Any = None, splitter: Any = None) -> Path:
     """A small tokenizer in the Hub's file format, its end token also its separator."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.pre_tokenizer = splitter or pre_tokenizers.ByteLevel(add_prefix_space=True)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<pad>", "</s>"], initial_alphabet=alphabet)
@@ -194,6 +198,108 @@ def test_a_hugging_face_tokenizer_is_open_clips(folder: Path, options: dict[str,
         np.testing.assert_array_equal(ours.encode(TEXTS), make()(TEXTS, context_length=length).numpy())
         assert ours.encode([]).shape == (0, length)
     assert ours.decode(ours.encode(["a cat"])[0]).strip() == "a cat"
+
+
+WORDS = st.sampled_from(
+    [
+        "a",
+        "cat",
+        "ΑΣ",
+        "Ã¼ber",
+        "&amp;",
+        "&am",
+        "p;",
+        "fish&#10;es",
+        "<b>",
+        "!?",
+        "_",
+        "1234",
+        "😂😂",
+        "don't",
+        "É",
+        "ﬁ",
+        "</s>",
+    ]
+)
+SPACES = st.sampled_from(["", " ", "\n", "  ", "\r\n", "\t", "\x85", "\u2028", " \u0308"])
+LONG_TEXTS = st.lists(st.tuples(WORDS, SPACES), max_size=60).map(lambda parts: "".join(word + by for word, by in parts))
+RUNS = st.lists(st.sampled_from(["a", "b", "ha", "😂", "é", "lol", "the"]), min_size=30, max_size=150).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=LONG_TEXTS | RUNS, clean=st.sampled_from(["lower", "whitespace", "canonicalize"]), length=st.integers(2, 20)
+)
+def test_long_texts_are_cut_where_their_ids_stay(text: str, clean: str, length: int) -> None:
+    """Of long words a beginning is tried as well: no word of these is in the cache of open_clip's own class."""
+    theirs = _bpe_of(clean)
+    with patch.multiple(tokenizers, _FIRST_PART=8, _LONG=16):
+        found = wrap(theirs, length).encode([text])
+    theirs.cache.clear()
+    theirs.cache |= {theirs.decoder[i]: theirs.decoder[i] for i in theirs.all_special_ids}
+    np.testing.assert_array_equal(found, theirs([text], context_length=length).numpy())
+
+
+def test_the_first_pieces_of_a_long_word_are_those_of_the_word(bpe: SimpleTokenizer) -> None:
+    """Of its first 12 letters, from which the places behind begin, the third piece is `di`."""
+    word = "disrespectdismakeyourownlaneapprepresentativeparticipatingcworldwaterdaymancrushmonday" * 2
+    ours = wrap(bpe, 4)
+    assert isinstance(ours, BpeTokenizer)
+    assert ours._first_pieces(word)[:3] == bpe.bpe(word).split(" ")[:3] == ["dis", "respect", "dis"]
+
+
+@cache
+def _bpe_of(clean: str) -> SimpleTokenizer:
+    return SimpleTokenizer(clean=clean)
+
+
+def test_a_long_text_is_read_no_further_than_the_context() -> None:
+    read: list[int] = []
+    inner = SimpleTokenizer()
+    ours = wrap(inner, 77)
+    clean = ours._clean._full  # type: ignore[attr-defined]
+    ours._clean._full = lambda text: read.append(len(text)) or clean(text)  # type: ignore[attr-defined]
+    ours.encode(["a photo of a cät\n" * 100_000])
+    assert sum(read) < 10_000
+    bpe = inner.bpe
+    inner.bpe = lambda word: read.append(len(word)) or bpe(word)
+    ours.encode(["abcdefghij" * 200_000])
+    assert sum(read) < 100_000 and len(max(inner.cache, key=len)) < 100
+
+
+NORMALIZERS: dict[str, Any] = {
+    "bert": normalizers.BertNormalizer(),
+    "characters": normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(Regex(r"[!\]\?_]"), ""), normalizers.Replace(Regex(r"\s+"), " ")]
+    ),
+    "runs": normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), "▁")]),
+}
+SPLITTERS: dict[str, Any] = {
+    "bert": pre_tokenizers.BertPreTokenizer(),
+    "bytes": pre_tokenizers.ByteLevel(add_prefix_space=True),
+    "metaspace": pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
+    "whole": pre_tokenizers.Metaspace(split=False),  # one word: it is not cut
+}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "splitter"),
+    [("bert", "bert"), ("characters", "metaspace"), ("runs", "metaspace"), ("runs", "whole"), ("characters", "bytes")],
+)
+def test_long_texts_have_the_ids_of_hugging_faces_tokenizers(tmp_path: Path, normalizer: str, splitter: str) -> None:
+    write_tokenizer(tmp_path, normalizer=NORMALIZERS[normalizer], splitter=SPLITTERS[splitter])
+    theirs = HFTokenizer(str(tmp_path))
+    ours = wrap(theirs, 12)
+    assert ours._cuts is (splitter != "whole")  # type: ignore[attr-defined]
+
+    @settings(max_examples=60, deadline=None)
+    @given(text=LONG_TEXTS, longer=st.booleans())
+    def check(text: str, longer: bool) -> None:
+        with patch.object(tokenizers, "_FIRST_PART", 8):
+            text = text * 40 if longer else text
+            np.testing.assert_array_equal(ours.encode([text]), theirs([text], context_length=12).numpy())
+
+    check()
 
 
 def check_ids(tokenizer: tokenizers.Tokenizer) -> None:
