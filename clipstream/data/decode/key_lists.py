@@ -13,7 +13,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -381,7 +381,7 @@ def read_list(path: str, source: str | None, *columns: str) -> List:
         table = parquet.read_table(path, columns=[name for name in wanted if name in schema])
         return list_of(table.to_pydict(), source, *columns)
     if path.endswith(".jsonl"):
-        return list_of(json_columns(path), source, *columns)
+        return list_of(json_columns(path, ("source", "shard", "key", *columns)), source, *columns)
     import pyarrow as pa
 
     text = read_text(Path(path)).encode("utf-8", "surrogateescape")
@@ -390,13 +390,14 @@ def read_list(path: str, source: str | None, *columns: str) -> List:
     return list_of({name.strip(): table[name].to_pylist() for name in table.column_names}, source, *columns)
 
 
-def json_columns(path: str) -> dict[str, list[Any]]:
-    """The columns of a file with a JSON object on each line. Raises OSError, ValueError."""
+def json_columns(path: str, wanted: Collection[str] | None = None) -> dict[str, list[Any]]:
+    """The columns of a file with a JSON object on each line, all or those `wanted`. Raises OSError, ValueError."""
     text = read_text(Path(path)).encode("utf-8", "surrogateescape")
     rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("expected a JSON object on each line")
-    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    names = dict.fromkeys(name for row in rows for name in row if wanted is None or name in wanted)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def list_of(table: Mapping[str, Sequence[Any]], source: str | None, *columns: str) -> List:

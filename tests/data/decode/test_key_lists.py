@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
 
-from clipstream.data.decode.key_lists import KeyList
+from clipstream.data.decode.key_lists import KeyList, read_list
 from clipstream.errors import SettingsError
 from tests.support.loaders import data, loader
 from tests.support.pictures import picture
@@ -195,3 +195,10 @@ def test_cells_of_a_list_may_be_empty_or_numbers(tmp_path: Path) -> None:
         keys = KeyList(str(path), "train")
         assert keys.holds("9.tar/k1", "k1") and keys.holds("0.tar/k2", "k2") and not keys.holds("1.tar/k2", "k2")
         assert keys.holds("9.tar/7", "7") == (suffix == "jsonl")
+
+
+def test_a_list_whose_rows_have_fields_of_their_own_takes_linear_time(tmp_path: Path) -> None:
+    """Only the columns of a list are held: 20,000 fields of as many rows are 400 million cells."""
+    path = tmp_path / "keep.jsonl"
+    path.write_text("".join(f'{{"key": "k{number}", "n{number}": 1}}\n' for number in range(20_000)))
+    assert len(read_list(str(path), None).keys) == 20_000
