@@ -121,8 +121,7 @@ def claim_output(path: str | os.PathLike[str], flag: str, *, holds: bool = False
             file.seek(max(0, os.path.getsize(path) - CHUNK))
             head = file.read().replace(b"\0", b"")
         if head and (b"\0" in head or not all(word in head for word in words)):
-            told = "is a file of other content, which is left as it is: name another file, or remove it"
-            raise SettingsError(f"{flag}: {path} {told}")
+            raise SettingsError(f"{flag}: {path} is a file of other content; nothing was written: name another file")
     for other in _outputs:
         if other.key == output.key and other.flag != flag:
             raise SettingsError(f"{flag}: {path} is also the file of {other.flag}: name another file")

@@ -176,7 +176,7 @@ def test_no_file_that_is_read_is_written(
             code = main(command.format(data=data, out=out).split())
             said = capsys.readouterr().err
             assert (code, contents(place)) == (2, before), f"{out}: {said}"
-            assert out in said and re.search("nothing was written|is left as it is", said), said
+            assert out in said and "nothing was written" in said, said
         for link in place.glob("link.*"), place.glob("same.*"):
             next(link).unlink()
 
