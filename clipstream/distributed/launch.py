@@ -375,7 +375,7 @@ class FailureWatch:
                     ahead, beats = ahead % (self.world.size - 1) + 1, -1
                 elif quiet > QUIET:
                     quiet = 0.0
-                    if silent := self._silent_ranks(range(self.world.size)):
+                    if silent := self._silent_ranks(range(self.world.size), LONG_SILENCE):
                         self._take(self._publish(Cause.of_dead(silent, keys.hosts, GONE)))
                 if self._backend is not None and (cause := self._compare()) is not None:
                     self._take(self._publish(cause))
