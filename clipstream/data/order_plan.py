@@ -19,9 +19,8 @@ import numpy as np
 from clipstream.data.decode.images import MAX_ASPECT
 from clipstream.data.decode.key_lists import TABLES
 from clipstream.data.decode.tokenizers import Tokenizer
-from clipstream.data.groups import look_up
+from clipstream.data.groups import GroupedOrder, NeighbourOrder, look_up
 from clipstream.data.order.lanes import Fingerprint, Mix, SourceMix
-from clipstream.data.order.lines import GroupedOrder, NeighbourOrder
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order.windows import EpochPlan, IndexedOrder, Order, SourceOrder, SystematicDraws, group_size_for
 from clipstream.data.settings import DataSettings, SourceSettings

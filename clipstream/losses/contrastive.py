@@ -22,7 +22,7 @@ the terms of SupCon (arXiv:2004.11362, L_out) times their weight, or for the sig
 which one has a positive. A sample is no pair with itself; one without a positive adds nothing.
 
 **Short texts** of images that have long captions (`Batch.has_short`) have a loss of their own, of all images that have
-one: with image features reduced to their principal components (see `coarse`), as Long-CLIP (arXiv:2403.15378).
+one: with image features reduced to their principal components (see `coarse_images`), as Long-CLIP (arXiv:2403.15378).
 
 **Numerics.** Logits and their sums are float32 under any autocast, float64 if the features are. They exist a tile at a
 time, and gradients are computed with the value (see `tiled`).
@@ -49,7 +49,6 @@ from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses import tiled
-from clipstream.losses.coarse import coarse_images
 from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings, group_field
 from clipstream.losses.tiled import Ring
 from clipstream.models.towers import Features
@@ -62,6 +61,7 @@ Kind = Literal["softmax", "sigmoid"]
 Compute = Callable[[Leaves, bool], tiled.Found]
 FEW_DISTINCT = 0.7  # share of distinct samples in a batch: a data set of 2 batches gives 0.79, of 1 batch 0.63
 SHORT = 2  # the role of a short text
+COMPONENTS = 32  # of image features that short texts are compared with
 ROUNDING = 1e-6  # of a term of the loss that is 0
 DOMINATES = 100.0  # times the other terms of the loss: a weight that was meant for another scale
 
@@ -517,3 +517,64 @@ class SigLipLoss(_GlobalLoss):
         Raises ValueError: the features' shapes do not fit.
         """
         return self._loss(image_features, text_features, logit_scale, logit_bias, output_dict=output_dict)
+
+
+def coarse_images(images: torch.Tensor, weights: torch.Tensor, world: World) -> torch.Tensor:
+    """This rank's image features reduced to their first principal components: [n, D], float32 or more, with gradient.
+
+    With the weights w_i of the B samples over all ranks, W their sum, and x_i the features of image i:
+
+        m = 1 / W sum_i w_i x_i,    C = 1 / W sum_i w_i (x_i - m)^T (x_i - m),    z_i = m + (x_i - m) P
+
+    P is the projector on the K = COMPONENTS eigenvectors of C of largest eigenvalue. Long-CLIP's code has the same of
+    the samples of one GPU (`PCA` in model/model_longclip.py, by torch.linalg.svd), and likewise with gradient through
+    all of it, m and P included: nothing is detached, and z is not normalised. P is a smooth function of C as long as
+    the eigenvalues l number K and K + 1 differ; its gradient needs differences of kept eigenvalues and others alone:
+
+        dL/dC = sym( sum_{a kept, b not} 2 (v_a^T sym(dL/dP) v_b) / (l_a - l_b) v_a v_b^T )
+
+    Pairs of equal eigenvalues add nothing: with at most K + 1 samples, z = x. Collective, in the backward pass too:
+    m and C are summed over the ranks, and so are the gradients that reach them. Each rank gives the gradient with
+    respect to z for its own rows.
+
+    Args:
+        images: x, [n, D].
+        weights: w of this rank's samples, [n]; with weight 0 a sample is absent.
+    """
+    with torch.autocast(images.device.type, enabled=False):
+        dtype = torch.promote_types(images.dtype, torch.float32)
+        found: torch.Tensor = _Coarse.apply(images.to(dtype), weights.to(dtype), world)
+        return found
+
+
+class _Coarse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: torch.Tensor, weights: torch.Tensor, world: World) -> torch.Tensor:
+        sums = world.all_reduce_sum(torch.cat([weights.sum()[None], weights @ images]))
+        total = sums[0].clamp_min(torch.finfo(sums.dtype).tiny)
+        mean = sums[1:] / total
+        centred = images - mean
+        covariance = world.all_reduce_sum((weights[:, None] * centred).T @ centred) / total
+        values, vectors = torch.linalg.eigh(covariance)  # ascending
+        kept = vectors[:, -COMPONENTS:]
+        ctx.save_for_backward(centred, weights / total, values, vectors)
+        ctx.world = world
+        found: torch.Tensor = centred @ kept @ kept.T + mean
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (g,) = gradients
+        centred, shares, values, vectors = ctx.saved_tensors
+        rest, kept = vectors[:, :-COMPONENTS], vectors[:, -COMPONENTS:]
+        both = ctx.world.all_reduce_sum(torch.cat([centred.T @ g, g.sum(dim=0, keepdim=True)]))
+        of_projector, of_sum = both[:-1], both[-1]
+        gaps = values[-COMPONENTS:, None] - values[None, :-COMPONENTS]
+        inner = kept.T @ (of_projector + of_projector.T) @ rest
+        inner = torch.where(gaps > torch.finfo(values.dtype).eps * values[-1], inner / gaps, 0.0)
+        half = kept @ inner @ rest.T
+        of_mean = of_sum - of_sum @ kept @ kept.T
+        # The covariance's 2 w_i (x_i - m) dL/dC; its derivative with respect to m is 0.
+        found = g @ kept @ kept.T + shares[:, None] * (centred @ (half + half.T) + of_mean)
+        return found, None, None

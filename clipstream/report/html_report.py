@@ -27,9 +27,21 @@ from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
-from clipstream.report.charts import COLOURS, Chart, Points, Series, StepTimes, means, short
 from clipstream.report.eval_results import FIGURES_FILE, groups, way_of
-from clipstream.report.pages import SIDE, SMALL, Thumbnails, fill, thumbnail
+from clipstream.report.pages import (
+    COLOURS,
+    SIDE,
+    SMALL,
+    Chart,
+    Points,
+    Series,
+    StepTimes,
+    Thumbnails,
+    fill,
+    means,
+    short,
+    thumbnail,
+)
 from clipstream.report.sinks import (
     AUDIT_FILE,
     LARGEST,

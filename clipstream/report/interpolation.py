@@ -26,7 +26,7 @@ from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
-from clipstream.report.charts import Chart, Series
+from clipstream.report.pages import Chart, Series
 from clipstream.report.sinks import markdown_table
 from clipstream.report.terminal import is_share
 from clipstream.text import percent

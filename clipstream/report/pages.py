@@ -1,26 +1,39 @@
-"""Parts that HTML pages share, templates and thumbnails, and the page of a data set. Imports no torch.
+"""Parts that HTML pages share, templates, thumbnails and charts as SVG, and the page of a data set. Imports no torch.
 
 The latter (`clipstream check --all --html`) is one HTML file of figures, charts and images that needs no network; texts
-are escaped, and thumbnails are left out once they take as much as on a gallery.
+are escaped, and thumbnails are left out once they take as much as on a gallery. Charts have no scripts; their colours
+are those of the page's style sheet, by the classes s0 to s7.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from html import escape
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from clipstream import __version__
 from clipstream.data.decode.images import converted, loaded, opaque, opened, orientation_of, turned
 from clipstream.errors import Dropped
-from clipstream.report.charts import Bars
 from clipstream.text import percent
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # which no page has, though names of runs may
+WIDTH, HEIGHT = 360, 190  # of a chart
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 22  # its margins
+COLOURS = 8
+# Of a step, in the order of the chart; others follow.
+PARTS = ("data", "copy", "image_forward", "text_forward", "forward", "loss", "backward", "communication", "optimizer")
+
+Points = list[tuple[float, float]]
 MOST = 4_700_000  # bytes of thumbnails of a gallery
 SIDE, SMALL = 288, 160  # pixels of a thumbnail's longer side; SMALL where there are more than MANY cards
 
@@ -102,3 +115,213 @@ def render_data(
             images.append({"src": src, "width": width, "height": height, "key": name, "text": caption, "note": note})
         shown.append({"title": sheet.title, "says": sheet.says, "images": images})
     return fill("data.html", told, figures=figures, charts=charts, sheets=shown, percent=percent)
+
+
+def fewer(points: Points, most: int = 400) -> Points:
+    """Reduce points to at most `most`: means over equal spans of steps; the first and last are kept."""
+    if len(points) <= most:
+        return points
+    return means(points, (points[-1][0] - points[0][0] or 1) / (most - 2))
+
+
+def means(points: Points, span: float) -> Points:
+    """Means of the finite values over spans of steps, at the last step of each; the first and last points are kept."""
+    first, found = points[0][0], []
+    for _, some in itertools.groupby(points[1:-1], lambda point: int((point[0] - first) / span)):
+        *_, (step, _) = each = list(some)
+        finite = [y for _, y in each if math.isfinite(y)]
+        found.append((step, sum(finite) / len(finite) if finite else math.nan))
+    return [points[0], *found, *points[1:][-1:]]
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str  # of the run, for the legend
+    points: Points  # (step, value)
+    number: int = 0  # of its colour
+    other: bool = False  # whether its values may not be compared with those of the first line
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str  # of the chart
+    series: tuple[Series, ...]  # its lines
+    chance: float | None = None  # value for random guesses, if it is known
+    share: bool = False  # whether values are shown in percent
+
+    def svg(self) -> str:
+        """The chart as SVG; '' if no line has two points."""
+        lines = [fewer(series.points) for series in self.series]
+        ys = [y for points in lines for _, y in points if math.isfinite(y)]
+        xs = [x for points in lines for x, _ in points]
+        if not ys or max(len(points) for points in lines) < 2:
+            return ""
+        if self.chance is not None:
+            ys.append(self.chance)
+        ticks = nice_ticks(min(ys), max(ys))
+        x0, x1, y0, y1 = min(xs), max(xs), min(*ticks, *ys), max(*ticks, *ys)
+
+        def at(x: float, y: float) -> tuple[float, float]:
+            right = LEFT + (x - x0) / (x1 - x0 or 1) * (WIDTH - LEFT - RIGHT)
+            return right, HEIGHT - BOTTOM - (y - y0) / (y1 - y0 or 1) * (HEIGHT - TOP - BOTTOM)
+
+        # The page's script turns positions back into values by the data attributes.
+        inner = f"{LEFT} {WIDTH - RIGHT} {TOP} {HEIGHT - BOTTOM}"
+        spans = f'data-x0="{x0}" data-x1="{x1}" data-y0="{y0}" data-y1="{y1}"'
+        label = f'role="img" aria-label="{escape(self.title)}" data-share="{str(self.share).lower()}"'
+        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {label} {spans} data-inner="{inner}">']
+        labels = (f"{100 * tick:.3g}%" if self.share else short(tick) for tick in ticks)
+        parts += _axes({at(x0, tick)[1]: label for tick, label in zip(ticks, labels, strict=True)}, x0, x1)
+        if self.chance is not None:
+            y = at(x0, self.chance)[1]
+            parts.append(f'<line class="chance" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        for series, points in zip(self.series, lines, strict=True):
+            about = f'class="s{series.number % COLOURS}{" other" * series.other}" data-name="{escape(series.name)}"'
+            for finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
+                if not finite:
+                    continue
+                positions = [at(x, y) for x, y in run]
+                if len(positions) == 1:
+                    parts.append(f'<circle {about} cx="{positions[0][0]:.1f}" cy="{positions[0][1]:.1f}" r="2"/>')
+                else:
+                    parts.append(f'<polyline {about} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in positions)}"/>')
+        return "".join([*parts, "</svg>"])
+
+
+def _axes(ticks: dict[float, str], first: float, last: float) -> Iterator[str]:
+    """SVG of the y axis, with labels by their height in the drawing, and of the first and the last step below."""
+    for y, shown in ticks.items():
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>'
+    for step, x, anchor in ((first, LEFT, "start"), (last, WIDTH - RIGHT, "end")):
+        yield f'<text class="tick" x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{short(step)}</text>'
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Time of the training step by part, as a stacked chart and a table."""
+
+    parts: dict[str, Points]  # part -> (step, seconds), all of the same steps
+
+    @classmethod
+    def of(cls, curves: Mapping[str, Points]) -> StepTimes:
+        """From the curves of a run, of which those of parts begin with time/."""
+        found = {key.removeprefix("time/"): dict(curves[key]) for key in curves if key.startswith("time/")}
+        steps = sorted(set().union(*found.values()))
+        order = sorted(found, key=lambda part: PARTS.index(part) if part in PARTS else len(PARTS))
+        return cls({part: [(step, found[part].get(step, 0.0)) for step in steps] for part in order})
+
+    def rows(self) -> list[tuple[str, float, float]]:
+        """(part, mean seconds, share) over all training lines but the first, which has the warm-up."""
+        means = {}
+        for part, points in self.parts.items():
+            values = [seconds for _, seconds in points[1:] or points]
+            means[part] = sum(values) / len(values)
+        whole = sum(means.values()) or 1.0
+        return [(part, mean, mean / whole) for part, mean in means.items()]
+
+    def svg(self) -> str:
+        """The shares of the parts over the steps as SVG; '' if there are not two training lines."""
+        lines = {part: fewer(points) for part, points in self.parts.items()}
+        steps = [step for step, _ in next(iter(lines.values()), [])]
+        if len(steps) < 2:
+            return ""
+        wholes = [sum(points[n][1] for points in lines.values()) or 1.0 for n in range(len(steps))]
+        right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+
+        def at(n: int, share: float) -> str:
+            x = LEFT + (steps[n] - steps[0]) / (steps[-1] - steps[0]) * (right - LEFT)
+            return f"{x:.1f},{bottom - share * (bottom - TOP):.1f}"
+
+        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="time of a step by part">']
+        below = [0.0] * len(steps)
+        for part, points in lines.items():
+            above = [low + points[n][1] / wholes[n] for n, low in enumerate(below)]
+            outline = [at(n, share) for n, share in enumerate(above)]
+            outline += [at(n, below[n]) for n in reversed(range(len(steps)))]
+            shape = f'<polygon class="part {escape(part)}" points="{" ".join(outline)}">'
+            parts.append(f"{shape}<title>{escape(part.replace('_', ' '))}</title></polygon>")
+            below = above
+        ticks = {bottom - share * (bottom - TOP): f"{share:.0%}" for share in (0.0, 0.5, 1.0)}
+        parts += _axes(ticks, steps[0], steps[-1])
+        return "".join([*parts, "</svg>"])
+
+
+@dataclass(frozen=True)
+class Bars:
+    """How often values occur: a histogram, or a bar for each name."""
+
+    title: str  # of the chart
+    bars: tuple[tuple[str, int], ...]  # (range of values or name, count)
+    span: tuple[float, float] | None = None  # of a histogram: its first and last value
+    mark: float | None = None  # a value that is marked in it
+
+    @classmethod
+    def of(cls, title: str, values: Any, mark: float | None = None, most: int = 30) -> Bars:
+        """The histogram of numbers; the rarest 1% at the upper end are in its last bar.
+
+        Args:
+            values: array [n], n > 0.
+        """
+        low, high = float(np.min(values)), float(np.quantile(values, 0.99))
+        ticks = nice_ticks(low, max(high, low + 1e-9 if mark is None else mark), most)
+        counts, edges = np.histogram(np.clip(values, ticks[0], ticks[-1]), bins=ticks)
+        names = [f"{short(one)} to {short(other)}" for one, other in itertools.pairwise(edges.tolist())]
+        names[-1] = f"from {short(edges[-2])}" if np.max(values) > ticks[-1] else names[-1]
+        return cls(title, tuple(zip(names, counts.tolist(), strict=True)), (ticks[0], ticks[-1]), mark)
+
+    @classmethod
+    def named(cls, title: str, counts: Mapping[str, int], most: int = 12) -> Bars:
+        """The largest counts by name, and the sum of the others."""
+        ranked = sorted(counts.items(), key=lambda one: -one[1])
+        others = sum(count for _, count in ranked[most:])
+        return cls(title, (*ranked[:most], *([("others", others)] if others else [])))
+
+    def svg(self) -> str:
+        assert self.span is not None
+        (low, high), right, bottom = self.span, WIDTH - RIGHT, HEIGHT - BOTTOM
+        ticks = nice_ticks(0, max(count for _, count in self.bars))
+        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">']
+        scale = (bottom - TOP) / ticks[-1]
+        parts += _axes({bottom - tick * scale: short(tick) for tick in ticks}, low, high)
+        wide = (right - LEFT) / len(self.bars)
+        for number, (name, count) in enumerate(self.bars):
+            x, y = LEFT + number * wide, bottom - count * scale
+            shape = f'<rect class="bin" x="{x:.1f}" y="{y:.1f}" width="{max(wide - 1, 1):.1f}"'
+            parts.append(f'{shape} height="{count * scale:.1f}"><title>{escape(name)}: {count:,}</title></rect>')
+        if self.mark is not None and low <= self.mark <= high:
+            x = LEFT + (self.mark - low) / (high - low) * (right - LEFT)
+            parts.append(f'<line class="chance" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
+            anchor = "end" if x > WIDTH / 2 else "start"
+            at = x - 4 if anchor == "end" else x + 4
+            parts.append(
+                f'<text class="tick" x="{at:.1f}" y="{TOP + 9}" text-anchor="{anchor}">{short(self.mark)}</text>'
+            )
+        return "".join([*parts, "</svg>"])
+
+
+def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """About `about` round values from `low` to `high`, with a step of 1, 2 or 5 times a power of ten."""
+    if low > 0 and low < 0.35 * high:
+        low = 0.0
+    size = max(abs(low), abs(high))
+    span = high - low if high - low > 1e-9 * size + 1e-15 else max(size, 1e-15) if size else 1.0
+    power = 10 ** math.floor(math.log10(span / about))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= about)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    digits = 2 - math.floor(math.log10(step))  # hides rounding errors of the product
+    return [round(step * k, digits) for k in range(first, max(last, first + 1) + 1)]
+
+
+def short(value: float) -> str:
+    """A number in few characters: 0.00012 as 1.2e-4, 12000 as 12k."""
+    if not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    if size >= 1e4:
+        for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if size >= unit:
+                return f"{value / unit:.4g}{letter}"
+    if 0 < size < 1e-3:
+        return f"{value:.2g}".replace("e-0", "e-")
+    return f"{value:.4g}"

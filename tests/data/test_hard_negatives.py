@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from clipstream.data.order.lines import NeighbourOrder
+from clipstream.data.groups import NeighbourOrder
 from clipstream.data.order.windows import EpochPlan
 from clipstream.errors import SettingsError
 from tests.support.loaders import COUNTS, data, drawn_keys, indexed, loader, numbered

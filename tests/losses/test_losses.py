@@ -18,8 +18,9 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import encode_rows
-from clipstream.losses import coarse, tiled
+from clipstream.losses import contrastive as losses
 from clipstream.losses import settings as loss_settings
+from clipstream.losses import tiled
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings, LossSettings, SiglipLossSettings
@@ -438,7 +439,7 @@ def with_short(roles: torch.Tensor) -> torch.Tensor:
 def play_short(world: World, counts: list[int], texts: int, kept: int) -> list[Tensors]:
     """The shares and gradients, summed over the ranks, of 9 images whose last text is a short one."""
     start, found = sum(counts[: world.rank]), []
-    coarse.COMPONENTS, rows = kept, slice(start, start + counts[world.rank])
+    losses.COMPONENTS, rows = kept, slice(start, start + counts[world.rank])
     for kind, duplicates in SEVERAL:
         loss, leaves = make_loss(kind, duplicates=duplicates, terms=(0.2, 1.5), short=0.7), several_leaves(texts)
         features = Features(leaves["image"][rows], leaves["text"][rows], leaves["scale"], leaves["bias"])

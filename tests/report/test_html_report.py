@@ -20,9 +20,9 @@ from clipstream.cli.verbs.compare import main as compare
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Example
 from clipstream.report import html_report
-from clipstream.report.charts import Chart, Series, StepTimes, fewer, nice_ticks, short
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, add
 from clipstream.report.html_report import REPORT_FILE, Report, read_run, render, write_page
+from clipstream.report.pages import Chart, Series, StepTimes, fewer, nice_ticks, short
 from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, MetricsFile, SinkGroup
 from tests.support.browser import look_in_frames, needs_browser
 from tests.support.json_values import JSON, changed, places

@@ -14,7 +14,7 @@ from PIL import Image
 from clipstream.cli.verbs.check import check, main
 from clipstream.config.settings import load
 from clipstream.data.sample_table import detector
-from clipstream.report.charts import Bars
+from clipstream.report.pages import Bars
 from tests.support.browser import look, needs_browser
 from tests.support.pictures import photo
 from tests.support.runs import MODEL, go

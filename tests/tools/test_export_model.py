@@ -24,8 +24,8 @@ from timm.models.vision_transformer import VisionTransformer, _create_vision_tra
 import clipstream
 from clipstream.cli.verbs.export import _add_model_flags, main
 from clipstream.cli.verbs.export import run as export_run
-from clipstream.cli.verbs.export.card import Exported
 from clipstream.cli.verbs.export.proof import Line, _end, drawn, prove, read
+from clipstream.cli.verbs.export.run import Exported
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.utils.atomic_write import keep_inputs

@@ -27,8 +27,7 @@ from clipstream.data.sample_table import EMPTY, NULL, Columns, SampleTable, dete
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
 from clipstream.errors import Dropped
-from clipstream.report.charts import Bars, short
-from clipstream.report.pages import Sheet, render_data
+from clipstream.report.pages import Bars, Sheet, render_data, short
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.text import counted, listed, percent, printable, shortened
 from clipstream.utils import atomic_write

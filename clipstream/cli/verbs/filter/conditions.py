@@ -1,4 +1,5 @@
-"""The conditions of `clipstream filter`: texts in SQL and columns of samples enter; which samples hold them leaves.
+"""The conditions of `clipstream filter`: texts in SQL and columns of samples enter; which samples hold them leaves; and
+MetaCLIP's balancing (arXiv:2309.16671): captions and a list of entries enter, probabilities of samples leave.
 
 Each condition is an expression of DuckDB over the table `samples`, computed for all samples at once: aggregates, window
 functions and subqueries see all of them. A missing value (null or NaN) is NULL, and a condition that is NULL does not
@@ -8,7 +9,9 @@ hold. A JSON path is a field of nested structs: `json.exif.width`, `json.tags."0
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +20,10 @@ import pyarrow.compute as pc
 
 from clipstream.errors import SettingsError, did_you_mean
 from clipstream.text import listed
+from clipstream.utils.content import read_text
 
 ROW = "row of the sample"  # in the table beside the fields
+_WRAPPED, _SPACE = re.compile(r"([,.;:?!`])"), str.maketrans("\t\n\r", "   ")  # of MetaCLIP's matching
 
 
 class Conditions:
@@ -113,3 +118,61 @@ def _nested(part: Any) -> Any:
 def _without_nan(column: Any) -> Any:
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return pc.if_else(pc.is_nan(column), None, column) if pa.types.is_floating(column.type) else column
+
+
+class Balance:
+    """MetaCLIP's entries in captions, which are those of MetaCLIP's `substr_matching`: between spaces or `, . ; : ? !`.
+
+    An entry is looked up by its words: those that begin with a caption's word, with as many words as such entries have.
+
+    Args:
+        path: the entries: a JSON list or a line each.
+        t: captions with an entry beyond which it is thinned.
+
+    Raises SettingsError: the file cannot be read, or has no entries.
+    """
+
+    def __init__(self, path: str, t: int) -> None:
+        try:
+            text = read_text(Path(path))
+            entries = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--balance: {path} cannot be read: {error}") from error
+        self.t, self._numbers = t, dict[str, int]()
+        self._lengths: dict[str, tuple[int, ...]] = {}  # first word -> numbers of words
+        for entry in entries:
+            if isinstance(entry, str) and entry.strip():
+                self._numbers.setdefault(entry, len(self._numbers))
+                first, length = entry.split(" ")[0], entry.count(" ") + 1
+                self._lengths[first] = tuple({*self._lengths.get(first, ()), length})
+        if not self._numbers:
+            raise SettingsError(f"--balance: {path} has no entries")
+        self._found: list[np.ndarray[Any, Any]] = []
+        self._counts: list[int] = []
+
+    def matches(self, caption: str) -> set[int]:
+        """The numbers of the entries in a caption."""
+        words = _WRAPPED.sub(r" \1 ", caption).translate(_SPACE).split(" ")
+        numbers, found = self._numbers, set[int]()
+        for place, word in enumerate(words):
+            for length in self._lengths.get(word, ()):
+                number = numbers.get(word if length == 1 else " ".join(words[place : place + length]))
+                if number is not None:
+                    found.add(number)
+        return found
+
+    def add(self, captions: Iterable[str | None]) -> None:
+        """Count the entries of further samples."""
+        found = [self.matches(caption or "") for caption in captions]
+        self._counts += map(len, found)
+        self._found.append(np.fromiter((number for one in found for number in one), np.int32))
+
+    def probabilities(self) -> np.ndarray[Any, Any]:
+        """Of each added sample, float64: 1 - prod(1 - min(1, t / captions with the entry)) over its entries."""
+        found, counts = np.concatenate([np.zeros(0, np.int32), *self._found]), np.array(self._counts, np.int64)
+        share = np.minimum(1, self.t / np.maximum(np.bincount(found, minlength=len(self._numbers)), 1))
+        self.head = int((share < 1).sum())  # entries that are thinned
+        self.used = len(np.unique(found))
+        with np.errstate(divide="ignore"):
+            left = np.bincount(np.repeat(np.arange(len(counts)), counts), np.log1p(-share[found]), len(counts))
+        return np.asarray(np.abs(np.expm1(left)))

@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv, parquet
 
-from clipstream.cli.verbs.filter.balance import Balance
-from clipstream.cli.verbs.filter.conditions import Conditions
+from clipstream.cli.verbs.filter.conditions import Balance, Conditions
 from clipstream.cli.verbs.filter.recipes import OPTIONAL, RECIPES
 from clipstream.config.settings import load
 from clipstream.data.decode.key_lists import TABLES, KeyList, errors_of_list, json_columns, list_of, read_list
