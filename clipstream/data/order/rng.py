@@ -7,7 +7,6 @@ replay. The numbers are the same on all platforms and versions of Python and num
 from __future__ import annotations
 
 import hashlib
-import math
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -87,11 +86,6 @@ class SampleRNG:
     def integer(self, n: int) -> int:
         """An integer from 0 to n - 1."""
         return (self._next() * n) >> 64
-
-    def normal(self) -> float:
-        """A number from the standard normal distribution (Box-Muller)."""
-        radius = math.sqrt(-2.0 * math.log(1.0 - self.uniform()))
-        return radius * math.cos(2.0 * math.pi * self.uniform())
 
 
 class SampleRNGs:

@@ -39,9 +39,6 @@ def test_draws_are_uniform_and_a_function_of_their_key() -> None:
     assert [SampleRNG(5).uniform()] == values[:1]
     counts = Counter(SampleRNG(mix(1, i)).integer(7) for i in range(14_000))
     assert set(counts) == set(range(7)) and max(counts.values()) - min(counts.values()) < 400
-    normals = [SampleRNG(mix(2, i)).normal() for i in range(20_000)]
-    assert abs(sum(normals) / len(normals)) < 0.03
-    assert abs(sum(x * x for x in normals) / len(normals) - 1) < 0.05
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 2**32 - 1)), min_size=1))
