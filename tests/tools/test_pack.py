@@ -32,8 +32,7 @@ from clipstream.config.settings import load
 from clipstream.data.decode.captions import build_caption, candidates
 from clipstream.data.duplicates import hashes_of, look_of, near_pairs
 from clipstream.data.packing.lists import PARTS
-from clipstream.data.packing.plan import Plan
-from clipstream.data.packing.shards import Packed, PackShard
+from clipstream.data.packing.shards import Packed, PackShard, Plan
 from clipstream.data.sources import indexes
 from clipstream.storage.tar import Shard, scan
 from clipstream.utils import atomic_write

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from clipstream.checkpoint.store import LATEST, Marker, begin, commit, held, is_occupied
+from clipstream.data.packing.shards import TarWriter
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.world import World
 from clipstream.storage.shard_cache import ShardCache, file_lock
-from clipstream.storage.tar_writer import TarWriter
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import CHUNK
 from tests.support.savers import damage, small_disk

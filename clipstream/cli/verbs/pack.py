@@ -29,12 +29,10 @@ from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, number_flag
 from clipstream.config.settings import Settings
 from clipstream.data.decode.key_lists import build_filter, check_lists
-from clipstream.data.decode.reencode import Format, Recipe
 from clipstream.data.order_plan import reading_of
 from clipstream.data.packing.lists import PARTS, Corpus, Listed, ListShard, merged_source
-from clipstream.data.packing.plan import Plan, held_out, plan_of
-from clipstream.data.packing.sample import Recording
-from clipstream.data.packing.shards import Merged, Packed, PackShard, packed_before
+from clipstream.data.packing.sample import Format, Recipe, Recording
+from clipstream.data.packing.shards import Merged, Packed, PackShard, Plan, held_out, packed_before, plan_of
 from clipstream.data.scan import identity
 from clipstream.data.sources import Source, SourceContext, indexes
 from clipstream.data.sources.tars import SIZES

@@ -36,8 +36,7 @@ from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT, Samp
 from clipstream.data.decode.labels import GroupField, SampleProbability
 from clipstream.data.decode.tokenizers import Ids, Tokenizer, readable
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
-from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health
-from clipstream.data.loader.sample_trace import SampleTrace
+from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health, SampleTrace
 from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals, Stopwatch
 from clipstream.data.loader.stored import BatchRows, StoredChoice, StoredData, StoredSamples

@@ -11,7 +11,7 @@ from PIL import ExifTags, Image, features
 
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform
-from clipstream.data.decode.reencode import Format, Recipe, recode
+from clipstream.data.packing.sample import Format, Recipe, recode
 from clipstream.errors import Dropped
 from tests.support.image_files import save
 
