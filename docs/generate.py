@@ -20,8 +20,8 @@ from pydantic.fields import FieldInfo
 from clipstream.cli.main import VERBS, verb_module
 from clipstream.config.help import default_note, generic_key, summary, value_form
 from clipstream.config.settings import Settings
+from clipstream.config.short_flags import ALIASES
 from clipstream.config.validate import records
-from clipstream.open_clip.flags import ALIASES
 from clipstream.utils.section import Conflict, Is, Section, all_fields, entries_of, section_of, types_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,7 @@ from clipstream.cli.main import VERBS
 from clipstream.cli.verbs import audit, bench, evaluate, pack, precompute, stage
 from clipstream.config.help import default_note, generic_key, value_form
 from clipstream.config.settings import Settings
-from clipstream.open_clip.flags import ALIASES, BY_FLAG
+from clipstream.config.short_flags import ALIASES, BY_FLAG
 from clipstream.utils.section import leaves
 from tests.support import hubtree
 from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder

@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
+from clipstream.config.short_flags import BY_FLAG
 from clipstream.errors import absent, did_you_mean
-from clipstream.open_clip.flags import BY_FLAG
 from clipstream.storage.shard_url import GENERATED, ONLY_NAMED, PATH_SCHEMES, WITHHELD
 from clipstream.text import Lines, listed, message, printable
 from clipstream.utils.atomic_write import note_input

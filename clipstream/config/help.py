@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from clipstream.config.short_flags import ALIASES, BY_FLAG, FlagAlias
 from clipstream.errors import SettingsError, did_you_mean
-from clipstream.open_clip.flags import ALIASES, BY_FLAG, FlagAlias
 from clipstream.utils.section import Section, all_fields, entries_of, kinds, section_of, types_of
 
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}

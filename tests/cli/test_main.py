@@ -16,8 +16,8 @@ from clipstream.cli import main
 from clipstream.config import entry
 from clipstream.config.help import help_text
 from clipstream.config.settings import Settings
+from clipstream.config.short_flags import ALIASES
 from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
-from clipstream.open_clip.flags import ALIASES
 from clipstream.utils.section import leaves
 from tests.support.commands import ROOT, python
 

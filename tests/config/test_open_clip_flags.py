@@ -11,9 +11,9 @@ import pytest
 from open_clip_train.params import get_default_params, parse_args
 
 from clipstream.cli import main
+from clipstream.config.flags import DEFAULTS
 from clipstream.config.settings import Settings, load
-from clipstream.open_clip.flags import BY_FLAG, UNNEEDED, notice, refusal
-from clipstream.open_clip.translate import DEFAULTS
+from clipstream.config.short_flags import BY_FLAG, UNNEEDED, notice, refusal
 from clipstream.utils.section import leaves
 from tests.support.settings_files import problems
 
@@ -48,7 +48,7 @@ def test_the_page_says_of_every_flag_what_becomes_of_it(monkeypatch: pytest.Monk
     theirs = {flag for action in installed(monkeypatch) for flag in action.option_strings}
     tables = page()
     flags = [flag for rows in tables.values() for flag in rows]
-    assert theirs <= {*flags}, "a flag is new in open_clip: give it a place on the page, and in open_clip.flags"
+    assert theirs <= {*flags}, "a flag is new in open_clip: give it a place on the page, and in config.short_flags"
     assert len(set(flags)) == len(flags) == 145 and len(theirs) > 80
     known = {f"--{key.replace('_', '-').replace('sources.NAME', 'sources.train')}" for key, _ in leaves(Settings)}
     known = {flag.replace("evals.NAME", "evals.val") for flag in known} | set(BY_FLAG)

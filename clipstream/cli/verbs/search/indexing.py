@@ -24,6 +24,7 @@ from clipstream.checkpoint.store import locate, model_at, model_in
 from clipstream.config.config_sources import Node
 from clipstream.config.flags import split
 from clipstream.config.settings import Settings, load
+from clipstream.config.short_flags import SOURCE
 from clipstream.config.validate import validate_sources
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.order_plan import reading_of
@@ -36,7 +37,6 @@ from clipstream.errors import Dropped, SettingsError
 from clipstream.features.image_index import ImageRow, ImageSearch, root
 from clipstream.models.model_config import CONFIG_FILE
 from clipstream.models.pretrained import fetch, preflight
-from clipstream.open_clip.flags import SOURCE
 from clipstream.report.html_report import Card
 from clipstream.report.html_report import render_gallery as render_gallery
 from clipstream.storage.shard_cache import ShardCache

@@ -1,8 +1,9 @@
 """The table of short flags: the settings that each one sets, and the meaning of its text.
 
 A flag with the name of a flag of open_clip's trainer has the same meaning. What several flags mean together
-(`--batch-size` and `--accum-freq`) is in `translate`. The flags are those of open_clip_train 3.3.0 and of open_clip's
-main branch of June 2026; for those without effect here, or without an equivalent, `notice` and `refusal` give a line.
+(`--batch-size` and `--accum-freq`) is in `flags.translate`. The flags are those of open_clip_train 3.3.0 and of
+open_clip's main branch of June 2026; for those without effect here, or without an equivalent, `notice` and `refusal`
+give a line. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class FlagAlias:
     convert: Callable[[str], Sets] | None = None
     switch: bool = False  # the flag alone means true
     many: bool = False  # several values may follow; `convert` gets them separated by line ends
-    together: bool = False  # its meaning depends on other flags: see `translate`
+    together: bool = False  # its meaning depends on other flags: see `flags.translate`
 
 
 def tokenizer_sets(text: str) -> Sets:
