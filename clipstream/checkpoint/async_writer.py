@@ -164,7 +164,7 @@ class AsyncWriter:
         """Whether there is a whole checkpoint of a step, once this rank's save in progress is done. Not collective."""
         if self._thread is not None:
             self._thread.join()
-        marker = store.marker_of(self.folder / store.folder_of(step))
+        marker = store.markers(self.folder, []).get(store.folder_of(step))
         return marker is not None and marker.step == step
 
     def prepare_rescue(self, *, claim: str | None) -> None:
@@ -324,7 +324,7 @@ class AsyncWriter:
             if (why := atomic_write.obstacle(error, self.folder)) is None:
                 self._error = error
                 return
-            advice, found = "the next save tries again", list[Path]()
+            advice, found = "the next save tries again", list[str]()
             if atomic_write.is_full(error):
                 advice = "free some space, or lower checkpoint.keep_last"
             elif not self._written:
@@ -332,15 +332,15 @@ class AsyncWriter:
             with suppress(OSError):
                 store.clear(self.folder)
                 self._prune()  # frees space if the run was resumed with a lower keep_last
-                found = store.whole(self.folder)
+                found = list(store.markers(self.folder, []))
             done = "is saved, and older checkpoints are left" if self._written else "was not saved"
-            left = f"the newest checkpoint is {found[0].name}" if found else "there is no checkpoint"
+            left = f"the newest checkpoint is {found[0]}" if found else "there is no checkpoint"
             self._warn(f"{why}: step {step} {done}; {left}: {advice}")
 
     def update_best(self, step: int, value: float) -> None:
         """Point `best` to a step's checkpoint, if that exists and is better than the present one."""
         name, metric = store.folder_of(step), self._metric
-        marker, best = store.marker_of(self.folder / name), store.best_of(self.folder)
+        marker, best = store.markers(self.folder, []).get(name), store.best_of(self.folder)
         before = best.value if best is not None and best.metric == str(metric) else None
         if marker is not None and metric is not None and metric.is_better(value, before):
             better = store.Best(name, str(metric), value, marker.serial)

@@ -298,7 +298,7 @@ class RemoteSync:
         serial = self.last_serial
         steps = [marker.step for marker in [*self._there.values()] if marker is not None and marker.serial == serial]
         last = f"ends at step {steps[0]}" if steps else "has no checkpoint"
-        lacking = max((one.serial for one in store.markers(self._checkpoints).values()), default=0) - serial
+        lacking = max((one.serial for one in store.markers(self._checkpoints, []).values()), default=0) - serial
         what = f"{lacking:,} save{'s' * (lacking != 1)} behind" if lacking > 0 else "incomplete"
         return f"the copy in {self.remote.shown} is {what} ({last}): {why}"
 
@@ -349,7 +349,7 @@ class RemoteSync:
                 self._wanted = False
             try:
                 with self._lock:
-                    markers = store.markers(self._checkpoints)
+                    markers = store.markers(self._checkpoints, [])
                     found = {name: marker for name, marker in markers.items() if not name.endswith(ASIDE)}
                     kept = store.retained(self._checkpoints, found, last=1, every=self._settings.keep_every)
                     local = {name: marker for name, marker in found.items() if name in kept}

@@ -5,7 +5,8 @@ The settings of checkpoints and the run's folder enter; a `Resumed` leaves, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from clipstream.checkpoint.state import CheckpointMeta, load, read_meta
 from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
-from clipstream.errors import CopyError, SettingsError
+from clipstream.errors import CopyError, SettingsError, errors_as
 from clipstream.models.model_config import AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.storage.shard_url import ShardURL
 from clipstream.training.parallel import reshard
@@ -34,6 +35,8 @@ from clipstream.training.state import StepState, TrainState
 from clipstream.training.step import TrainStep
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import announce, logger
+
+UNREADABLE = "mend the disk or its connection, or move the checkpoint away to go on from an older one"
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,47 @@ def find(settings: CheckpointSettings, run_folder: Path, world: World) -> Resume
             intact = newest_intact(remote_sync, run_folder)
         return store.find(folder, resume, intact=intact)
 
-    return Resumed(store.agree(on_main, world, folder if resume in ("latest", "auto") else None), remote_sync)
+    return Resumed(agree(on_main, world, folder if resume in ("latest", "auto") else None), remote_sync)
+
+
+def agree(find: Callable[[], Path | None], world: World, folder: Path | None = None) -> Path | None:
+    """The checkpoint that rank 0 finds, checked to be the same on every rank; every rank calls this.
+
+    Args:
+        folder: where the newest checkpoint is searched: no rank may see one there as new that rank 0 does not.
+
+    Raises SettingsError: as `find`, or a rank sees other checkpoints than rank 0.
+    """
+
+    def look() -> Path | SettingsError | None:
+        try:
+            with errors_as(SettingsError, "--resume", OSError, advice=UNREADABLE):
+                return find()
+        except SettingsError as error:
+            return error  # raised below, unless another rank has what this one lacks
+
+    answer = world.on_main(look)
+    found: Path | None = None if isinstance(answer, SettingsError) else answer
+    with errors_as(SettingsError, "--resume", OSError, advice=UNREADABLE):
+        mine = found if found is None else found.stat().st_size if found.is_file() else store.marker_of(found)
+        here = {} if folder is None else {name: marker.serial for name, marker in store.markers(folder).items()}
+    ranks = world.gather_objects((socket.gethostname(), mine, here))
+    main, theirs, there = ranks[0]
+    serial = theirs.serial if isinstance(theirs, store.Marker) else 0
+    for rank, (host, sees, names) in enumerate(ranks):
+        newer = [name for name, number in names.items() if number >= serial and name not in there]
+        fault = (
+            f"has {newer[0]} in {folder}, which rank 0 ({main}) does not see" if newer
+            else f"does not see {found}, which rank 0 ({main}) found" if found is not None and sees is None
+            else f"has another {found} than rank 0 ({main})" if sees != theirs else ""
+        )  # fmt: skip
+        if fault:
+            raise SettingsError(
+                f"--resume: rank {rank} ({host}) {fault}: the folder of the runs (--logs) must be shared by all nodes"
+            )
+    if isinstance(answer, SettingsError):
+        raise answer
+    return found
 
 
 def newest_intact(remote_sync: RemoteSync, run_folder: Path) -> Path | None:

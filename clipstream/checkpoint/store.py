@@ -31,7 +31,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, absent, errors_as, nearest
 from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, HUB, LOCAL, WEIGHT_FILES, is_model
 from clipstream.models.settings import ModelSettings, TowerSettings
@@ -119,15 +118,18 @@ def folder_of(step: int) -> str:
 
 
 def marker_of(checkpoint: Path) -> Marker | None:
-    """The marker of a checkpoint whose files have the right sizes; None for any other folder."""
+    """The marker of a checkpoint whose files have the right sizes; None for any other folder.
+
+    Raises OSError: that cannot be read, as the disk fails or its server is away.
+    """
     try:
         marker = Marker.from_json((checkpoint / MARKER).read_bytes())
-        whole = marker is not None and all(
-            (checkpoint / name).stat().st_size == size for name, size in marker.sizes.items()
-        )
-        return marker if whole else None
-    except OSError:
+        sizes = {} if marker is None else marker.sizes
+        return marker if all((checkpoint / name).stat().st_size == size for name, size in sizes.items()) else None
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
+    except OSError as error:
+        raise type(error)(error.errno, f"cannot read {error.filename or checkpoint}: {error.strerror}") from error
 
 
 def fault(checkpoint: Path, files: Collection[str] | None = None, marker: Marker | None = None) -> str | None:
@@ -152,10 +154,22 @@ def candidates(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
 
 
-def markers(folder: Path) -> dict[str, Marker]:
-    """The markers of the checkpoints whose files have the right sizes, by name, newest first."""
-    found = [(path.name, marker) for path in candidates(folder) if (marker := marker_of(path)) is not None]
-    return dict(sorted(found, key=lambda item: item[1].serial, reverse=True))
+def markers(folder: Path, unread: list[str] | None = None) -> dict[str, Marker]:
+    """The markers of the checkpoints whose files have the right sizes, by name, newest first.
+
+    Args:
+        unread: receives the names of those that cannot be read. Raises OSError: without it, as `marker_of`.
+    """
+    found = dict[str, Marker]()
+    for path in candidates(folder):
+        try:
+            if (marker := marker_of(path)) is not None:
+                found[path.name] = marker
+        except OSError:
+            if unread is None:
+                raise
+            unread.append(path.name)
+    return dict(sorted(found.items(), key=lambda item: item[1].serial, reverse=True))
 
 
 def whole(folder: Path) -> list[Path]:
@@ -242,45 +256,16 @@ def global_batch_size(path: Path) -> int | None:
 
 def _intact(path: Path, files: Collection[str] | None) -> Path:
     """The checkpoint in a folder, or the newest one of a run's folder; arguments and errors as `find`."""
-    if NAME.fullmatch(path.name) or marker_of(path) is not None:
-        damage = fault(path, files)
-        if damage is None:
-            return path
-        if marker_of(path) is not None:
+    with errors_as(SettingsError, "", OSError):
+        if (marker := marker_of(path)) is not None:
+            if (damage := fault(path, files, marker)) is None:
+                return path
             raise SettingsError(f"the checkpoint {path} is damaged: {damage}")
-    elif path.is_dir():
-        inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        if (taken := newest(inner, files)) is not None:
-            return taken
+        if path.is_dir() and not NAME.fullmatch(path.name):
+            inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+            if (taken := newest(inner, files)) is not None:
+                return taken
     raise SettingsError(f"no complete checkpoint (with a file {MARKER}) in {path}")
-
-
-def agree(find: Callable[[], Path | None], world: World, folder: Path | None = None) -> Path | None:
-    """The checkpoint that rank 0 finds, checked to be the same on every rank; every rank calls this.
-
-    Args:
-        folder: where the newest checkpoint is searched: no rank may see one there as new that rank 0 does not.
-
-    Raises SettingsError: as `find`, or a rank sees other checkpoints than rank 0.
-    """
-    found: Path | None = world.on_main(find)
-    mine = found if found is None else found.stat().st_size if found.is_file() else marker_of(found)
-    here = {} if folder is None else {name: marker.serial for name, marker in markers(folder).items()}
-    ranks = world.gather_objects((socket.gethostname(), mine, here))
-    main, theirs, there = ranks[0]
-    serial = theirs.serial if isinstance(theirs, Marker) else 0
-    for rank, (host, sees, names) in enumerate(ranks):
-        newer = [name for name, number in names.items() if number >= serial and name not in there]
-        fault = (
-            f"has {newer[0]} in {folder}, which rank 0 ({main}) does not see" if newer
-            else f"does not see {found}, which rank 0 ({main}) found" if found is not None and sees is None
-            else f"has another {found} than rank 0 ({main})" if sees != theirs else ""
-        )  # fmt: skip
-        if fault:
-            raise SettingsError(
-                f"--resume: rank {rank} ({host}) {fault}: the folder of the runs (--logs) must be shared by all nodes"
-            )
-    return found
 
 
 def begin(folder: Path, name: str, size: int) -> Path:
@@ -307,7 +292,8 @@ def begin(folder: Path, name: str, size: int) -> Path:
 
 def next_serial(folder: Path, after: int = 0) -> int:
     """The number of the next save: larger than those in the folder, and than `after`."""
-    return max((after, *(marker.serial for marker in markers(folder).values()))) + 1
+    found = markers(folder, unread := list[str]())
+    return max((after, *(marker.serial for marker in found.values()))) + 1 + len(unread)
 
 
 def commit(draft: Path, marker: Marker) -> Path:
@@ -336,7 +322,7 @@ def best_of(folder: Path) -> Best | None:
         best = Best.from_text((folder / BEST).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return None
-    marker = None if best is None else marker_of(folder / best.name)
+    marker = None if best is None else markers(folder, []).get(best.name)
     return None if best is None or (marker is not None and marker.serial != best.serial) else best
 
 
@@ -360,10 +346,10 @@ def retained(folder: Path, markers: Mapping[str, Marker], *, last: int, every: i
 
 
 def prune(folder: Path, *, last: int, every: int | None, spared: Collection[str] = ()) -> None:
-    """Remove all but the `retained` checkpoints and those in `spared`; incomplete ones go as well."""
-    stay = retained(folder, markers(folder), last=last, every=every)
+    """Remove all but the `retained` checkpoints, those in `spared` and the unreadable; incomplete ones go as well."""
+    stay = retained(folder, markers(folder, unread := list[str]()), last=last, every=every)
     for path in candidates(folder):
-        if path.name not in stay and path.name not in spared:
+        if path.name not in stay and path.name not in spared and path.name not in unread:
             remove(path)
 
 

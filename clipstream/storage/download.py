@@ -44,14 +44,17 @@ INFO_SECONDS = 10.0  # longest wait for the version of a file: without an answer
 TRANSIENT = (408, 416, 425, 429)  # 4xx answers after which another attempt may succeed
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-FIRST_BLOCK, MOST_BLOCK = 1 << 18, 1 << 25  # bytes of a request to an object store, which adapt to its speed
+BLOCK = 1 << 22  # bytes of a request to an object store, which must arrive within the limit of time
 _GONE = (FileNotFoundError, IsADirectoryError)
 # Error codes of S3, and types of errors of botocore, google-auth and azure-core, that concern the credentials alone.
 _CREDENTIALS = re.compile(
     "ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|SignatureDoesNotMatch|RequestTimeTooSkewed"
     "|AuthenticationFailed|CredentialsError|CredentialRetrievalError|RefreshError|ClientAuthenticationError"
 )
-_readable: dict[str, ShardURL] = {}  # host -> the last file that came from it
+# What S3, Azure and servers like S3 say of a signed link that has expired.
+_EXPIRED = re.compile(
+    "ExpiredToken|ExpiredRequest|InvalidToken|[Rr]equest has expired|Signature not valid in the specified time"
+)
 Result = TypeVar("Result")
 
 
@@ -157,12 +160,8 @@ def fetch(
     Raises ShardError: the failure of the last attempt.
     """
     with open(part, "wb") as file:
-        if url.scheme in ("http", "https"):
-            download: _Download = _HTTPDownload(url, file, monitor, timeout)
-        else:
-            download = _ObjectDownload(url, file, monitor, timeout)
-        retry(download.attempt, retries=retries, backoff=backoff)
-    _readable[url.host] = url
+        kind = _HTTPDownload if url.scheme in ("http", "https") else _ObjectDownload
+        retry(kind(url, file, monitor, timeout).attempt, retries=retries, backoff=backoff)
 
 
 def info(url: ShardURL, timeout: float) -> FileInfo:
@@ -198,8 +197,8 @@ class _Download(ABC):
 
     errors: tuple[type[Exception], ...]  # that a transfer may raise
 
-    def __init__(self, url: ShardURL, file: IO[bytes], monitor: Monitor) -> None:
-        self.url, self.file, self.monitor = url, file, monitor
+    def __init__(self, url: ShardURL, file: IO[bytes], monitor: Monitor, timeout: float) -> None:
+        self.url, self.file, self.monitor, self.timeout = url, file, monitor, timeout
         self.restart()
 
     def restart(self) -> None:
@@ -252,10 +251,6 @@ class _Download(ABC):
 class _HTTPDownload(_Download):
     errors = (OSError, ValueError, http.client.HTTPException)
 
-    def __init__(self, url: ShardURL, file: IO[bytes], monitor: Monitor, timeout: float) -> None:
-        super().__init__(url, file, monitor)
-        self.timeout = timeout
-
     @contextmanager
     def open(self) -> Iterator[Callable[[], bytes]]:
         request = _request(self.url)
@@ -287,9 +282,13 @@ class _HTTPDownload(_Download):
 
     def failure(self, error: Exception) -> ShardError:
         if isinstance(error, HTTPError):
-            error.close()
+            answer = b""
+            with suppress(OSError, http.client.HTTPException), error:
+                answer = getattr(error.fp, "read1", error.read)(CHUNK) if error.code in (400, 403) else b""
             if error.code == 416:  # the file is shorter now than what was received
                 self.restart()
+            if _EXPIRED.search(answer.decode(errors="replace")):
+                return ShardError("credentials", f"{self.url}: {error.code}: the signature of the link has expired")
             transient = error.code >= 500 or error.code in TRANSIENT
             detail = f"{self.url}: {redact(str(error.reason))}"
             return ShardError(f"http_{error.code}", detail, transient=transient)
@@ -307,10 +306,6 @@ class _HTTPDownload(_Download):
 class _ObjectDownload(_Download):
     errors = (Exception,)  # each backend has its own
 
-    def __init__(self, url: ShardURL, file: IO[bytes], monitor: Monitor, timeout: float) -> None:
-        super().__init__(url, file, monitor)
-        self.timeout = timeout
-
     @contextmanager
     def open(self) -> Iterator[Callable[[], bytes]]:
         version, self.total = reach(self.url, _info, self.timeout)
@@ -322,19 +317,9 @@ class _ObjectDownload(_Download):
             source.seek(self.have)
             return source
 
-        source, block = reach(self.url, opened, self.timeout), FIRST_BLOCK
-
-        def read() -> bytes:
-            nonlocal block
-            began = time.monotonic()
-            data: bytes = limited(lambda: source.read(block), self.timeout)
-            # The next request takes an eighth of the limit, as far as the speed of this one tells.
-            fit = len(data) * self.timeout / 8 / max(time.monotonic() - began, 1e-3)
-            block = min(MOST_BLOCK, max(FIRST_BLOCK, int(fit)))
-            return data
-
+        source = reach(self.url, opened, self.timeout)
         try:
-            yield read
+            yield lambda: limited(partial(source.read, BLOCK), self.timeout)
         finally:
             with suppress(Exception):
                 limited(source.close, self.timeout)
@@ -348,12 +333,6 @@ class _ObjectDownload(_Download):
         if isinstance(error, _GONE):
             return ShardError("missing", f"{self.url}: {text}")
         if (reason := denial(error)) is not None:
-            if reason == "denied" and (known := _readable.get(self.url.host)) is not None:
-                try:
-                    reach(known, _info, self.timeout)
-                except Exception as other:
-                    if denial(other) is not None:  # what could be read before is denied as well
-                        reason = "credentials"
             return ShardError(reason, f"{self.url}: {text}", transient=reason == "credentials")
         if isinstance(error, TimeoutError):
             return ShardError("timeout", f"{self.url}: {text} after {self.have:,} bytes", transient=True)

@@ -41,7 +41,11 @@ SECRET_NAME = (
     r"[\w-]*(?:token|secret|passwo?r?d|signature|credential|api-?_?key|access-?_?key\w*|cookie|bearer)[\w-]*"
     r"|sig|key|auth"
 )
-SECRET_VALUE = re.compile(rf"(?i)((?:[?&;]|--?|\b)(?:{SECRET_NAME})(?:=|\s+|:\s*(?!//)))(?!\*\*\*)[^\s&;'\"|]+")
+# The value of `NAME=`, `NAME:`, `--NAME ` and `NAME `, but no word of a sentence, as in "the token has expired".
+SECRET_VALUE = re.compile(
+    rf"(?i)((?:[?&;]|--?|\b)(?:{SECRET_NAME})(?:=|:\s*(?!//))|--?(?:{SECRET_NAME})\s+"
+    rf"|\b(?:{SECRET_NAME})\s+(?![a-z]{{1,12}}[.,;:]?(?:\s|$)))(?!\*\*\*)[^\s&;'\"|]+"
+)
 AUTH_HEADER = re.compile(r"(?i)(authorization\s*[:=]\s*(?:\w+\s+)?)[^\s'\"]+")
 TABLE_FORMATS = {
     ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json",

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from clipstream.checkpoint.open_clip import OpenClipCheckpoint
+from clipstream.checkpoint.resume import agree
 from clipstream.checkpoint.state import OPTIMIZER, RANDOM, STATE, WEIGHTS, load, read_meta
-from clipstream.checkpoint.store import MARKER, agree, fault, find
+from clipstream.checkpoint.store import MARKER, fault, find, locate, markers
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -245,14 +246,19 @@ def of_own(world: World, root: str, resume: str) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("steps", [((), (40,)), ((20,), (20, 40)), ((20,), (40,))])
-def test_folders_that_the_hosts_do_not_share_are_refused(tmp_path: Path, steps: tuple[tuple[int, ...], ...]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "resume"),
+    [(((), (40,)), "auto"), (((20,), (20, 40)), "auto"), (((20,), (40,)), "auto"), (((), (40,)), "latest")],
+)
+def test_folders_that_the_hosts_do_not_share_are_refused(
+    tmp_path: Path, steps: tuple[tuple[int, ...], ...], resume: str
+) -> None:
     """Whichever host has the newer checkpoint: rank 0 alone would begin anew, or lose steps."""
     for rank, own in enumerate(steps):
         for step in own:
             write(tmp_path / str(rank), step)
     name = socket.gethostname()
-    for said in run_ranks(2, of_own, str(tmp_path), "auto"):
+    for said in run_ranks(2, of_own, str(tmp_path), resume):
         assert f"--resume: rank 1 ({name})" in said and f"rank 0 ({name})" in said
         assert "step_000000" in said and "must be shared by all nodes" in said
 
@@ -264,6 +270,27 @@ def test_a_shared_folder_whose_newest_checkpoint_is_damaged(tmp_path: Path) -> N
     (tmp_path / "1").symlink_to(tmp_path / "0")
     said = run_ranks(2, of_own, str(tmp_path), "auto")
     assert said == [str(tmp_path / "0/step_00000001")] * 2
+
+
+@pytest.mark.parametrize("file", [MARKER, WEIGHTS])
+def test_a_checkpoint_that_cannot_be_read_is_neither_removed_nor_passed_over(tmp_path: Path, file: str) -> None:
+    """As of a disk that fails, or a server that is away; here a link to itself (ELOOP)."""
+    for step in (1, 2):
+        write(tmp_path, step)
+    path = tmp_path / "step_00000002" / file
+    content = path.read_bytes()
+    path.unlink()
+    path.symlink_to(path)
+    for resume in ("latest", "auto", str(tmp_path), str(path.parent)):
+        with pytest.raises(SettingsError, match=f"--resume.*: cannot read .*step_00000002/{file}: Too many levels"):
+            agree(partial(find, tmp_path, resume), World())
+    with pytest.raises(SettingsError, match="cannot read"):
+        locate(str(path.parent))
+    for step in (3, 4):
+        write(tmp_path, step, keep_last=1)
+    path.unlink()
+    path.write_bytes(content)
+    assert list(markers(tmp_path)) == ["step_00000004", "step_00000002"], "newest first"
 
 
 def test_which_one_to_resume_from(tmp_path: Path) -> None:

@@ -142,6 +142,24 @@ def test_failures_have_a_reason_and_no_credentials(
     assert "HIDDEN" not in str(error) and "p%20w" not in str(error) and "token=***" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>", "credentials"),
+        ("<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>", "credentials"),
+        ("<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>", "http_403"),
+    ],
+)
+def test_a_signed_link_that_has_expired_is_told_from_a_shard_that_is_denied(
+    site: Unruly, tmp_path: Path, answer: str, reason: str
+) -> None:
+    """S3 answers 403 with a body of XML for both."""
+    url, file = scripted(site, answer, name="0.tar?X-Amz-Signature=HIDDEN")
+    error = failure(make_store(tmp_path, retries=2), url)
+    assert error.reason == reason and file.done.total() == 1 and "HIDDEN" not in error.detail
+    assert ("the signature of the link has expired" in error.detail) == (reason == "credentials")
+
+
 def test_hosts_that_are_not_there_and_what_python_says_of_a_url(tmp_path: Path) -> None:
     with reserved_port() as port:  # nobody listens there
         assert failure(make_store(tmp_path, retries=1), f"http://127.0.0.1:{port}/0.tar").reason == "unreachable"

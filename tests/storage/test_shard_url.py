@@ -90,6 +90,12 @@ def test_credentials_are_hidden() -> None:
         assert "HIDDEN" not in redact(url) and "a.tar" in redact(url)
     for url in ("/d/a.tar", "https://host/key/a.tar?part=3", "pipe:aws s3 cp s3://b/tokens/a.tar -"):
         assert redact(url) == url
+    for said in (
+        "The provided token has expired.",
+        "The security token included in the request is invalid",
+        "The AWS Access Key Id you provided does not exist in our records.",
+    ):
+        assert redact(said) == said
 
 
 def test_commands_are_refused_where_webdataset_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:

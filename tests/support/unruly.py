@@ -108,6 +108,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         draws = file.draws
         if kind.isdigit():
             self.send_error(int(kind))
+        elif kind.startswith("<"):
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(kind)))
+            self.end_headers()
+            self.wfile.write(kind.encode())
         elif kind == "login" and self.headers["Authorization"] != LOGIN:
             self.send_error(401)
         elif kind == "elsewhere":

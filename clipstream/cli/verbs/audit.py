@@ -74,7 +74,7 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
         SettingsError: settings, model or shards cannot be used.
         ClipstreamError: 16 bits where float32 is needed, or --json cannot be written.
     """
-    from clipstream.checkpoint.resume import load_into
+    from clipstream.checkpoint.resume import agree, load_into
     from clipstream.checkpoint.state import read_meta
     from clipstream.report.precision_audit import audit_step
     from clipstream.train import build_model, build_step, first_batch, own_inputs, with_stores
@@ -82,7 +82,7 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     require_equal(settings, world)
     run = Path(own["--run"]) if "--run" in own else None
     checkpoints = None if run is None else run / "checkpoints"
-    found = None if checkpoints is None else store.agree(lambda: store.newest(checkpoints), world, checkpoints)
+    found = None if checkpoints is None else agree(lambda: store.newest(checkpoints), world, checkpoints)
     state = None if found is None else read_meta(found).train
     settings = carried_over(resolve(settings, world), state, world, own_lanes=settings.data.lanes != "auto")
     settings, stored = with_stores(settings, world) if settings.data.sources else (settings, None)
