@@ -151,6 +151,7 @@ OF_OTHERS = {
     "--config", "--help", "--version", "--print-config", "--out", "--output",  # of all parsers
     "--local-loss", "--gather-with-grad", "--lock-image-freeze-bn-stats",  # open_clip's
     "--dereference", "--hard-dereference",  # tar
+    "--master-addr",  # torchrun
     "--alpha_ckd_loss", "--alpha_fd_loss",  # CLIP-KD
     "--vector", "--text", "--image",  # Embedding Atlas
     "--nodes", "--ntasks", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal",
