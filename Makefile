@@ -31,10 +31,12 @@ fuzz: .venv/.installed-dev
 	$(BIN)/python -m tests.support.fuzz $(MINUTES) $(SEED)
 
 # Clusters of this machine, which the tests start: the batch scripts of docs/distributed.md on a real Slurm (Debian's
-# slurm-wlm and munge), and executors on Ray and Dask.
+# slurm-wlm and munge), faults on two hosts that are network namespaces (root; half an hour), and executors on Ray and
+# Dask.
 test-cluster: .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[ray,dask]'
-	$(BIN)/python -m pytest -v -m '' tests/distributed/test_slurm.py tests/distributed/test_executors.py
+	$(BIN)/python -m pytest -v -m '' tests/distributed/test_slurm.py tests/distributed/test_hosts.py \
+		tests/distributed/test_executors.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
