@@ -42,7 +42,7 @@ from clipstream.utils.section import Count, checked, with_home
 MARKER, LATEST, BEST = "COMPLETE", "latest", "best"
 NAME = re.compile(r"step_(\d{8})(\.old)?")  # .old: moved aside for a new save of the same step
 DRAFT, ASIDE = ".tmp", ".old"
-CLAIM = "rescue-"
+CLAIM, CLAIMED = "rescue-", 3600.0  # s for which a claim stays; train.rescue_seconds is shorter
 LOCK = ".lock"
 WORKERS_END = 30.0  # s for a dead process's data workers to end; they hold its lock as well
 # Files that a run may have written before its first step.
@@ -371,8 +371,10 @@ def claim(folder: Path, name: str) -> None:
 
 
 def clear_claims(folder: Path) -> None:
+    """Delete old claims; a rank that no other reaches may still look for one of the attempt before this one."""
     for path in folder.glob(f"{CLAIM}*"):
-        path.unlink(missing_ok=True)
+        if path.stat().st_mtime < time.time() - CLAIMED:
+            path.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:

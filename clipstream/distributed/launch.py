@@ -219,6 +219,7 @@ class FailureWatch:
         self._deadline = math.inf  # of the main thread
         self._cleanups: list[Callable[[], object]] = []
         self._on_stop: Callable[[str], object] | None = None
+        self._found = threading.Event()  # the main thread knows the cause
         self._ending = threading.Event()  # the main thread ends by itself
         self._stopped = threading.Event()
         self._once, self._taking = threading.Lock(), threading.Lock()
@@ -272,8 +273,9 @@ class FailureWatch:
         """
         _ignore_sigterm()
         cause = self._first_cause(error)
+        self._found.set()
         self.world.abort()
-        self._deadline = time.monotonic() + (self.rescue_seconds or GRACE)
+        self._deadline = min(self._deadline, time.monotonic() + (self.rescue_seconds or GRACE))
         return cause
 
     def set_outcome(self, code: int, text: str) -> None:
@@ -304,6 +306,7 @@ class FailureWatch:
             The exit code of the first cause.
         """
         self._ending.set()
+        self._found.set()
         _ignore_sigterm()
         if self._keys is None:
             return self._print(self._first_cause(error), error)
@@ -333,7 +336,7 @@ class FailureWatch:
     def first_error(self, error: BaseException) -> BaseException:
         """The error to raise after `report(error)`: that of the first rank that failed, which may be `error` itself."""
         cause = self.cause
-        if cause is None or cause.rank == self.world.rank:
+        if cause is None or (cause.rank == self.world.rank and cause.code != Stopped.exit_code):
             return error
         kinds = {kind.exit_code: kind for kind in (SettingsError, DataError, DivergedError, CopyError, Stopped)}
         return kinds.get(cause.code, ClipstreamError)(f"rank {cause.rank}: {cause.message}")
@@ -389,14 +392,15 @@ class FailureWatch:
             return
         if self.rescue_seconds:
             self.world.abort()
-        self._deadline = time.monotonic() + (self.rescue_seconds or GRACE)
-        while time.monotonic() < self._deadline:
-            if self._ending.wait(POLL):
-                return
-        if self.cause.stuck:
+        self._deadline = min(self._deadline, time.monotonic() + (self.rescue_seconds or GRACE))
+        self._found.wait(GRACE)
+        if self.cause.stuck and not self._found.is_set():
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = traceback.format_stack(frame)
             print(f"rank {self.world.rank} is at:", *stack, sep="\n", file=sys.stderr, flush=True)
+        while time.monotonic() < self._deadline:
+            if self._ending.wait(POLL):
+                return
         self.run_cleanups()
         self.embedded = False  # nothing is raised here
         self._tell(self.cause, None)

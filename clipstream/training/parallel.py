@@ -106,12 +106,14 @@ def warm_up_buckets(module: nn.Module, forward: Callable[[], None], world: World
     if not isinstance(module, DistributedDataParallel):
         return
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with same_randomness(world.device):
-        for _ in range(2):  # the buckets are rebuilt when the second pass begins
-            forward()
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    try:
+        with same_randomness(world.device):
+            for _ in range(2):  # the buckets are rebuilt when the second pass begins
+                forward()
+    finally:  # also where another rank fails, and this one saves
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
     module.zero_grad(set_to_none=True)
 
 

@@ -96,6 +96,7 @@ class Rescue:
         self._drawn: list[int] = []  # the last steps that drew random numbers
         self._positions: dict[int, tuple[DataState, torch.Tensor, _Skips]] = {}  # by steps done
         self._skips: _Skips = {}  # of all ranks
+        self._own_skips: _Skips = {}  # of this one
         self._width = 0  # numbers of a lane
         self.position = DataState()
 
@@ -110,19 +111,19 @@ class Rescue:
     def exchange(self, step: int, data: DataState, *flags: bool) -> list[bool]:
         """As `World.any`, and remember the positions of all ranks after `step` steps. Collective."""
         self.position = data
-        rows = [
-            [lane.drawn, *(number for one in lane.cursors for number in (one.group, one.window, one.position))]
-            for lane in data.lanes.values()
-        ]
         table = np.zeros((data.lanes_total, self._width), np.int64)
-        if rows:
-            table[list(data.lanes)] = rows
+        rows: list[int] = []
+        for lane in data.lanes.values():
+            rows.append(lane.drawn)
+            for one in lane.cursors:
+                rows += one.group, one.window, one.position
+        table[list(data.lanes)] = np.array(rows, np.int64).reshape(-1, self._width)
         skips = {
             number: [one.skipped for one in lane.cursors]
             for number, lane in data.lanes.items()
             if any(one.skipped for one in lane.cursors)
         }
-        changed = skips != {number: skipped for number, skipped in self._skips.items() if number in data.lanes}
+        changed, self._own_skips = skips != self._own_skips, skips
         tensor = self.world.all_reduce_sum(torch.from_numpy(np.concatenate(([*flags, changed], table.ravel()))))
         *found, changed = (bool(count) for count in tensor[: len(flags) + 1].tolist())
         if changed:
@@ -155,7 +156,7 @@ class Rescue:
             raise
         except Exception as error:
             cause = self.watch.find_cause(error)
-            lost = set() if cause.broken else {*cause.dead} or {cause.rank}
+            lost = set() if cause.broken or cause.stuck else {*cause.dead} or {cause.rank}
             if cause.code == 1 and self.world.rank not in lost:
                 self._rescue(cause, lost, held)
             raise
@@ -170,7 +171,7 @@ class Rescue:
             text = f"the steps since the last checkpoint are lost ({why})"
             self.watch.set_outcome(cause.code, text)
         else:
-            code = Stopped.exit_code if cause.dead or cause.broken else cause.code
+            code = Stopped.exit_code if cause.dead or cause.broken or cause.stuck else cause.code
             text = f"rank {rank} saved step {step}; the same command with --resume latest goes on"
             self.watch.set_outcome(code, text)
 
@@ -187,7 +188,8 @@ class Rescue:
         nonfinite = bool(held.state.rollback.nonfinite) or not all(bool(w.isfinite().all()) for w in weights)
         counts = held.counts[self.world.rank]
         digest = 0 if mesh is not None else _digest(weights)
-        part = _Part(held.state.step, nonfinite, shard, digest, counts, _on_cpu(model.totals), model.torn is not None)
+        totals = None if model.totals is None else model.totals.cpu()
+        part = _Part(held.state.step, nonfinite, shard, digest, counts, totals, model.torn is not None)
         parts: list[_Part] = world.gather_objects(part)
         newest = max(part.step for part in parts)
         having = [number for number, part in enumerate(parts) if part.step == newest]
@@ -297,10 +299,6 @@ def _digest(tensors: Sequence[torch.Tensor]) -> int:
     for tensor in tensors:
         found = crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
     return found
-
-
-def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.cpu()
 
 
 def _same(state: RandomState, other: RandomState) -> bool:

@@ -298,6 +298,8 @@ class Trainer:
                 row = self.rollback.state.nonfinite + 1
                 if (restored := self.rollback.on_step(step, result)) is not None:
                     self._write({"step": step, "rollback": {"to": restored, "skipped": row}})
+                    if self.rescue is not None:  # the random states are those of another step
+                        self.rescue.end_step(self.step)
 
     def _count(self, started: _Started) -> StepResult:
         result = started.wait()

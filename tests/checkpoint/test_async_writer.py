@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from clipstream.checkpoint import store
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.state import OPTIMIZER, WEIGHTS, TensorFile, load, metadata, read, read_meta
 from clipstream.checkpoint.store import BEST, find, marker_of
@@ -380,3 +381,13 @@ def test_a_crash_at_any_operation_leaves_a_whole_one(stride: int, tmp_path: Path
     assert int(last) > 150, "there are more operations than that"
     assert json.loads((tmp_path / last / "step_00000002" / "state.json").read_text())["train"]["samples"] == 2
     assert OPTIMIZER in names(tmp_path / last / "step_00000002")
+
+
+def test_a_claim_stays_as_long_as_a_rank_that_is_out_of_reach_may_look_for_it(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        store.claim(tmp_path, name)
+    os.utime(tmp_path / "rescue-old", (0, 0))
+    saver_of(tmp_path)  # of the next attempt
+    store.claim(tmp_path, "old")
+    with pytest.raises(ClipstreamError, match="another rank, which cannot be reached, saves it"):
+        store.claim(tmp_path, "new")

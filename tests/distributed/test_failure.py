@@ -25,11 +25,12 @@ from torch.distributed import HashStore, distributed_c10d
 from clipstream.data.loader import batch_buffers
 from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
 from clipstream.distributed import launch
+from clipstream.distributed.cause import Cause
 from clipstream.distributed.launch import POLL, FailureWatch, run_ranks
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.shared_keys import SharedKeys
 from clipstream.distributed.world import World
-from clipstream.errors import DataError
+from clipstream.errors import DataError, Stopped
 from clipstream.text import Lines
 from tests.support.fake_cuda import FakeCuda
 from tests.support.forks import wait_until
@@ -138,6 +139,15 @@ def test_a_rank_that_is_waited_for_too_long_says_where_it_is() -> None:
         assert end.stderr.splitlines()[-1].startswith(
             "error: rank 0: waited longer than --run.timeout for another rank"
         )
+
+
+def test_a_program_whose_connections_broke_learns_that_the_step_is_saved() -> None:
+    watch, error = FailureWatch(World()), RuntimeError("Connection closed by peer")
+    watch.cause = Cause(0, 1, "the connection to another rank broke", broken=True)
+    assert watch.first_error(error) is error
+    watch.set_outcome(Stopped.exit_code, "rank 0 saved step 4")
+    told = watch.first_error(error)
+    assert isinstance(told, Stopped) and "broke; rank 0 saved step 4" in str(told)
 
 
 def behind(world: World, kind: str) -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from clipstream.checkpoint.async_writer import Snapshot
 from clipstream.checkpoint.state import OPTIMIZER, RANDOM, metadata
@@ -102,6 +105,24 @@ def train_and_break(world: World, argv: list[str]) -> int:
     return train_on(world, argv)
 
 
+def train_and_stick(world: World, argv: list[str]) -> int:
+    """Rank 1 does not come to the exchange in the forward pass of step 5, for which rank 0 waits 2 s."""
+    forward, count = GradCache.__call__, 0
+
+    def sticking(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        while count == 5 and world.rank == 1:
+            time.sleep(0.1)
+        if count == 5:
+            set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
+            set_timeout(timedelta(seconds=2), None)
+        return forward(*args)
+
+    GradCache.__call__ = sticking  # type: ignore[method-assign]
+    return train_on(world, argv)
+
+
 def run(place: Path, name: str, *more: str) -> list[str]:
     """A run with averages and dropout, whose random numbers differ between the ranks."""
     model = ["--force-patch-dropout", "0.25"] if "ddp" in name else []
@@ -190,3 +211,28 @@ def test_broken_connections_of_ranks_that_live_cost_no_step(undisturbed: Path) -
     assert "the connection to another rank broke" in ends[0].stderr and "rank 0 saved step 4;" in ends[0].stderr
     assert [end.code for end in end_ranks(2, train_on, [*argv, "--resume", "latest"])] == [0, 0]
     same_end(undisturbed, "ddp-broken", "ddp-whole")
+
+
+@pytest.mark.ci
+def test_a_rank_that_is_stuck_costs_no_step(undisturbed: Path) -> None:
+    argv = run(undisturbed, "ddp-stuck")
+    ends = end_ranks(2, train_and_stick, [*argv, "--train.rescue-seconds", "20"])
+    assert [end.code for end in ends] == [75, 1], ends
+    assert "waited longer than --run.timeout for another rank" in ends[0].stderr
+    assert "rank 0 saved step 4; the same command" in ends[0].stderr, ends[0].stderr
+    assert "rank 1 is at:" in ends[1].stderr and "in sticking" in ends[1].stderr
+    assert [end.code for end in end_ranks(2, train_on, [*argv, "--resume", "latest"])] == [0, 0]
+    same_end(undisturbed, "ddp-stuck", "ddp-whole")
+
+
+@pytest.mark.ci
+def test_random_states_after_a_return_to_older_weights_are_those_of_the_run(place: Path) -> None:
+    """After step 6 the run returns to step 2; its rank dies in step 7."""
+    more = ["--loss.type", "tests.training.test_rollback:Broken", "--loss.steps", "[4, 5, 6]", "--train.max-nonfinite"]
+    for name in ("ddp-returned", "ddp-returned-killed"):
+        argv = run(place, name, *more, "3", "--checkpoint.keep-last", "9")
+        ends = end_ranks(2, train_and_die, argv, 1, "forward", 7 if "killed" in name else 0)
+        assert lines(place, name, "rollback") == [{"step": 6, "rollback": {"to": 2, "skipped": 3}}]
+    assert [end.code for end in ends] == [75, -9] and "saved step 6;" in ends[0].stderr, ends
+    assert [end.code for end in end_ranks(2, train_on, [*argv, "--resume", "latest"])] == [0, 0]
+    same_end(place, "ddp-returned-killed", "ddp-returned")

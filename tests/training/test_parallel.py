@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +28,7 @@ from clipstream.training.parallel import (
     parallelize,
     shard_like,
     synchronize_batch_norm,
+    warm_up_buckets,
     wrap,
 )
 from clipstream.training.settings import Precision, TrainSettings
@@ -128,6 +131,25 @@ def refused(world: World, batch_norm: bool, precision: Precision) -> str:
 def test_what_does_not_go_together(batch_norm: bool, precision: Precision, said: str) -> None:
     for found in run_ranks(2, refused, batch_norm, precision):
         assert said in found and bool(said) == bool(found)
+
+
+def test_batch_statistics_are_as_before_where_the_first_passes_fail(alone_in_group: None) -> None:
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)))
+
+    def forward() -> None:
+        wrapped(torch.ones(2, 3))
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        warm_up_buckets(wrapped, forward, World())
+    assert not wrapped.module[1].running_mean.any() and wrapped.module[1].num_batches_tracked == 0
+
+
+@pytest.fixture
+def alone_in_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def test_batch_norm_over_ranks_requires_gpus() -> None:
