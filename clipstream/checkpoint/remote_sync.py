@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +58,7 @@ class RemoteDir:
         self._url = with_variables(url).rstrip("/")
         self.shown, self.setting = redact(url.rstrip("/")), setting
         try:
-            self._parts, self._local = self._reach(_abilities)
+            self._parts = self._reach(_parts)
         except (ShardError, TimeoutError) as error:
             raise SettingsError(f"{setting}: {getattr(error, 'detail', error)}") from error
 
@@ -67,7 +68,13 @@ class RemoteDir:
         return reach(ShardURL(self._url), act, limit or LIMIT, alive)
 
     def __truediv__(self, name: str) -> RemoteDir:
-        return RemoteDir(f"{self._url}/{name}", self.setting)
+        return self._at(f"{self._url}/{name}")
+
+    def _at(self, url: str) -> RemoteDir:
+        """Another place of the same storage."""
+        other = copy(self)
+        other._url, other.shown = url, redact(url)
+        return other
 
     @property
     def name(self) -> str:
@@ -75,7 +82,7 @@ class RemoteDir:
 
     @property
     def parent(self) -> RemoteDir:
-        return RemoteDir(self._url.rpartition("/")[0], self.setting)
+        return self._at(self._url.rpartition("/")[0])
 
     def names(self) -> list[str]:
         """Names of the folder's entries; empty if the folder does not exist, or the listing fails to show it."""
@@ -100,7 +107,6 @@ class RemoteDir:
             return None
 
     def write(self, content: bytes) -> None:
-        self._make_parent()
         self._reach(lambda system, path: system.pipe_file(path, content), self.limit(len(content)))
 
     def upload(self, file: Path, moved: Callable[[float], object] = lambda limit: None) -> None:
@@ -114,7 +120,6 @@ class RemoteDir:
         size = file.stat().st_size
         limit = self.limit(size)
         progress, alive = progress_of(lambda: moved(limit))
-        self._make_parent()
         options = {"callback": progress, **self._parts}
         self._reach(lambda system, path: system.put_file(str(file), path, **options), limit, alive)
         if (there := self.size()) != size:
@@ -169,17 +174,11 @@ class RemoteDir:
         """The whole checkpoints in this folder, newest first."""
         return {name: one for name, one in self.examined().items() if isinstance(one, Marker)}
 
-    def _make_parent(self) -> None:
-        """Object stores have no folders, and making one may need permissions that the user lacks."""
-        if self._local is not None:
-            self._local.parent.mkdir(parents=True, exist_ok=True)
 
-
-def _abilities(system: Any, path: str) -> tuple[dict[str, int], Path | None]:
-    """The arguments for an upload in parts that the backend takes, and the path on a file system of this machine."""
+def _parts(system: Any, path: str) -> dict[str, int]:
+    """The arguments for an upload in parts that the backend takes."""
     own = inspect.signature(getattr(system, "_put_file", system.put_file)).parameters
-    parts = {name: value for name, value in (("chunksize", PART), ("max_concurrency", PARTS)) if name in own}
-    return parts, Path(path) if "file" in system.protocol else None
+    return {name: value for name, value in (("chunksize", PART), ("max_concurrency", PARTS)) if name in own}
 
 
 def pointed_name(content: bytes | None) -> str:
@@ -369,11 +368,9 @@ class RemoteSync:
         for name, marker in local.items():
             if self._there.get(name) != marker:
                 self._copy_one(name, marker)
-        files = [self._folder / name for name in SMALL]
-        files += [self._checkpoints / name for name in (LATEST, BEST)]
-        for file in files:
-            if file.is_file():
-                target, content = self.remote / str(file.relative_to(self._folder)), file.read_bytes()
+        for name in (*SMALL, f"{CHECKPOINTS}/{LATEST}", f"{CHECKPOINTS}/{BEST}"):
+            if (self._folder / name).is_file():
+                target, content = self.remote / name, (self._folder / name).read_bytes()
                 self._do(partial(target.write, content), target.limit(len(content)))
         if not any(self._there.get(name) for name in local):
             return

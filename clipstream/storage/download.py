@@ -384,8 +384,9 @@ def filesystem_of(url: ShardURL) -> tuple[Any, str]:
     Raises ShardError: `unknown_scheme` if the backend is not installed; `unreachable` if it connects at once, and
     cannot.
     """
+    options = {} if url.path is None else {"auto_mkdir": True}  # object stores have no folders
     try:
-        system, path = _fsspec().core.url_to_fs(url.full)
+        system, path = _fsspec().core.url_to_fs(url.full, **options)
     except (ImportError, ValueError) as error:
         extra = EXTRAS.get(url.scheme or "file")
         advice = f"pip install 'clipstream[{extra}]'" if extra else str(error)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from clipstream.checkpoint import remote_sync
 from clipstream.checkpoint.store import find
 from clipstream.cli.verbs.train import main
 from clipstream.distributed.world import World
@@ -142,6 +143,25 @@ def on_a_node(world: World, argv: list[str]) -> int:
     """A rank's run, on a node of its own."""
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     return main(argv)
+
+
+def with_short_waits(world: World, argv: list[str]) -> int:
+    """A rank's run, which tries a failed copy again at once."""
+    remote_sync.BACKOFF = 0.001
+    return train_on(world, argv)
+
+
+def test_all_ranks_of_a_run_whose_copy_is_behind_end_with_5(place: Path, tmp_path: Path) -> None:
+    """The remote folder has a folder in the place of a file."""
+    (tmp_path / "far/behind/metrics.jsonl").mkdir(parents=True)
+    argv = flags(place, "behind", "--remote-sync", f"file://{tmp_path}/far", steps=2)
+    ends = end_ranks(2, with_short_waits, argv)
+    assert [end.code for end in ends] == [5, 5], ends[0].stderr
+    assert "the run is complete, but the copy in file://" in ends[0].stderr + ends[1].stderr
+    assert "Traceback" not in ends[0].stderr + ends[1].stderr
+    (tmp_path / "far/behind/metrics.jsonl").rmdir()
+    go([*argv, "--resume", "latest"], ranks=2)
+    assert (tmp_path / "far/behind/metrics.jsonl").is_file()
 
 
 def test_a_save_that_fails_ends_all_ranks_with_its_message(place: Path) -> None:

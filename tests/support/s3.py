@@ -63,6 +63,7 @@ class S3:
         self.fault: Callable[[Request], str | None] = lambda request: None
         self.before: Callable[[Request], object] = lambda request: None
         self.left: int | None = None
+        self.hung = True  # whether requests wait without an end, or may be another server's
         self.requests: list[Request] = []
         self.ended = threading.Event()
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -83,6 +84,9 @@ class S3:
     def clear(self) -> None:
         """Begin anew with an empty bucket and no fault."""
         S3.heal(self)
+        if self.hung:  # the connections of s3fs are taken
+            s3fs.S3FileSystem.clear_instance_cache()
+        self.hung = False
         with contextlib.suppress(self.client.exceptions.NoSuchBucket):
             for name in self.names():
                 self.client.delete_object(Bucket=BUCKET, Key=name)
@@ -129,6 +133,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         fault = site.fault(request)
         body = self._body()
         if fault == "hang":
+            site.hung = True
             site.ended.wait(600)
         if body is None or fault in ("hang", "reset"):
             self.close_connection = True
