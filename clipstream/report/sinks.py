@@ -429,8 +429,9 @@ def flat(tree: Record, prefix: str = "", separator: str = "/") -> Record:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, which TensorBoard renders."""
-    cells = [[printable(" ".join(cell.replace("|", "\\|").split()), MESSAGE) for cell in row] for row in rows]
+    """A Markdown table, which TensorBoard renders. Its cells are texts, without links, images and HTML."""
+    texts = [[printable(" ".join(cell.split()), MESSAGE).replace("<", "&lt;") for cell in row] for row in rows]
+    cells = [[re.sub(r"[\\`\[|]", r"\\\g<0>", text) for text in row] for row in texts]
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *cells])
 
 

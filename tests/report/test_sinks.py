@@ -7,16 +7,18 @@ import json
 import math
 import re
 import shutil
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from tensorboard import plugin_util
 
 from clipstream.evals.context import Example, Table
 from clipstream.report import sinks
-from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, scalars
+from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard, markdown_table, scalars
 from clipstream.report.terminal import ProgressDisplay, table
 from clipstream.text import duration, percent
 
@@ -118,6 +120,24 @@ def test_tensorboard_is_purged_on_resume_and_shows_images_and_their_words(tmp_pa
     assert b"a \\| b | c; d | place 2 | best |" in text.tensor_proto.string_val[0]
     (text,) = events.Tensors("tables/kinds/the worst/text_summary")
     assert text.tensor_proto.string_val[0] == b"| class | right |\n| --- | --- |\n| a \\| b | 1 of 2 |"
+
+
+@pytest.mark.parametrize("before", ["", "\\", "`", "|", "a "])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "![x](http://host/x.png)",
+        "[x](http://host)",
+        "![x][y] [y]: http://host",
+        "<http://host>",
+        "<img src='http://x'>",
+    ],
+)
+def test_tensorboard_makes_no_image_and_no_link_of_a_caption(before: str, text: str) -> None:
+    """TensorBoard (2.20) lets images and links of Markdown and of HTML pass to the page."""
+    html = plugin_util.markdown_to_safe_html(markdown_table(("text", "note"), [[before + text, "note"]]))
+    assert html.count("<td>") == 2 and not re.search("<img|<a ", html)
+    assert before + text in unescape(html)
 
 
 def test_lines_off_a_terminal() -> None:
