@@ -22,7 +22,6 @@ from clipstream.errors import absent, did_you_mean
 from clipstream.storage.shard_url import GENERATED, ONLY_NAMED, PATH_SCHEMES, WITHHELD
 from clipstream.text import Lines, listed, message, printable
 from clipstream.utils.atomic_write import note_input
-from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import (
     Path,
     PluginSection,
@@ -268,7 +267,7 @@ def harmless(node: Node, file: str, problems: list[str], path: Path = ()) -> Nod
     if isinstance(value, list):
         items = enumerate(value)
         return replace(node, value=[harmless(part, file, problems, (*path, number)) for number, part in items])
-    code = key in ("type", "transform") and isinstance(text, str) and is_plugin(text)
+    code = key in ("type", "transform") and ":" in str(text)  # as `load_plugin` takes it, also of modules with a dash
     if code or (key == "trust_remote_code" and value not in (None, False)):
         problems.append(f"{node.place}: {dotted(path)}: {printable(text)} is Python code, {ONLY_NAMED.format(file)}")
     if path[:1] not in (("data",), ("evals",)) or not isinstance(text, str):

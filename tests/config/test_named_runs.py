@@ -37,7 +37,8 @@ class Foreign:
     def __init__(self, made: Path, folder: Path) -> None:
         self.run, self.mark, self.data = folder / "run", folder / "run" / "ran", f"{made.parent.parent}/val/*.tar"
         shutil.copytree(made, self.run)
-        (self.run / "evil.py").write_text(CODE)
+        for name in ("evil", "evil-2"):
+            (self.run / f"{name}.py").write_text(CODE)
         self.config = self.run / "config.yaml"
         self.tree: dict[str, Any] = yaml.safe_load(self.config.read_text())
 
@@ -131,6 +132,9 @@ def test_commands_and_urls_of_a_named_run_are_an_error_where_they_are_read(
     ("key", "value"),
     [
         ("tokenizer.type", "evil:part"),
+        ("tokenizer.type", "evil-2:part"),
+        ("data.sources.train.transform", "evil-2:part"),
+        ("data.sources.train.type", "evil-2:part"),
         ("data.sources.train.type", "evil:part"),
         ("data.sources.train.transform", "evil:part"),
         ("data.sources.train.caption", {"type": "evil:part"}),
