@@ -71,7 +71,7 @@ class Run:
 
     @property
     def settings(self) -> Settings:
-        """The resolved settings, from config.yaml, whose own parts (`module:Name`) are imported. Raises SettingsError."""
+        """The resolved settings, from config.yaml, whose plug-ins are imported. Raises SettingsError."""
         file = self.folder / "config.yaml"
         if not file.is_file():
             raise SettingsError(f"{self.folder} has no config.yaml: start the run again")
