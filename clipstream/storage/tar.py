@@ -26,7 +26,7 @@ from typing import NamedTuple, overload
 
 from clipstream.errors import DataError, Dropped
 from clipstream.text import printable
-from clipstream.utils.content import MOST_MEMBER, MOST_TEXT, check_bytes, describe
+from clipstream.utils.content import MOST_MEMBER, MOST_TEXT, check_bytes, describe, file_state
 
 BLOCK = 512
 AHEAD = 1 << 16  # bytes read at once if headers are close to each other
@@ -420,19 +420,15 @@ class Shard:
         self.path = Path(path)
         self._fd = os.open(path, os.O_RDONLY)
         try:
-            self.state = list(state) or self._now()
+            self.state = list(state) or file_state(self._fd)[:2]
             self.index = _scan(self._fd) if index is None else index
             self._check()
         except BaseException:
             self.close()
             raise
 
-    def _now(self) -> list[int]:
-        stat = os.fstat(self._fd)
-        return [stat.st_size, stat.st_mtime_ns]
-
     def _check(self) -> None:
-        if self._now() != self.state:
+        if file_state(self._fd)[:2] != self.state:
             raise ShardChanged(f"{self.path} has changed since its samples were listed: run the command again")
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:

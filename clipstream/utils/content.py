@@ -246,9 +246,9 @@ def rows_of(found: Mapping[str, Any]) -> Iterable[Mapping[str, Any]] | None:
     return [dict(zip(found, row, strict=True)) for row in zip(*values, strict=True)] if alike else None  # "list"
 
 
-def file_state(path: str | os.PathLike[str]) -> list[int]:
-    """What tells that a file or folder has changed: its bytes, and the times of its last change and of that of its
-    inode, in ns; [] if it is not there.
+def file_state(path: str | os.PathLike[str] | int) -> list[int]:
+    """What tells that a file (or its descriptor) or folder has changed: its bytes, and the times of its last change and
+    of that of its inode, in ns; [] if it is not there.
 
     `cp -p`, `rsync -t` and the like set the first time to an older one; the second is the system's own.
     """

@@ -226,6 +226,7 @@ def test_another_plan_is_refused(shards: str, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").write_text("")
     assert main([str(tmp_path / "mine"), shards]) == 2 and "is not empty" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
 
 
 def test_every_source_is_read_with_default_flags(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from clipstream.data.packing.shards import Merged, Packed, PackShard, Plan, held
 from clipstream.data.scan import identity
 from clipstream.data.sources import Source, SourceContext, indexes
 from clipstream.data.sources.tars import SIZES
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import DataError, SettingsError, errors_as
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, in_braces, redact
@@ -147,12 +147,24 @@ class RemoteOut:
 def main(argv: list[str]) -> int:
     """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if samples cannot be read or written."""
     asked = arguments(argv)
-    with working_in(asked.folder):
-        try:
+    with errors_as(DataError, "", ShardError):
+        _claim(asked)
+        with working_in(asked.folder):
             pack(asked)
-        except ShardError as error:
-            raise DataError(str(error)) from error
     return 0
+
+
+def _claim(asked: Asked) -> None:
+    """Raises SettingsError: OUT has other files, or is read. It is not changed."""
+    folder, remote = asked.folder, asked.remote
+    if remote is None:
+        there = [path.name for path in folder.glob("[!.]*")]
+        atomic_write.claim_output(folder / "0.tar", "OUT")
+        atomic_write.claim_output(asked.parts, "OUT", holds=True)
+    else:
+        there = remote.names()
+    if there and PLAN_FILE not in there:
+        raise SettingsError(f"{redact(asked.out)} is not empty, it holds {min(there)}: use another folder")
 
 
 def arguments(argv: Sequence[str]) -> Asked:
@@ -234,13 +246,6 @@ def pack(asked: Asked) -> None:
     """Write the shards. Raises SettingsError, DataError, WorkInterrupted, OSError."""
     began, parts, folder = time.monotonic(), asked.parts, asked.folder
     remote = asked.remote
-    there = [one.name for one in folder.iterdir()] if remote is None else remote.names()
-    there = [name for name in there if not name.startswith(".")]
-    if there and PLAN_FILE not in there:
-        raise SettingsError(f"{redact(asked.out)} is not empty, it holds {min(there)}: use another folder")
-    if remote is None:
-        atomic_write.claim_output(folder / "0.tar", "OUT")
-        atomic_write.claim_output(parts, "OUT", holds=True)
     data = asked.settings.data  # a cache with a limit may not hold all that is read at random
     own = data.cache is None or data.cache_gib is not None
     data = data.model_copy(update={"cache": str(parts / "cache") if own else data.cache, "cache_gib": None})
