@@ -92,6 +92,10 @@ def test_the_verb_exports_all_parts_of_features(tmp_path: Path, capsys: pytest.C
         assert main(["features", store, str(tmp_path / name), *flags]) == 0
         assert sorted(capsys.readouterr().out.split()) == sorted(str(tmp_path / name / file) for file in wanted)
         assert all((tmp_path / name / file).is_file() for file in wanted)
+    (tmp_path / "out" / "image").rename(tmp_path / "out" / "teacher")  # of a store that has such a part
+    assert main(["features", store, str(tmp_path / "out")]) == 2
+    assert "is of another export, with a part that this store lacks" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "image").exists()
     for argv, said in (
         ([store, "--part", "ids"], "no features 'ids'"),
         ([store, "--rows", "0"], "at least 1, not 0"),

@@ -38,7 +38,7 @@ from clipstream.report.pages import small_jpeg
 from clipstream.report.sinks import lines, markdown_table
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact_tree
-from clipstream.text import MESSAGE, printable
+from clipstream.text import MESSAGE, file_name, printable
 from clipstream.utils.atomic_write import claim_output, note_input
 from clipstream.utils.logs import logger
 
@@ -118,9 +118,13 @@ def export_features(options: argparse.Namespace) -> None:
     store, how = FeatureStore(options.store, options.cache), (options.format, options.dtype, options.captions)
     if options.format != "parquet" and options.images:
         raise SettingsError("--images is a column of Parquet files: use --format parquet")
+    parts = options.part or store.manifest.feature_parts
+    for path in () if options.part else Path(options.out).glob("*/*.parquet"):
+        if path.parent.name not in map(file_name, parts):
+            raise SettingsError(f"{path} is of another export, with a part that this store lacks: name another folder")
     with contextlib.closing(ShardCache(None)) as cache:
         images = None if options.images is None else partial(_thumbnails, StoredImages(store, options.images, cache))
-        for part in options.part or store.manifest.feature_parts:
+        for part in parts:
             more = {} if images is None else {"image": Column(IMAGE, images)}
             if options.captions and images is not None and not store.manifest.per_caption(part):
                 more["caption"] = Column(pa.string(), lambda columns: [own[0] for own in columns["captions"]])
