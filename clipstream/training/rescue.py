@@ -164,7 +164,7 @@ class Rescue:
 
     def _rescue(self, cause: Cause, lost: set[int], held: Callable[[], Held]) -> None:
         try:
-            survivors = meet_survivors(self.world, self.watch.store, lost, self.seconds / 2)
+            survivors = meet_survivors(self.world, self.watch.store, lost, self.seconds / 3)
             step, rank = self._save(survivors, held())
         except Exception as error:  # whatever it is, the first cause is told
             why = next(iter(str(error).splitlines()), type(error).__name__)
