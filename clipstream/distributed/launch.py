@@ -336,7 +336,9 @@ class FailureWatch:
     def first_error(self, error: BaseException) -> BaseException:
         """The error to raise after `report(error)`: that of the first rank that failed, which may be `error` itself."""
         cause = self.cause
-        if cause is None or (cause.rank == self.world.rank and cause.code != Stopped.exit_code):
+        if cause is None or isinstance(error, Stopped):
+            return error
+        if cause.rank == self.world.rank and cause.code != Stopped.exit_code:
             return error
         kinds = {kind.exit_code: kind for kind in (SettingsError, DataError, DivergedError, CopyError, Stopped)}
         return kinds.get(cause.code, ClipstreamError)(f"rank {cause.rank}: {cause.message}")

@@ -384,7 +384,8 @@ def filesystem_of(url: ShardURL) -> tuple[Any, str]:
     Raises ShardError: `unknown_scheme` if the backend is not installed; `unreachable` if it connects at once, and
     cannot.
     """
-    options = {} if url.path is None else {"auto_mkdir": True}  # object stores have no folders
+    # Object stores have no folders; `local:` is fsspec's other name of `file:`.
+    options = {"auto_mkdir": True} if url.path is not None or url.scheme == "local" else {}
     try:
         system, path = _fsspec().core.url_to_fs(url.full, **options)
     except (ImportError, ValueError) as error:
