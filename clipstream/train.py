@@ -178,7 +178,9 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
     if stored is not None:
         check_stores(stored, settings.data, towers, tokenizer)
         tell_stored(settings, world, stored.views)
-    prepare_towers(towers, train.arithmetic, model, world.device, tf32=train.tf32, keep=world.is_main)
+    # Any rank may have to save, where others are lost.
+    keep = world.is_main or train.rescue_seconds > 0
+    prepare_towers(towers, train.arithmetic, model, world.device, tf32=train.tf32, keep=keep)
     if stored is not None:
         remove_towers(stored, towers)
     teacher = None

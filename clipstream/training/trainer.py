@@ -441,13 +441,14 @@ class Trainer:
             record |= {"loss_scale": result.loss_scale, "overflow_rate": sums.overflows / sums.steps}
         if self.length.epoch_samples:
             record["epoch"] = self.samples / self.length.epoch_samples
+        self._interval = IntervalState()  # first: another rank may die while it writes the line
         self._write(record)
         about = {"data_wait": waited, "seconds": seconds, "bottleneck": bottleneck}
         self._write({"step": self.step, **about, "stages": stages.summary()})
         self._write_dropped()
         if self.step % (self.length.log_every * HEALTH_LINES) == 0 or self.step == self.length.log_every:
             self._write_health()
-        self._interval, self._clock = IntervalState(), _Clock(self.loader.wait_seconds)
+        self._clock = _Clock(self.loader.wait_seconds)
 
     def _write_health(self) -> None:
         self._health_step = self.step

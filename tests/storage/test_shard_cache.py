@@ -104,6 +104,7 @@ def test_those_who_waited_share_the_failure_and_a_later_call_asks_again(
     assert reason_of(store, url) == "http_404" and site.asked["GET gone.tar"] == 2
 
 
+@pytest.mark.usefixtures("commands")
 def test_only_exit_status_0_of_a_pipe_counts(tmp_path: Path) -> None:
     source = tmp_path / "a.tar"
     source.write_bytes(BODY)
@@ -118,6 +119,7 @@ def test_only_exit_status_0_of_a_pipe_counts(tmp_path: Path) -> None:
         assert error.reason == "pipe_failed" and "exit status" in error.detail
 
 
+@pytest.mark.usefixtures("commands")
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 def test_a_silent_pipe_is_killed_with_its_children(tmp_path: Path) -> None:
     mark = f"3607.{os.getpid()}"  # a number of seconds that no other process sleeps
@@ -125,6 +127,7 @@ def test_a_silent_pipe_is_killed_with_its_children(tmp_path: Path) -> None:
     command_ends(mark)
 
 
+@pytest.mark.usefixtures("commands")
 def test_a_forked_process_leaves_the_commands_of_its_parent_alone(tmp_path: Path) -> None:
     source, runs, gate = (tmp_path / name for name in ("a.tar", "runs", "gate"))
     source.write_bytes(BODY)
