@@ -148,6 +148,7 @@ def test_keys_outlast_a_store_that_stops_and_goes_on(monkeypatch: pytest.MonkeyP
             keys.meet(0, 1)
             assert keys.add("number", 1) == 1 and not keys.spare
             holder.send_signal(signal.SIGSTOP)
+            os.waitpid(holder.pid, os.WUNTRACED)  # it may answer until it has stopped
             assert keys.add("number", 1) == 2 and keys.agree("text", "first") == "first" and keys.spare
             holder.send_signal(signal.SIGCONT)
             wait_until(lambda: keys.add("number", 0) == 2 and not keys.spare)
