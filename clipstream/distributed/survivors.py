@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
 
@@ -40,8 +42,6 @@ def meet_survivors(world: World, store: Any, lost: Collection[int], seconds: flo
         ClipstreamError: the others went on without this rank.
         RuntimeError: the store or one of them is gone.
     """
-    import torch.distributed as dist
-
     store.set(_ARRIVED.format(world.rank), "")
     end = time.monotonic() + seconds
     others = [rank for rank in range(world.size) if rank not in lost]

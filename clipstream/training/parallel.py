@@ -221,9 +221,14 @@ def parallelize(towers: Any, world: World, settings: TrainSettings) -> FullTower
     Raises SettingsError: as ShardedTowers.
     """
     if settings.parallel == "fsdp" and world.size > 1:
-        options: Any = {"reshard_after_forward": settings.reshard_after_forward, "replicas": settings.fsdp_replicas}
         with world.connecting():
-            return ShardedTowers(towers, world, settings.arithmetic, **options)
+            return ShardedTowers(
+                towers,
+                world,
+                settings.arithmetic,
+                reshard_after_forward=settings.reshard_after_forward,
+                replicas=settings.fsdp_replicas,
+            )
     return FullTowers(towers.to(world.device))
 
 

@@ -185,7 +185,7 @@ class Rescue:
         mesh = next((p.device_mesh for p in model.parameters if isinstance(p, DTensor)), None)
         place = None if mesh is None else mesh.get_coordinate()
         shard = 0 if place is None else place[-1]
-        nonfinite = bool(held.state.rollback.nonfinite) or not all(bool(w.isfinite().all()) for w in weights)
+        nonfinite = bool(held.state.rollback.nonfinite) or bool(model.count_broken().item())
         counts = held.counts[self.world.rank]
         digest = 0 if mesh is not None else _digest(weights)
         totals = None if model.totals is None else model.totals.cpu()
@@ -212,9 +212,9 @@ class Rescue:
             raise ClipstreamError(f"no rank has shard {which} of the weights: --train.fsdp-replicas 2 keeps two copies")
         writes = world.rank == writer
         done = mesh is None and writes and held.saved and self.writer.has(newest)
-        with _alike(world):  # before shards are sent to a rank that will not write
+        with _raising_on_all(world):  # before shards are sent to a rank that will not write
             self.writer.prepare_rescue(claim=self._name if writes and not done else None)
-        with _alike(world):
+        with _raising_on_all(world):
             if not done:
                 merged = replace(held.state, health=self._health(survivors, held, parts))
                 data = self._data(newest) if writes else DataState()
@@ -258,7 +258,7 @@ class Rescue:
 
 
 @contextmanager
-def _alike(world: World) -> Iterator[None]:
+def _raising_on_all(world: World) -> Iterator[None]:
     """Raise an error of the context on all ranks. Collective."""
     error: str | None = None
     try:
@@ -297,7 +297,7 @@ def _gather_with(world: World, holders: dict[int, int], writer: int) -> Whole:
 def _digest(tensors: Sequence[torch.Tensor]) -> int:
     found = 0
     for tensor in tensors:
-        found = crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
+        found = crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
     return found
 
 

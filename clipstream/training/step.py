@@ -340,8 +340,12 @@ class TrainStep:
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
         """Whether the trained weights are finite on all ranks. Collective."""
-        broken = torch.stack([~local_tensor(p).isfinite().all() for p in self.parameters]).sum().double()
-        return not self.world.all_reduce_sum(broken).item()
+        return not self.world.all_reduce_sum(self.count_broken()).item()
+
+    @torch.no_grad()
+    def count_broken(self) -> torch.Tensor:
+        """How many of the trained parameters, or of this rank's shards, are not finite: a float64 scalar."""
+        return torch.stack([~local_tensor(p).isfinite().all() for p in self.parameters]).sum().double()
 
     def state(self) -> StepState:
         """What a resumed run needs to repeat the same steps."""
