@@ -16,12 +16,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from clipstream.distributed.signals import SIGNALS
 from clipstream.utils.logs import on_terminal
 from tests.support.environment import hide
+
+if TYPE_CHECKING:
+    from tests.support.s3 import S3
 
 HOME = hide()  # before a test module imports torch or the Hub's client
 # Python's own, whatever is ignored here, as SIGHUP is under nohup.
@@ -168,6 +172,27 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     from tests.support.pictures import make_shards  # imports torch
 
     return make_shards(tmp_path_factory.mktemp("shards"), [13, 7, 20, 1, 16, 9])
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[S3]:
+    """A server of `tests.support.s3`, whose module skips where its libraries are missing."""
+    from tests.support.s3 import running
+
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    """The server with nothing stored, which s3fs reaches, and asks once."""
+    from tests.support.s3 import s3fs
+
+    for name, text in s3_server.environment().items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    s3_server.clear()
+    return s3_server
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,17 @@ from clipstream.distributed.world import World
 from clipstream.errors import CopyError, SettingsError, Stopped
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
-from tests.support.s3 import BUCKET, S3, Request, running, s3fs
+from tests.support.s3 import BUCKET, S3, Request, s3fs
 from tests.support.savers import names, saver_of
 
 URL = f"s3://{BUCKET}/runs"
 OPTIMIZER = "optimizer.safetensors"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    with running() as site:
-        yield site
-
-
 @pytest.fixture
-def site(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
-    for name, text in server.environment().items():
-        monkeypatch.setenv(name, text)
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+def site(s3: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     monkeypatch.setattr(remote_sync, "BACKOFF", 0.001)
-    server.clear()
-    return server
+    return s3
 
 
 def begin(folder: Path, resumes: str | None = "auto", **settings: Any) -> AsyncWriter:

@@ -26,6 +26,7 @@ from tests.support.faults import (
     last_step,
     saved_step,
     strike,
+    wait_for_steps,
 )
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.hosts import Cluster, Rank, missing, seconds_until, two_hosts
@@ -168,8 +169,7 @@ def test_a_link_that_loses_a_fifth_of_the_packets_costs_no_step(
     """The run goes on, or ends by itself with the ranks named and no step lost; it does not hang."""
     name, other = "lossy", undisturbed(4)
     ranks = cluster.start(command(place, name), 4)
-    for rank in ranks:
-        wait_until(lambda: last_step(place, name) >= 5, rank.process)
+    wait_for_steps(place, name, ranks, 5)
     cluster.lose_packets(0.2)
     began = time.monotonic()
     ended = seconds_until(lambda: all(rank.process.poll() is not None for rank in ranks), TIMEOUT)
@@ -186,8 +186,7 @@ def test_a_link_that_is_down_for_ten_seconds_ends_nothing(
 ) -> None:
     name, other = "blinking", undisturbed(4)
     ranks = cluster.start(command(place, name), 4)
-    for rank in ranks:
-        wait_until(lambda: last_step(place, name) >= 12, rank.process)
+    wait_for_steps(place, name, ranks, 12)
     cluster.set_link(False)
     time.sleep(10)
     cluster.mend()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,25 +14,15 @@ from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards
-from tests.support.s3 import BUCKET, S3, running, s3fs
+from tests.support.s3 import BUCKET, S3, s3fs
 from tests.support.stores import BODY, make_store
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    with running() as site:
-        yield site
-
-
 @pytest.fixture
-def site(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
-    for name, text in server.environment().items():
-        monkeypatch.setenv(name, text)
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+def site(s3: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     drawn = SimpleNamespace(uniform=lambda *_: 0.0)  # failed transfers are tried again at once
     monkeypatch.setattr("clipstream.storage.download.random", SimpleNamespace(SystemRandom=lambda: drawn))
-    server.clear()
-    return server
+    return s3
 
 
 def failure(store: ShardCache, url: str) -> ShardError:

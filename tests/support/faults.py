@@ -72,6 +72,12 @@ def saved_step(place: Path, name: str) -> int:
     return int(path.read_text().strip()[-8:]) if path.exists() else 0
 
 
+def wait_for_steps(place: Path, name: str, ranks: Sequence[Rank], steps: int) -> None:
+    """Wait until a run has done some steps; an error if a rank ends before."""
+    for rank in ranks:
+        wait_until(lambda: last_step(place, name) >= steps, rank.process)
+
+
 def strike(
     place: Path,
     name: str,
@@ -91,8 +97,7 @@ def strike(
         named: the ranks that are to be named, if others than these.
     """
     survivors = [rank for rank in ranks if rank.number not in dead]
-    for rank in ranks:
-        wait_until(lambda: last_step(place, name) >= at, rank.process)
+    wait_for_steps(place, name, ranks, at)
     time.sleep(delay)
     output = {rank.number: Path(rank.process.stderr.name) for rank in survivors}
     before = {number: len(path.read_bytes()) for number, path in output.items()}
