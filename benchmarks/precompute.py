@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 from made import make
 
-from clipstream.cli.verbs.precompute.run import ChunkComputer, Pass
 from clipstream.data.build import chunk_loader
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.loader.pipeline import ModelInputs
@@ -36,6 +35,7 @@ from clipstream.features.writer import StoreWriter
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
+from clipstream.precompute.run import ChunkComputer, Pass
 from clipstream.training.precision import autocast, prepare
 
 DTYPE = "float16"

@@ -42,10 +42,10 @@ import webdataset as wds
 from PIL import Image
 
 from clipstream.config.settings import load
+from clipstream.curation.duplicates import scale_of
+from clipstream.curation.sample_table import Columns, table_pass
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.images import Header
-from clipstream.data.duplicates import scale_of
-from clipstream.data.sample_table import Columns, table_pass
 from clipstream.data.settings import IMAGE_KEY
 from clipstream.data.sources import Source, SourceContext, expand
 from clipstream.storage.tar import Shard

@@ -36,8 +36,8 @@ from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.retrieval import recalls
 from clipstream.evals.evaluators.zero_shot import score, text_classifier
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
-from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore
+from clipstream.features.stored_rows import StoredRows
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from clipstream.api.model import zero_shot as zero_shot
     from clipstream.api.run import Run as Run
     from clipstream.api.train import train as train
-    from clipstream.cli.verbs.check import CheckReport as CheckReport
-    from clipstream.cli.verbs.check import check as check
     from clipstream.cli.verbs.evaluate import evaluate as evaluate
-    from clipstream.cli.verbs.search.images import Match as Match
-    from clipstream.cli.verbs.search.images import SearchResults as SearchResults
-    from clipstream.cli.verbs.search.images import search as search
     from clipstream.config.settings import Settings as Settings
     from clipstream.config.settings import load_settings as load_settings
+    from clipstream.curation.check import CheckReport as CheckReport
+    from clipstream.curation.check import check as check
+    from clipstream.curation.images.search import Match as Match
+    from clipstream.curation.images.search import SearchResults as SearchResults
+    from clipstream.curation.images.search import search as search
 
 __version__ = "0.1.0"
 __all__ = [
@@ -60,11 +60,11 @@ __all__ = [
 ]
 
 _PLACES = {  # of what is not a module of its own name
-    "CheckReport": "clipstream.cli.verbs.check",
-    "check": "clipstream.cli.verbs.check",
+    "CheckReport": "clipstream.curation.check",
+    "check": "clipstream.curation.check",
     "evaluate": "clipstream.cli.verbs.evaluate",
     "Run": "clipstream.api.run",
-    **dict.fromkeys(("Match", "SearchResults", "search"), "clipstream.cli.verbs.search.images"),
+    **dict.fromkeys(("Match", "SearchResults", "search"), "clipstream.curation.images.search"),
     "Settings": "clipstream.config.settings",
     "load_settings": "clipstream.config.settings",
     **dict.fromkeys(("BatchLoader", "ImageTextBatch", "build_loader"), "clipstream.api.loader"),

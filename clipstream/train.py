@@ -21,7 +21,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clipstream.checkpoint import store
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.state import CheckpointMeta, Tensors
@@ -40,7 +39,7 @@ from clipstream.distributed.alike import require_same, software
 from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError, Stopped
+from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.losses.contrastive import build_loss, warn_of_duplicates, warn_of_texts
@@ -54,7 +53,6 @@ from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import ADAPTER, AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.models.towers import Towers
 from clipstream.report.html_report import REPORT_FILE, Report
-from clipstream.report.interpolation import interpolate
 from clipstream.report.outputs import Ending, Outputs
 from clipstream.report.precision_audit import audit_run
 from clipstream.report.settings import LogSettings
@@ -63,7 +61,7 @@ from clipstream.training.optim import rate_change
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
 from clipstream.training.rescue import Rescue
-from clipstream.training.settings import INTERPOLATED, EarlyStop, Metric
+from clipstream.training.settings import EarlyStop
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
 from clipstream.training.stored_features import check_stores, open_stores, remove_towers, teacher_scales
@@ -120,19 +118,6 @@ def recipe(run: Run, *, own_lanes: bool) -> None:
         # Optimizer, step, loop.
         step = build_step(settings, world, model)
         failures = fit(replace(run, settings=settings), step, loader, model.tokenizer, throughput, resumed)
-    if (rule := settings.train.interpolate) is not None:
-        end = store.locate(str(run.folder)).checkpoint
-        assert end is not None, "the last step is saved"
-        last = store.model_in(end, settings.model, tokenizer_fits=True)
-        step.optimizer.state.clear()  # the watch holds the step until the end
-        step.optimizer.zero_grad()
-        del model, step  # whose memory another model takes now
-        start, out, stopped = settings.model.not_trained(), run.folder / INTERPOLATED, run.signals
-        try:
-            interpolate(settings, start, last, rule, out, world, lambda: stopped.received is not None)
-        except Stopped:
-            text = f"stopped by {stopped.name()} in train.interpolate, all steps are saved"
-            raise Stopped(f"{text}; the same command with --resume latest repeats it") from None
     if world.is_main:
         print_end(settings, REPORT_FILE, failures)
     resumed.require_copy(world)
@@ -280,9 +265,7 @@ def fit(
     outputs = Outputs(log, world, info, subject={"run": settings.run.name, "model": settings.model.label})
     evals = build_evals(run, step, tokenizer, outputs)
     writer = build_writer(run, step, resumed, outputs)
-    target = None if train.interpolate is None else Metric.of(train.interpolate.target, "auto")
     acted_on = {
-        "train.interpolate.target": target,
         "train.early_stop.metric": early_stop.metric,
         "checkpoint.keep_best": settings.checkpoint.best_by,
     }

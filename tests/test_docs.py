@@ -21,10 +21,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clipstream.cli.main import VERBS
-from clipstream.cli.verbs import audit, bench, evaluate, pack, precompute, stage
+from clipstream.cli.verbs import audit, bench, evaluate, precompute, stage
 from clipstream.config.help import default_note, generic_key, value_form
 from clipstream.config.settings import Settings
 from clipstream.config.short_flags import ALIASES, BY_FLAG
+from clipstream.curation import pack
 from clipstream.utils.section import leaves
 from tests.support import hubtree
 from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder
@@ -167,7 +168,7 @@ FOREIGN = {"from-open_clip.md", "open_clip_flags.md"}  # name open_clip's flags,
 def test_flags_that_pages_name_exist() -> None:
     keys = {key for key, _ in leaves(Settings)}
     of_verbs = {flag for verb in (audit, bench, evaluate, pack, precompute, stage) for flag in verb.OWN_FLAGS}
-    parsers = (ROOT / "clipstream" / "cli" / "verbs").rglob("*.py")
+    parsers = [path for name in ("cli", "curation") for path in (ROOT / "clipstream" / name).rglob("*.py")]
     of_verbs |= {flag for path in parsers for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())}
     for path in PAGES:
         if path.name in FOREIGN:

@@ -299,6 +299,8 @@ def print_end(settings: Settings, report: str, failures: Mapping[str, str]) -> N
     if best is not None and best.metric == settings.checkpoint.keep_best:
         path = settings.run_folder / "checkpoints" / best.name
         announce(f"best at step {int(best.name[5:])}: {best.metric} {best.value:.4g}, {path}", whole=True)
+    if any(evaluator.role == "guard" for evaluator in settings.evals.values()):
+        announce(f"then     clipstream interpolate {shlex.quote(str(settings.run_folder))}", whole=True)
     if failures:
         told = "; ".join(f"{name} ({why})" for name, why in failures.items())
         logger.warning(f"failed at times, and may be incomplete: {told}")

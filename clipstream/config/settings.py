@@ -51,6 +51,7 @@ from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSett
 from clipstream.training.settings import CheckpointSettings, TrainSettings
 from clipstream.utils.atomic_write import checksum
 from clipstream.utils.logs import announce, logger
+from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import (
     PACKAGE,
     SET,
@@ -64,6 +65,7 @@ from clipstream.utils.section import (
     mapped,
     section_of,
 )
+from clipstream.wing import offered
 
 if TYPE_CHECKING:
     from clipstream.data.order.windows import EpochPlan
@@ -256,16 +258,14 @@ def with_val_split(settings: Settings) -> Settings:
                 f"--val-split, or --config {path.parent / 'config.yaml'}"
             )
         return settings
-    from clipstream.data.val_split import evaluated, held_out  # imports Pillow and the decoders
-
     ((name, source),) = data.sources.items()
     path = _list_of_resumed(settings)
     if path is None:
-        path = held_out(source, data.val_split, data, f"data.sources.{name}")
+        path = offered("hold_out")(source, data.val_split, data, f"data.sources.{name}")
     elif World.from_env().is_main:
         text = counted(split_counts(path)[0], "sample", ",")
         announce(f"val_split {text} held out for the evaluator val, as in {path.parent}, whatever --val-split is now")
-    split = _split_by(settings, path, evaluated(source))
+    split = _split_by(settings, path, _as_evaluated(source))
     split._split = path
     samples = settings.train.epoch_samples
     if samples is not None and settings._epoch_from_data and data.sampling.mode != "indexed":
@@ -274,6 +274,16 @@ def with_val_split(settings: Settings) -> Settings:
         split = split.model_copy(update={"train": known})
         split._epoch_from_data = False
     return split
+
+
+def _as_evaluated(source: SourceSettings) -> SourceSettings:
+    """The source as an evaluation reads its training data; of a folder with splits, the split for training."""
+    from clipstream.data.sources.folders import with_split  # imports the decoders
+
+    rest: dict[str, Any] = {"drop": None, "weight": 1.0, "upsampling_factors": None, "probability": None}
+    if not is_plugin(source.type):
+        rest["shards"] = [with_split(part, source.type, source.image_key) for part in source.parts]
+    return source.model_copy(update=rest)
 
 
 def _list_of_resumed(settings: Settings) -> FilePath | None:

@@ -172,8 +172,6 @@ PAIRS = (
                  "not supported with adapters, which start at 0, so that --wd draws them to the start: remove it")
         for tower in _STORES
     ),
-    Conflict({"train.interpolate": GIVEN, "evals": UNSET},
-             "requires an evaluator of the target: set --val-data, or a section evals"),
     Conflict({"distill": _CHANGED, "distill.model": None, "data.teacher_features": UNSET},
              "requires a teacher: --distill-model or --teacher-features"),
     *(
@@ -453,11 +451,6 @@ def _checkpoints(settings: Settings) -> Problems:
         if not evaluator.every and evaluator.every_epochs is None:
             text = f"{stop.watched.evaluator} is evaluated only at the end: set --evals.{watched}.every"
             yield stop_path, text
-    if settings.train.interpolate is not None and settings.evals:
-        try:
-            settings.train.interpolate.target_of({key: evaluator.role for key, evaluator in settings.evals.items()})
-        except SettingsError as error:
-            yield ("train", "interpolate", "target"), str(error)
     for key in (key for key, evaluator in settings.evals.items() if "averaged" in evaluator.kinds):
         if (called := eval_name(key, "averaged")) in settings.evals:
             yield ("evals", called), f"reserved for the evaluations of {key} with averaged weights: use another name"

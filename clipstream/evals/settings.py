@@ -34,8 +34,7 @@ class EvalSettings(PluginSection):
 
     role: Literal["target", "guard"] = Field(
         "target",
-        description="for train.interpolate and `clipstream interpolate`: target: what is to improve; guard: what must "
-        "not be lost",
+        description="for `clipstream interpolate`: target: what is to improve; guard: what must not be lost",
     )
 
     reads: ClassVar[bool] = True  # whether a built-in one takes data

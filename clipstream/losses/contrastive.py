@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 
 from clipstream.data.batch import Batch, hash_rows
 from clipstream.data.decode.labels import compare_groups
-from clipstream.data.duplicates import warning_of_equal
+from clipstream.data.decode.sample_profile import warning_of_equal
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

@@ -171,45 +171,6 @@ class EarlyStop:
         return {"metric": state.metric, "evaluations": state.stale, "best": state.best, "best_step": state.best_step}
 
 
-INTERPOLATED = "interpolated"  # in a run's folder
-
-
-class InterpolateSettings(Section):
-    """Weights between the start and the end of a run (WiSE-FT, arXiv:2109.01903), of which one is chosen."""
-
-    alphas: list[Annotated[float, Field(ge=0, le=1)]] = Field(
-        [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0],
-        min_length=1,
-        description="shares of the end that are evaluated; the start, 0, always is",
-    )
-    target: str | None = Field(
-        None,
-        description="EVALUATOR/METRIC to be best; default: R@1, or the first metric, of the only evaluator without "
-        "role guard",
-    )
-    guard_kept: float = Field(
-        0.97, ge=0, le=1, description="share of the start's figure that each evaluator with role guard must keep"
-    )
-
-    _whole = field_validator("target")(checked_metric)
-
-    def target_of(self, roles: Mapping[str, str]) -> tuple[str, Metric | None]:
-        """The evaluator that decides, of those with these roles by name, and its metric where one is set.
-
-        Raises SettingsError: there is no such evaluator, or several and no metric.
-        """
-        metric = Metric.of(self.target, "auto")
-        if metric is not None:
-            if metric.evaluator not in roles:
-                raise SettingsError(f"the target {metric} is of no evaluator{did_you_mean(metric.evaluator, roles)}")
-            return metric.evaluator, metric
-        targets = [name for name, role in roles.items() if role != "guard"]
-        if len(targets) != 1:
-            found = f"several evaluators, {', '.join(targets)}," if targets else "no evaluator"
-            raise SettingsError(f"{found} without role guard: name the target as EVALUATOR/METRIC")
-        return targets[0], None
-
-
 class TrainSettings(Section):
     """Length and numerics of the training. Give one of steps, samples and epochs."""
 
@@ -275,11 +236,6 @@ class TrainSettings(Section):
     )
     ema_warmup: bool = Field(False, description="warm up the decay of train.ema: min(ema, 1 - t^(-2/3))")
     early_stop: EarlyStopSettings = Field(default_factory=EarlyStopSettings)
-    interpolate: InterpolateSettings | None = Field(
-        None,
-        description="at the end, evaluate weights between start and end, and write the best to interpolated/ in the "
-        "run's folder",
-    )
     rescue_seconds: float = Field(
         60.0,
         ge=0,

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from pydantic import create_model
 
-from clipstream.cli.verbs import bench, check, compare, evaluate, index, stage
+from clipstream.cli.verbs import bench, compare, evaluate, index, stage
 from clipstream.config.config_sources import accepts_text
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
+from clipstream.curation import check
 from clipstream.data.sources import expand
 from clipstream.data.text_settings import PathTokenizer
 from clipstream.utils.section import leaves, names_path

@@ -35,7 +35,7 @@ VALUES = {
     "model.image.precision": "bf16", "model.text.precision": "bf16", "model.name": "hf-hub:a/b",
     "model.pretrained": "openai", "model.patch_dropout": "0.5", "optim.fallback": "[head]", "optim.name": "lamb",
     "train.compile": "blocks", "train.compile_backend": "eager", "train.compile_mode": "default", "train.ema": "0.9",
-    "train.early_stop.metric_by": "max", "train.interpolate": "{alphas: [1]}",
+    "train.early_stop.metric_by": "max",
     "train.kept_micro_batches": "2", "train.ema_warmup": "true",
     "model.grad_checkpointing": "2GiB", "model.image.grad_checkpointing": "2GiB",
     "model.text.grad_checkpointing": "2GiB", "train.early_stop.min_delta": "0.1", "optim.lr": "0",

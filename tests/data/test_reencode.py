@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, features
 
+from clipstream.curation.packing.sample import Format, Recipe, recode
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform
-from clipstream.data.packing.sample import Format, Recipe, recode
 from clipstream.errors import Dropped
 from tests.support.image_files import save
 

@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
-from clipstream.cli.verbs import index, pack, stage
-from clipstream.data.sample_table import sample_table
+from clipstream.cli.verbs import index, stage
+from clipstream.curation import pack
+from clipstream.curation.sample_table import sample_table
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.errors import DataError

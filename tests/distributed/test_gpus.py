@@ -18,12 +18,12 @@ from torch.distributed import HashStore
 
 import clipstream
 from clipstream.api.model import usable_device
-from clipstream.cli.verbs.precompute import run as compute
 from clipstream.distributed import world as world_module
 from clipstream.distributed.launch import run_embedded, run_ranks
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.precompute import run as compute
 from clipstream.report.precision_audit import Recorder
 
 # Functions of torch.cuda that mean the current GPU where no device is given, and the place of the device.

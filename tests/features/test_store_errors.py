@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from clipstream.errors import ClipstreamError, DataError, SettingsError
 from clipstream.features.manifest import PartInfo, _checksum
-from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore
+from clipstream.features.stored_rows import StoredRows
 from clipstream.features.writer import Chunk, StoreWriter, Texts
 from tests.support.features import PARTS, Content, read_all
 from tests.support.json_values import JSON, changed, places

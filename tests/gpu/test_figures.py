@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from clipstream.cli.verbs.precompute import main as precompute
-from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore
+from clipstream.features.stored_rows import StoredRows
 from clipstream.models.execution.flops import Throughput, count_flops, peak_tflops
 from clipstream.utils.timing import Usage
 from tests.support.gpu_steps import make_batch, make_step, make_towers

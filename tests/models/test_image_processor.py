@@ -24,8 +24,8 @@ from torch.nn.functional import normalize
 from transformers.processing_utils import ImagesKwargs
 
 import clipstream
-from clipstream.cli.verbs.export.files import write_transformers
 from clipstream.errors import SettingsError
+from clipstream.export.files import write_transformers
 from clipstream.models.image_processor import read_processor
 from tests.support.model_files import build
 

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn.functional import normalize
 
 import clipstream
-from clipstream.cli.verbs.export.files import write_tokenizer, write_transformers
 from clipstream.errors import SettingsError
+from clipstream.export.files import write_tokenizer, write_transformers
 from clipstream.models.model_config import ModelConfig
 from clipstream.models.transformers_names import TEXT, TIMM_IMAGE, renamed
 from clipstream.models.weights import read_weights

@@ -18,9 +18,9 @@ import yaml
 
 from clipstream.checkpoint.store import Subject
 from clipstream.cli.main import VERBS, main, verb_module
-from clipstream.cli.verbs.export.proof import read
-from clipstream.cli.verbs.export.run import Exported
 from clipstream.config.settings import Settings
+from clipstream.export.proof import read
+from clipstream.export.run import Exported
 from clipstream.report.sinks import markdown_table
 from tests.support.hostile_text import HOSTILE, obeyed
 from tests.support.pictures import make_shards, picture

@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from clipstream.cli.verbs.precompute import main
-from clipstream.cli.verbs.precompute.run import ChunkComputer
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.features.manifest import decode_rows
-from clipstream.features.search import StoredRows
 from clipstream.features.store import FeatureStore, StoredSource
+from clipstream.features.stored_rows import StoredRows
 from clipstream.models.towers import Towers
+from clipstream.precompute.run import ChunkComputer
 from tests.support import hubtree
 from tests.support.forks import TIMEOUT, fork_server, wait_until
 from tests.support.model_files import build, write

@@ -14,9 +14,9 @@ from torch import nn
 
 import clipstream
 from clipstream.cli.verbs.train import main
+from clipstream.curation.stores.sample_scores import nearest_preferred
+from clipstream.curation.stores.search import TensorRows
 from clipstream.errors import SettingsError
-from clipstream.features.sample_scores import nearest_preferred
-from clipstream.features.search import TensorRows
 from clipstream.training.precision import check_device, prepare_towers
 from clipstream.utils.torch_state import restored_matmul_precision
 from tests.support.ranks import end_ranks

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from clipstream.checkpoint.store import LATEST, Marker, begin, commit, held, is_occupied
-from clipstream.data.packing.shards import TarWriter
+from clipstream.curation.packing.shards import TarWriter
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.world import World
 from clipstream.storage.shard_cache import ShardCache, file_lock

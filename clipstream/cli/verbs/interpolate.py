@@ -20,19 +20,17 @@ from clipstream.config.validate import validate_evals
 from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.export.settings import INTERPOLATED, InterpolateSettings
 from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
-from clipstream.training.settings import INTERPOLATED, InterpolateSettings
 from clipstream.utils.section import own_path
 
 OWN_FLAGS = {
-    "--alphas": "shares of END to evaluate: FIRST:LAST:STEP, or a list, '[0.3, 0.5]' (default: those of END's "
-    "train.interpolate, else 0:1:0.1)",
+    "--alphas": "shares of END to evaluate: FIRST:LAST:STEP, or a list, '[0.3, 0.5]' (default: 0:1:0.1)",
     "--target": "EVALUATOR/METRIC to be best (default: R@1, or the first metric, of the only evaluator without role: "
     "guard)",
-    "--guard-kept": "share of the start's figure that each guard must keep (default: that of END's "
-    "train.interpolate, else 0.97)",
+    "--guard-kept": "share of the start's figure that each guard must keep (default: 0.97)",
     "--soup": "average of all models named, instead: uniform, or greedy (each that makes the target no worse)",
     "--weights": "trained (default) or averaged (train.ema) weights of END, or of the checkpoints of a soup",
     "--out": "folder to write (default: interpolated, or soup, in END's run)",
@@ -56,7 +54,7 @@ def main(argv: list[str]) -> int:
     validate_evals(settings, shown=False)
     if kind and (given := own.keys() & {"--alphas", "--guard-kept"}):
         raise SettingsError(f"{min(given)} is not of --soup, which has no start: remove one of them")
-    rule = _rule(own, settings.train.interpolate)
+    rule = _rule(own)
     averaged = choice_flag(own, "--weights", ("trained", "averaged"), "trained") == "averaged"
     fits = end.run is not None and has_own_tokenizer(settings, end.run, words)
     labels = [_label(subject) for subject in subjects]
@@ -74,7 +72,7 @@ def main(argv: list[str]) -> int:
     out = Path(own_path(own["--out"])) if "--out" in own else place / ("soup" if kind else INTERPOLATED)
 
     def body(world: World, watch: FailureWatch) -> None:
-        from clipstream.report import interpolation
+        from clipstream.export import interpolation
 
         first = None if kind or len(names) == 1 else model_at(Path(names[0]))
         interpolation.check_out(out, filter(None, (first, *(subject.checkpoint for subject in subjects))))
@@ -108,9 +106,9 @@ def _start(names: list[str], end: Subject, settings: Settings) -> ModelSettings:
     return model.model_copy(update={"pretrained": name})
 
 
-def _rule(own: dict[str, str], trained: InterpolateSettings | None) -> InterpolateSettings:
-    """What is best, of the verb's flags, or of END's train.interpolate. Raises SettingsError: a value is wrong."""
-    values: dict[str, Any] = {} if trained is None else trained.model_dump()
+def _rule(own: dict[str, str]) -> InterpolateSettings:
+    """What is best, of the verb's flags. Raises SettingsError: a value is wrong."""
+    values: dict[str, Any] = {}
     if "--target" in own:
         values["target"] = own["--target"]
     if "--guard-kept" in own:

@@ -16,11 +16,10 @@ import re
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,18 +28,17 @@ from urllib.parse import quote
 
 from rich.filesize import decimal
 
-from clipstream.checkpoint.store import held
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.entry import command_line, entry_point
+from clipstream.config.entry import command_line, entry_point, working_in
 from clipstream.config.flags import split
 from clipstream.config.settings import Settings, load
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import entries, expand, indexes, source_type, typed_shards
 from clipstream.data.sources.tars import SIZES
-from clipstream.errors import DataError, SettingsError
+from clipstream.errors import SettingsError
 from clipstream.storage.download import Monitor, ShardError, failed
 from clipstream.storage.schemes import Fetcher
-from clipstream.storage.shard_cache import total_size
+from clipstream.storage.shard_cache import written
 from clipstream.storage.shard_url import ShardURL, in_braces, parts_of, redact, stable_name
 from clipstream.storage.tar import scan
 from clipstream.text import MESSAGE, duration, listed, printable
@@ -132,30 +130,6 @@ def main(argv: list[str]) -> int:
         finally:
             shutil.rmtree(folder / PARTS, ignore_errors=True)
     return 0
-
-
-@contextlib.contextmanager
-def working_in(folder: Path) -> Iterator[None]:
-    """Lock the folder that a verb writes shards to, and handle SIGTERM, and SIGHUP unless it is ignored, like SIGINT.
-
-    Raises:
-        SettingsError: another process writes to it.
-        DataError: it cannot be written.
-    """
-    advice = "wait for it, or use another folder"
-    with held(folder, "the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
-        kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as under nohup
-        numbers = (signal.SIGTERM,) if kept else (signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-        try:
-            yield
-        except BrokenPipeError:  # the reader of our output has ended
-            raise
-        except OSError as error:
-            raise DataError(f"cannot write to {folder}: {error.strerror or error}") from error
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def arguments(argv: Sequence[str]) -> Asked:
@@ -252,12 +226,6 @@ def copy_all(asked: Asked, shards: Sequence[PlannedShard]) -> list[Copy | Failed
     fetcher, names = asked.settings.data.fetcher, [redact(one.url) for one in shards]
     do = partial(stage_shard, shards, asked.folder, fetcher)
     return work_off("staging", do, names, asked.executor, lambda done: written(done, parts, began))
-
-
-def written(done: Sequence[Any], parts: Path, began: float) -> str:
-    """Progress in words: bytes of the shards written since `began`, and of the drafts in `parts`, and their rate."""
-    size = sum(one.size for one in done if one.made) + total_size(parts.glob("*.part"))
-    return f"{decimal(size)}  {decimal(int(size / max(time.monotonic() - began, 1e-3)))}/s"
 
 
 def stage_shard(shards: Sequence[PlannedShard], folder: Path, fetcher: Fetcher, number: int) -> Copy | Failed:

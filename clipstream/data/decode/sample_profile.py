@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import yaml
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
@@ -59,6 +60,7 @@ RENAMING = f"{UNPACKING.removesuffix('&& ')}--transform='{_UNDOTTED};{_UNDOTTED}
 _UNFOLDED = r"s,/\([^/.]*\)\.\([^/]*\)$,.\1.\2,"  # FOLDER/NAME.SUFFIX: FOLDER.NAME.SUFFIX
 UNFOLDING = UNPACKING + PACKING.replace(" -C", f" --transform='{_UNFOLDED}' -C")
 PARTS = 8  # files that each folder of a tar has, at most
+FALSE_NEGATIVES = 0.05  # share of a batch that is equal to another sample, from which it is told
 
 
 def usual_columns(
@@ -478,3 +480,51 @@ def _readable(head: bytes) -> str:
     if len(text.encode()) + 3 < len(head.strip()) or any(ord(char) < 32 and char not in "\t\r\n\x1b" for char in text):
         return ""
     return text
+
+
+def share_of_equal(values: Any, batch: int, shards: Any = None, of: float = 1.0) -> float:
+    """The expected share of the samples of a batch that have the value of another one, from n samples of the data.
+
+    Of each sample, the share of the others with its value is an unbiased estimate of the probability p that a sample of
+    the data has it; one of `batch` - 1 has it with 1 - (1 - p)^(`batch` - 1), of which the mean over the samples is no
+    overestimate. As samples of a shard are often alike, those of the same shard and of others are compared apart, each
+    with its share of the data. Fewer than two equal pairs may be chance: 0.
+
+    Args:
+        values: [n], hashes.
+        shards: [n], the shard of each; None if the samples are those of a batch: the share itself.
+        of: number of shards of the data for each shard that was seen.
+    """
+    values = np.unique(values, return_inverse=True)[1]
+    equal = np.bincount(values, minlength=1)[values]
+    if (equal - 1).sum() < 4:
+        return 0.0
+    if shards is None:
+        return float((equal > 1).mean())
+    shards = np.unique(shards, return_inverse=True)[1]
+    both = np.unique(values * (shards.max() + 1) + shards, return_inverse=True)[1]
+    there, within = (np.bincount(numbers)[numbers] for numbers in (shards, both))
+    own, others = (within - 1) / np.maximum(there - 1, 1), (equal - within) / np.maximum(len(values) - there, 1)
+    share = there / len(values) / of
+    return float(1 - ((1 - share * own - (1 - share) * others) ** (batch - 1)).mean())
+
+
+def warning_of_equal(captions: Any, images: Any, batch: int, shards: Any = None, of: float = 1.0) -> str:
+    """The warning on samples of a batch that the loss takes as negatives, though they are equal; '' if they are few.
+
+    Args:
+        captions, images: hashes of n samples, [n]; the others as for `share_of_equal`.
+    """
+    shares = {
+        by: share_of_equal(values, batch, shards, of) for by, values in (("captions", captions), ("pictures", images))
+    }
+    by, most = max(shares.items(), key=lambda item: item[1])
+    if most < FALSE_NEGATIVES:
+        return ""
+    named = zip(("caption", "image file"), shares.values(), strict=True)
+    words = [f"{share:.0%} have the {word}" for word, share in named if share >= FALSE_NEGATIVES]
+    flags = "--loss.duplicates mask" + " --loss.duplicates-by pictures" * (by == "pictures")
+    return (
+        f"of the samples in a batch of {batch:,}, about {' and '.join(words)} of another one, which the loss takes as "
+        f"a negative: set {flags}, or --loss.positives.by if a field has the group of a sample"
+    )

@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from clipstream.cli.verbs.check import check
 from clipstream.config.settings import load
+from clipstream.curation.check import check
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import SourceSettings

@@ -1,0 +1,1 @@
+"""`clipstream filter`: the samples that hold conditions in SQL, recipes of DataComp, and MetaCLIP's balance."""

@@ -1,0 +1,193 @@
+"""The model and the data of a search: their settings, the folder of the index of images, and single images.
+
+A call enters; a folder in the cache leaves, named by the weights and the files of the data. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import mmap
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+import braceexpand
+from pydantic import SerializeAsAny
+
+from clipstream.checkpoint.store import locate, model_at, model_in
+from clipstream.config.config_sources import Node
+from clipstream.config.flags import split
+from clipstream.config.settings import Settings, load
+from clipstream.config.short_flags import SOURCE
+from clipstream.config.validate import validate_sources
+from clipstream.curation.images.image_index import ImageRow, ImageSearch, root
+from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
+from clipstream.data.order_plan import reading_of
+from clipstream.data.scan import ImageReader
+from clipstream.data.sources import OpenShard, SampleRef, Source, SourceContext
+from clipstream.data.sources.folders import levels
+from clipstream.data.text_settings import CaptionSettings
+from clipstream.distributed.world import World
+from clipstream.errors import Dropped, SettingsError
+from clipstream.models.model_config import CONFIG_FILE
+from clipstream.models.pretrained import fetch, preflight
+from clipstream.report.html_report import Card
+from clipstream.report.html_report import render_gallery as render_gallery
+from clipstream.storage.shard_cache import ShardCache
+from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, parts_of, with_variables
+from clipstream.utils.content import file_state
+from clipstream.utils.section import with_home
+
+NEAR = 8  # neighbours of each image on a page
+NONE = "(no caption)"
+NAME = "train"
+OWN_NAMES = ("name", "pretrained", "cache_dir", "allow_mismatch")  # of settings; its files tell a model
+
+
+class AnyCaptionSettings(CaptionSettings):
+    """Settings of AnyCaption."""
+
+    of: SerializeAsAny[CaptionSettings]
+
+
+class AnyCaption:
+    """The captions of another extractor; where it has none, `NONE`, as images are searched without captions too."""
+
+    Settings = AnyCaptionSettings
+
+    def __init__(self, settings: AnyCaptionSettings) -> None:
+        self._inner = build_caption(settings.of)
+        self.members = self._inner.members
+
+    def candidates(self, sample: RawSample) -> list[str]:
+        try:
+            return [text for path in candidates(self._inner, sample) for text in path] or [NONE]
+        except Dropped:
+            return [NONE]
+
+    def __call__(self, sample: RawSample, rng: object) -> str:
+        return self.candidates(sample)[0]
+
+
+@lru_cache(maxsize=1)
+def opened(call: ImageSearch) -> tuple[Settings, Source]:
+    """The settings of a call, with the model and with the data as the source `NAME`, and this source.
+
+    Raises ClipstreamError: there is no such model or data.
+    """
+    argv, model = ["--train-data", call.data, *call.flags], Path(call.model).expanduser()
+    if model_at(model) is not None:
+        subject = locate(str(model))
+        assert subject.checkpoint is not None
+        configs = [word for file in split(call.flags, [])[0] for word in ("--config", file)]
+        run, tree = Settings() if subject.run is None else load(configs, run=subject.run), Node()
+        for trained in [*run.data.sources.values()][:1]:
+            tree.put_keys(SOURCE, Node.of(reading_of(trained), ""))
+        own = {"model": model_in(subject.checkpoint, run.model, subject.run is not None), "tokenizer": run.tokenizer}
+        settings = load(argv, trees=[tree]).model_copy(update=own)
+    else:
+        settings = load(["--model", call.model, *argv])
+        if settings.model.is_fresh:
+            raise SettingsError(f"{call.model} names a model without weights: add --pretrained TAG, or name a run")
+    section = settings.data.sources[NAME]
+    caption = AnyCaptionSettings(type=f"{AnyCaption.__module__}:{AnyCaption.__name__}", of=section.caption)
+    upright = {"orientation": "exif"} if section.orientation == "auto" else {}  # as in training, and on the page
+    sources = {NAME: section.model_copy(update={"caption": caption, **upright})}
+    settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": sources}), "evals": {}})
+    validate_sources(settings)
+    cache = settings.data.cache
+    store = ShardCache(cache, fetcher=settings.data.fetcher)
+    return settings, Source(sources[NAME], SourceContext(store, cache, f"data.sources.{NAME}"))
+
+
+def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
+    """The folder of a call's index, and the files and folders that it depends on.
+
+    Raises ClipstreamError: model or data are wrong.
+    """
+    opened.cache_clear()  # the data may have changed since the last call in this process
+    settings, source = opened(call)
+    model, section = settings.model.not_trained(), settings.data.sources[NAME]
+    preflight(model, settings.tokenizer)
+    files = fetch(model, settings.tokenizer, World())
+    listed, watched = _files(source)
+    with open(str(files.weights), "rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as data:
+        digest = hashlib.sha256(data).hexdigest()
+    made_of = {
+        "weights": digest,
+        "model": [files.model_cfg, files.preprocess_cfg, model.model_dump(mode="json", exclude={*OWN_NAMES})],
+        "tokenizer": settings.tokenizer.model_dump(mode="json"),
+        "precision": settings.train.precision,
+        "reading": reading_of(section),
+        "shards": [ShardURL(name).unsigned for name in source.names],
+        "files": [(os.path.abspath(path), file_state(path)) for path in listed],
+    }
+    folder = root() / hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:24]
+    given = Path(call.model).expanduser()  # a run, whose next checkpoint appears in a folder, or a file `best`
+    about = [str(given / "checkpoints" if (given / "checkpoints").is_dir() else given), *split(call.flags, [])[0]]
+    weights = [str(files.weights), str(Path(str(files.weights)).with_name(CONFIG_FILE))]
+    return folder, [os.path.abspath(path) for path in (*weights, *about, *listed, *watched)]
+
+
+def _files(source: Source) -> tuple[list[str], list[str]]:
+    """The local files that a source reads (images, captions, tables, tars), and the folders in which more may be."""
+    files: dict[str, None] = {}
+    walked = set[str]()  # a folder has many shards
+    watched: dict[str, None] = {}
+    for part in parts_of(source.settings.shards):
+        if part.startswith("pipe:"):
+            continue
+        text = re.sub(r"^[\w-]+:(?!//)", "", with_home(with_variables(part)))
+        watched |= {text: None} if os.path.isdir(text) else {}
+        names = [with_home(name) for name in braceexpand.braceexpand(text)] if glob.has_magic(text) else []
+        while names := [*dict.fromkeys(os.path.dirname(name) for name in names)]:  # where new files may match
+            matching = (found for name in names for found in glob.glob(name or ".", recursive=True))
+            watched.update(dict.fromkeys(filter(os.path.isdir, matching)))
+            names = [name for name in names if glob.has_magic(name)]
+    in_folders = bool(watched)
+    for shard in source.names:
+        url = ShardURL(shard)
+        path = shard.partition(":")[2] if url.scheme in PATH_SCHEMES else url.path or ""
+        path = path if os.path.exists(path) else path.rpartition("#")[0]
+        if source.types[shard].has_files:
+            reader = source.open(shard)
+            files |= dict.fromkeys(file for ref in reader.index.samples for file in reader.files(ref))
+        if os.path.isfile(path):
+            files[path] = None
+            watched |= {os.path.dirname(path): None} if in_folders else {}
+        if path in walked or not os.path.isdir(path):
+            continue
+        walked.add(path)
+        deque(levels(path, folders := dict[str, int]()), maxlen=0)
+        watched |= dict.fromkeys(folders)
+    return sorted(files), [*watched]
+
+
+def image_row(
+    source: Source, shard: str, reader: OpenShard | None, ref: SampleRef, captions: Sequence[str]
+) -> ImageRow:
+    """A sample of a source, whose shard is opened as `reader` unless it is remote."""
+    place = None if reader is None else reader.place(ref, split_keys(source.settings.image_key))
+    title = source.types[shard].title(shard)
+    title = os.path.abspath(title) if ShardURL(shard).path is not None else title
+    if place is not None:
+        place = place._replace(path=os.path.abspath(place.path))
+    name = place.path if place is not None and not place.size else f"{title}/{ref.key}"
+    return ImageRow(name, captions[0] if captions and captions[0] != NONE else "", place, (shard, ref.key))
+
+
+def card(image: ImageRow, shown: str, source: Callable[[], Source]) -> Card:
+    """An image on a page, named `shown`; read by the source where only its sample is known."""
+    if image.place is None:
+        return Card(shown, image.caption, "", ImageReader(source())(*image.sample))
+    data, (path, offset, size) = None, image.place
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(offset)
+        data = file.read(size or -1)
+    return Card(shown, image.caption, "" if size else Path(path).as_uri(), data)

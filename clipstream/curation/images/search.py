@@ -1,0 +1,289 @@
+"""`clipstream search RUN DATA QUERY…` and `clipstream.search`: the images of a data set that match a text or an image.
+
+Names of a model and of data, and queries, enter; paths, scores and captions leave. The first call computes the features
+of all images into a folder of the cache (`indexing`). Later calls look whether the files of model and data have
+changed, and import torch only for a query that is neither in that folder nor a text for `NumpyText`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from clipstream.config.flags import output_file
+from clipstream.curation.images.image_index import (
+    ENDS,
+    FEATURES,
+    IMAGES,
+    QUERIES,
+    TEXT_MODEL,
+    ImageRow,
+    ImageSearch,
+    is_image,
+    root,
+)  # fmt: skip
+from clipstream.curation.images.numpy_text import Floats, NumpyText
+from clipstream.errors import SettingsError, each, errors_as
+from clipstream.text import framed, printable, shortened
+from clipstream.utils import atomic_write
+from clipstream.utils.content import SUFFIXES, file_state
+from clipstream.utils.logs import loading, logger, on_terminal
+from clipstream.utils.section import with_home
+
+if TYPE_CHECKING:
+    from clipstream.api.run import Run
+    from clipstream.report.html_report import Card
+
+KEPT, KEPT_DAYS = 10, 30  # indexes that stay in the cache
+USAGE = 'clipstream search runs/first images "a red bird" [-k N] [--html FILE]'
+
+
+def computed() -> Any:
+    """The module that imports torch."""
+    loading.show("loading torch")
+    from clipstream.curation.stores import run
+
+    return run
+
+
+def index_of(call: ImageSearch) -> Path:
+    """The folder of a call's index, which is made if it is not there, or if model or data have changed.
+
+    Raises ClipstreamError: there is no such model or data, no image is usable, or a signal came.
+    """
+    names = re.findall(r"\$\{(\w+)\}", " ".join([call.model, call.data, *call.flags]))
+    variables = [os.environ.get(name) for plain in names for name in (plain, f"WDS_{plain}")]
+    given = [*call, os.getcwd(), os.path.expanduser("~"), variables]
+    memo = root() / "calls" / f"{_digest(json.dumps(given).encode())}.json"
+    with suppress(OSError, ValueError):
+        folder, watched = json.loads(memo.read_bytes())  # the index of this call, and the files that it depends on
+        if (root() / folder / ENDS).is_file() and all(file_state(path) == seen for path, seen in watched):
+            for path, _ in watched:
+                atomic_write.note_input(path)
+            with suppress(OSError):  # the cache may be read-only
+                os.utime(root() / folder)
+            return root() / str(folder)
+    loading.show("looking for the model and the images")
+    from clipstream.curation.images import indexing
+
+    made, files = indexing.index_folder(call)
+    stamps = [(path, file_state(path)) for path in files]
+    if not (made / ENDS).is_file():
+        try:
+            made.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            hint = "set $CLIPSTREAM_CACHE to a folder that you can write to"
+            raise SettingsError(f"features cannot be kept in {made} ({error.strerror}): {hint}") from error
+        computed().make_index(call, made)
+    with suppress(OSError):  # the cache may be read-only or full, and another process may remove old indexes as well
+        memo.parent.mkdir(exist_ok=True)
+        atomic_write.replace(memo, json.dumps([made.name, stamps]).encode())
+        _remove_old()
+    return made
+
+
+def _remove_old() -> None:
+    """Remove the indexes that are not among the `KEPT` that were used last, and were not used for `KEPT_DAYS`."""
+    used = {folder: folder.stat().st_mtime for folder in root().iterdir() if (folder / ENDS).is_file()}
+    for folder in sorted(used, key=used.__getitem__)[:-KEPT]:
+        if time.time() - used[folder] > KEPT_DAYS * 86_400:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
+    """Features of queries, float32 [q, D]. Raises SettingsError: an image cannot be read."""
+    files = {query: folder / QUERIES / f"{_digest(_content(query))}.npy" for query in queries}
+    found = dict[str, Floats]()
+    for query, file in files.items():
+        with suppress(OSError, ValueError, EOFError):  # not there, or damaged
+            found[query] = np.load(file)
+    if missing := [query for query in files if query not in found]:
+        try:
+            weights, config, seen = json.loads((folder / TEXT_MODEL).read_bytes())
+            tower = NumpyText.of(Path(weights), config)
+            if tower is None or file_state(weights) != seen or any(map(is_image, missing)):
+                raise ValueError("for torch")
+            features = [tower.encode(query) for query in missing]
+        except (OSError, ValueError):  # torch computes other features
+            features = computed().encode(call, missing, folder)
+        for query, feature in zip(missing, features, strict=True):
+            found[query] = feature.astype(np.float32)
+            with suppress(OSError):  # the cache may be read-only or full
+                files[query].parent.mkdir(exist_ok=True)
+                np.save(buffer := io.BytesIO(), found[query])
+                atomic_write.replace(files[query], buffer.getvalue())
+    return np.stack([found[query] for query in queries])
+
+
+def _check(query: str) -> None:
+    """Warn of a word that names a file or folder. Raises SettingsError: it is the path of one that is no image."""
+    path = Path(query).expanduser()
+    if is_image(query):
+        _content(query)
+    elif len(query.encode(errors="replace")) < 256 and path.exists():
+        said = f"the query {printable(query)!r} is {'a folder' if path.is_dir() else 'a file'}, not an image"
+        if path.suffix or path.name != query:
+            raise SettingsError(f"{said}: give words, or the path of an image ({', '.join(SUFFIXES[:3])}, …)")
+        logger.warning(f"{said}: images are searched by this word")
+
+
+def _content(query: str) -> bytes:
+    with errors_as(SettingsError, f"the image {query} cannot be read", OSError):
+        return Path(query).expanduser().read_bytes() if is_image(query) else query.encode(errors="surrogatepass")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class Match:
+    """An image that a search has found."""
+
+    score: float  # its cosine with the query
+    path: str  # of its file; SHARD/KEY where it is inside of another file
+    caption: str
+
+
+class SearchResults:
+    """The result of `clipstream.search`; in a notebook, a gallery.
+
+    Attributes:
+        queries: texts, and paths of images.
+        matches: for each query the images that match it best, best first.
+    """
+
+    def __init__(self, call: ImageSearch, queries: Sequence[str], k: int) -> None:
+        for query in queries:
+            _check(query)
+        self._call, self._folder = call, index_of(call)
+        self._features: Floats = np.load(self._folder / FEATURES, mmap_mode="r")
+        self._ends = np.load(self._folder / ENDS, mmap_mode="r")
+        self._hits = self._nearest(encoded(call, queries, self._folder), k)
+        self.queries: list[str] = list(queries)
+        self.matches: list[list[Match]] = [
+            [Match(score, (image := self._image(row)).shown(call.data), image.caption) for row, score in hits]
+            for hits in self._hits
+        ]
+
+    def __repr__(self) -> str:
+        return f"SearchResults({len(self.queries)} queries, {sum(map(len, self.matches))} matches)"
+
+    def lines(self, columns: int = 0) -> Iterator[str]:
+        """A line for each match: score, path and the beginning of the caption; `columns` wide at most, 0 for any."""
+        width = max((len(match.path) for matches in self.matches for match in matches), default=0)
+        for query, matches in zip(self.queries, self.matches, strict=True):
+            yield from [query] if len(self.queries) > 1 else []
+            for m in matches:
+                room = max(columns - width - 10, 20) if columns else 100
+                yield f"{m.score:.4f}  {m.path:{width}}  {shortened(m.caption, room)}".rstrip()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the gallery, one HTML file that needs no network. Raises OSError: it cannot be written."""
+        atomic_write.replace(Path(path), self._page().encode(errors="backslashreplace"))
+
+    def _repr_html_(self) -> str:
+        return framed(self._page(), "Images found")
+
+    def _page(self) -> str:
+        from clipstream.curation.images import indexing
+
+        rows = list({row for hits in self._hits for row, _ in hits})
+        near = dict(zip(rows, self._nearest(self._features[rows], indexing.NEAR + 1), strict=True))
+        heads = [(query, _content(query) if is_image(query) else None) for query in self.queries]
+        found = list(zip(heads, self._hits, strict=True))
+        call, data = self._call, self._call.data
+
+        def card(row: int) -> Card:
+            shown = (image := self._image(row)).shown(data).removeprefix(os.path.join(with_home(data), ""))
+            return indexing.card(image, shown, lambda: indexing.opened(call)[1])
+
+        return indexing.render_gallery(found, near, card, f"{data} by {call.model}")
+
+    def _nearest(self, queries: Floats, k: int) -> list[list[tuple[int, float]]]:
+        """(row, cosine) of the k best rows for each query, best first."""
+        found = []
+        for scores in queries @ self._features.T:
+            best = np.argpartition(-scores, min(k, len(scores)) - 1)[:k]
+            best = best[np.lexsort((best, -scores[best]))]
+            found.append([(int(row), float(scores[row])) for row in best])
+        return found
+
+    def _image(self, row: int) -> ImageRow:
+        with (self._folder / IMAGES).open("rb") as file:
+            file.seek(self._ends[row])
+            return ImageRow(*json.loads(file.read(self._ends[row + 1] - self._ends[row])))
+
+
+def main(argv: Sequence[str]) -> None:
+    """`clipstream search RUN DATA QUERY… [-k N] [--html FILE] [flags of training]`. Raises ClipstreamError."""
+    own, names, flags, tokens = {"-k": "10", "--html": ""}, list[str](), list[str](), list(argv)
+    while tokens:
+        flag, equals, value = (token := tokens.pop(0)).partition("=")
+        if flag in own:
+            own[flag] = value if equals else tokens.pop(0) if tokens else ""
+        else:  # a flag of training, and all behind it
+            (flags if flags or token.startswith("--") else names).append(token)
+    if len(names) < 3 or not own["-k"].isdecimal():
+        raise SettingsError(f"name a run, data and at least one query, and as -k a whole number, as in: {USAGE}")
+    output_file(own, "--html")
+    found = SearchResults(ImageSearch(names[0], names[1], tuple(flags)), names[2:], max(1, int(own["-k"])))
+    loading.end()
+    columns = get_terminal_size().columns if sys.stdout.isatty() else 0
+    print(*map(printable, found.lines(columns)), sep="\n")
+    if own["--html"]:
+        found.save(own["--html"])
+        print(own["--html"])
+
+
+def search(
+    model: Run | str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    queries: str | Sequence[str],
+    k: int = 10,
+    **flags: str,
+) -> SearchResults:
+    """The images of a data set that match texts or images best.
+
+    The first call for a model and data computes the features of all images, which later calls read from the cache.
+
+    Args:
+        model: a run or its folder (its newest checkpoint), a checkpoint, or a model's name.
+        data: what training reads: a folder, a table, tars.
+        queries: a text or several, or paths of images.
+        k: matches of each query.
+        flags: short flags of the command line, with underscores, on the model and on how the data are read, such as
+            `pretrained="openai"` or `caption_key="title"`.
+
+    Raises:
+        SettingsError: there is no such model or data, or a query names an image that cannot be read.
+        DataError: no image is usable.
+
+    Examples:
+        >>> import clipstream
+        >>> found = clipstream.search("runs/first", "shards/*.tar", "a red circle", k=3, workers="0")
+        >>> len(found.matches[0]), found.matches[0][0].score >= found.matches[0][1].score
+        (3, True)
+        >>> found.save("found.html")
+    """
+    texts = [os.fspath(query) for query in each("queries", "a text or several", queries, (str, os.PathLike))]
+    given = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    if not texts or k < 1:
+        raise SettingsError("give at least one query, and a k of at least 1")
+    run: str | os.PathLike[str] = getattr(model, "folder", model)  # type: ignore[arg-type]
+    with on_terminal():
+        return SearchResults(ImageSearch(os.fspath(run), os.fspath(data), tuple(given)), texts, k)

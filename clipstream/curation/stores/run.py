@@ -1,0 +1,380 @@
+"""What searches need torch for: the topics of `clipstream search`, and the features of `images`.
+
+Of a topic, a store and a command line enter; tables are printed, and a file is written. Of a search by `images`, the
+features of all images, by the pass of `clipstream precompute`, and those of queries are written into its index.
+
+Queries by image or text are encoded by the model in the store, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from clipstream.api.model import Model, usable_device
+from clipstream.config.flags import output_file
+from clipstream.curation.images.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image
+from clipstream.curation.images.indexing import image_row, opened
+from clipstream.curation.images.numpy_text import Floats, NumpyText
+from clipstream.curation.stores import search as exact
+from clipstream.curation.stores.listing import IMAGES as ON_PAGE
+from clipstream.curation.stores.listing import doubt, mine, names_of, sample_columns, stored_images, write_page
+from clipstream.curation.stores.sample_scores import best_captions, near_duplicates
+from clipstream.curation.stores.search import PairScores, pair_scores
+from clipstream.data.decode.images import EvalTransform
+from clipstream.data.decode.tokenizers import build_tokenizer
+from clipstream.data.sources import SampleRef, Source
+from clipstream.data.text_settings import ModelTokenizer
+from clipstream.distributed.launch import run_embedded
+from clipstream.distributed.world import World
+from clipstream.errors import DataError, Dropped, SettingsError, errors_as
+from clipstream.evals.context import context_for
+from clipstream.features.manifest import IMAGE, MODEL, TEXT
+from clipstream.features.store import FeatureStore
+from clipstream.features.stored_rows import Name, StoredRows
+from clipstream.models.build import build_towers
+from clipstream.models.pretrained import fetch
+from clipstream.models.settings import ModelSettings
+from clipstream.precompute import CHUNK_ROWS, StoreOptions
+from clipstream.precompute.images import StoredImages
+from clipstream.precompute.run import precompute
+from clipstream.text import printable
+from clipstream.utils import atomic_write
+from clipstream.utils.console import ResultConsole, result_table
+from clipstream.utils.content import file_state
+from clipstream.utils.logs import loading, logger
+from clipstream.utils.table_files import SAMPLE, TableWriter, check_suffix
+from clipstream.utils.torch_state import restored_matmul_precision
+
+SHOWN = 25  # rows of a table
+NUMBERS = ("rank", "score", "samples", "rows", "share", "quantile", "pairs", "cluster")  # columns of tables
+CELL = 100  # characters of a caption or query
+BATCH = 64  # images of a forward pass
+PROBES = ("a red bird", "Two dogs' 12 puppies, on grass")
+EXACT = 1e-4  # largest difference of a feature in numpy from torch's
+QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+
+
+def search(options: argparse.Namespace) -> None:
+    """Run the topic that the command line names.
+
+    Raises:
+        SettingsError: an option does not fit the store, or the file cannot be written.
+        DataError: the store cannot be read, or has no rows.
+    """
+    if options.out:
+        check_suffix(Path(options.out), "--out")
+    output_file({"--html": getattr(options, "html", None)}, "--html")
+    store = FeatureStore(options.store, options.cache)
+    rows = StoredRows(store, getattr(options, "part", IMAGE))
+    if not len(rows):
+        raise DataError(f"{store.shown} has no rows in {rows.part}: all samples were dropped")
+    if options.topic == "scores":
+        scores(options, rows)
+        return
+    try:
+        device = torch.empty(0, device=usable_device(options.device)).device
+    except (RuntimeError, AssertionError, ImportError) as error:  # of a backend that this torch does not have
+        raise SettingsError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
+    if options.topic == "doubt" or getattr(options, "mine", None):
+        (doubt if options.topic == "doubt" else mine)(options, store, device)
+        return
+    {"neighbours": neighbours, "duplicates": duplicates, "clusters": clusters}[options.topic](options, rows, device)
+
+
+def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
+    """Print, and write, the rows nearest to each query."""
+    titles, queries = _queries(options, rows)
+    found = exact.search(rows, queries, options.k, device=device)
+    names = names_of(rows, found.rows.flatten().tolist())
+    table = result_table("Neighbours", ("query", "rank", "score", "sample", "caption"), NUMBERS)
+    written: list[dict[str, Any]] = []
+    for title, of_query, numbers in zip(titles, found.scores.tolist(), found.rows.tolist(), strict=True):
+        for rank, (score, row) in enumerate(zip(of_query, numbers, strict=True), start=1):
+            name = names[row]
+            caption = name.captions[0] if name.captions else ""
+            about = {"source": name.source, "shard": name.shard, "key": name.key, "caption": caption}
+            written.append({"query": title, "rank": rank, "score": score, **about})
+            cells = printable(title, CELL) if rank == 1 else "", printable(name.label, CELL), printable(caption, CELL)
+            table.add_row(cells[0], str(rank), f"{score:.4f}", *cells[1:])
+    ResultConsole(markup=False).print(table)
+    if options.out:
+        start, end = (("query", pa.string()), ("rank", pa.int32()), ("score", pa.float32())), ("caption", pa.string())
+        with TableWriter(Path(options.out), pa.schema([*start, *SAMPLE, end])) as writer:
+            writer.write({name: [row[name] for row in written] for name in writer.schema.names})
+
+
+def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
+    """Print groups of near-duplicates, and write the list and the page. Raises SettingsError: as `stored_images`."""
+    if rows.per_caption:
+        raise SettingsError(f"--part {rows.part}: duplicates requires a part of images")
+    with stored_images(options, rows.store) as images:
+        _duplicates(options, rows, images, device)
+
+
+def _duplicates(
+    options: argparse.Namespace, rows: StoredRows, images: StoredImages | None, device: torch.device
+) -> None:
+    """`duplicates`; the file lists the samples to drop: all but one of each group."""
+    roots = near_duplicates(rows, options.clusters, options.keep_by, device).kept(options.threshold)
+    first, sizes = np.unique(roots, return_counts=True)
+    groups = first[sizes > 1][np.argsort(-sizes[sizes > 1], kind="stable")]
+    size_of = dict(zip(first.tolist(), sizes.tolist(), strict=True))
+    table, shown = result_table("Largest groups", ("samples", "kept", "others"), NUMBERS), []
+    for root in groups[:SHOWN].tolist():
+        members = np.flatnonzero(roots == root)
+        others = members[members != root].tolist()
+        some = others[:3]
+        labels = [printable(name.label, CELL) for name in rows.names([root, *some])]
+        if images is not None:
+            of_group = [root, *others[: ON_PAGE - 1]]
+            found = exact.gather(rows, of_group)
+            scores = (found @ found[0]).tolist()
+            head = f"{size_of[root]:,} near-duplicates; kept: {labels[0]}"
+            shown.append((head, list(zip(of_group, scores, strict=True))))
+        more = " …" if size_of[root] > 4 else ""
+        table.add_row(f"{size_of[root]:,}", labels[0], ", ".join(labels[1:]) + more)
+    if len(groups):
+        ResultConsole(markup=False).print(table)
+    dropped = len(rows) - len(first)
+    print(
+        f"{len(rows):,} samples: {len(groups):,} groups of a cosine of {options.threshold:g} or more; "
+        f"{dropped:,} samples ({dropped / len(rows):.2%}) are near-duplicates of another one"
+    )
+    if options.out:
+        kept = dict(zip(groups.tolist(), (name.label for name in rows.names(groups.tolist())), strict=True))
+        with TableWriter(Path(options.out), pa.schema([*SAMPLE, ("duplicate_of", pa.string())])) as writer:
+            for names, numbers in _by_shard(rows):
+                drop = (roots[numbers] != numbers).nonzero()[0].tolist()
+                of = [kept[int(roots[numbers[i]])] for i in drop]
+                writer.write({**sample_columns([names[i] for i in drop]), "duplicate_of": of})
+        print(options.out)
+    if images is not None:
+        write_page(options, rows, shown, images, device)
+
+
+def clusters(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
+    """Print sizes and nearest rows of clusters; the file lists the cluster of each row."""
+    found = exact.kmeans(
+        rows, options.k, seed=options.seed, init=options.init, iterations=options.iterations, device=device
+    )
+    near = exact.search(rows, found.centroids, options.nearest, device=device)
+    names = names_of(rows, near.rows.flatten().tolist())
+    table = result_table("Clusters", ("cluster", "rows", "share", "nearest"), NUMBERS)
+    for number in found.sizes.sort(descending=True, stable=True).indices.tolist():
+        size, labels = int(found.sizes[number]), []
+        for name in (names[row] for row in near.rows[number].tolist()):
+            labels.append(printable(": ".join([name.label, *name.captions[:1]]), CELL))
+        table.add_row(str(number), f"{size:,}", f"{size / len(rows):.2%}", "\n".join(labels))
+    ResultConsole(markup=False).print(table)
+    print(f"mean cosine with the centroid {found.means[-1]:.4f} after {len(found.means) - 1} iterations")
+    if options.out:
+        schema = [*SAMPLE, ("choice", pa.int32()), ("cluster", pa.int32()), ("score", pa.float32())]
+        with TableWriter(Path(options.out), pa.schema(schema)) as writer:
+            names_by_shard, first = _by_shard(rows), 0
+            held: list[Name] = []
+            for start, block in rows.blocks():
+                while start + len(block) > first + len(held):
+                    first += len(held)
+                    held, _ = next(names_by_shard)
+                cosines, numbers = (tensor.cpu() for tensor in found.assign(block.to(device)))
+                some = held[start - first : start - first + len(block)]
+                of = {"choice": [name.choice for name in some], "cluster": numbers.int().numpy()}
+                writer.write({**sample_columns(some), **of, "score": cosines.numpy()})
+        print(options.out)
+
+
+def scores(options: argparse.Namespace, images: StoredRows) -> None:
+    """Print quantiles of the cosines of images and captions; the file lists the pairs, or the samples kept."""
+    store = images.store
+    # Made at once: small arrays that stay between large ones that go would keep the memory of these from reuse.
+    every, of_samples = np.empty(len(StoredRows(store, TEXT)), np.float32), np.empty(len(images), np.float32)
+    pairs = samples = 0
+    for some in pair_scores(store):
+        every[pairs : pairs + len(some.scores)] = some.scores.numpy()
+        pairs += len(some.scores)
+        best = best_captions(some)[1].numpy()
+        of_samples[samples : samples + len(best)] = best
+        samples += len(best)
+    of_samples = of_samples[:samples]
+    if not pairs:
+        raise DataError(f"{store.shown} has no image with a caption")
+    table = result_table("Cosines", ("quantile", "pairs", "best caption of each sample"), NUMBERS)
+    for share in QUANTILES:
+        table.add_row(f"{share:g}", *(f"{np.quantile(of, share):.4f}" for of in (every, of_samples)))
+    ResultConsole(markup=False).print(table)
+    print(f"{len(every):,} pairs of {len(of_samples):,} samples, mean {every.mean(dtype=np.float64):.4f}")
+    least = options.min_score
+    if options.top_fraction is not None:
+        count = max(1, round(options.top_fraction * len(of_samples)))
+        least = float(np.partition(of_samples, len(of_samples) - count)[len(of_samples) - count])
+    if least is not None:
+        kept = int((of_samples >= least).sum())
+        print(f"{kept:,} samples ({kept / len(of_samples):.2%}) score {least:.4f} or more")
+    if options.out:
+        _write_scores(Path(options.out), pair_scores(store), least)
+        print(options.out)
+
+
+def _write_scores(path: Path, found: Iterator[PairScores], least: float | None) -> None:
+    """Write all pairs, or the samples whose best caption scores at least `least`."""
+    columns = [*SAMPLE, ("score", pa.float32())]
+    if least is None:
+        columns += [("choice", pa.int32()), ("caption", pa.string())]
+    texts: list[tuple[str, list[str]]] = []
+    before = None
+    with TableWriter(path, pa.schema(columns)) as writer:
+        for some in found:
+            source, number = some.shard.source, some.shard.number
+            if before != (source.name, number):
+                before = (source.name, number)
+                texts = source.texts(number)
+            samples, values = some.samples, some.scores.numpy()
+            if least is not None:
+                samples, best = best_captions(some)
+                values = best.numpy()
+                samples, values = samples[values >= least], values[values >= least]
+            count = len(samples)
+            of: dict[str, Any] = {"source": [source.name] * count, "shard": [some.shard.name] * count}
+            of |= {"key": [texts[i][0] for i in samples.tolist()], "score": values}
+            if least is None:
+                of["choice"] = some.choices.astype(np.int32)
+                pairs = zip(samples.tolist(), some.choices.tolist(), strict=True)
+                of["caption"] = [texts[i][1][choice] for i, choice in pairs]
+            writer.write(of)
+
+
+def _queries(options: argparse.Namespace, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
+    """(what each query is called, float32 [q, D])."""
+    store, part = rows.store, rows.part
+    titles, features = [*options.query_image, *options.query_text], torch.empty(0, rows.width)
+    if titles:
+        folder = Path(store.path) / MODEL
+        if part not in (IMAGE, TEXT) or not folder.is_dir():
+            raise SettingsError(
+                f"--query-image and --query-text require the model of {part}, which is not in {store.shown}: use "
+                f"--query-key"
+            )
+        features = _encoded(folder, options.query_image, options.query_text, upright=store.manifest.views > 0)
+    numbers: list[int] = []
+    for key in options.query_key:
+        if not (found := rows.find(key)):
+            raise SettingsError(f"--query-key {key}: no such sample in {part} of {store.shown}")
+        titles += [name.label for name in rows.names(found)]
+        numbers += found
+    if not titles:
+        raise SettingsError("set --query-image FILE, --query-text TEXT or --query-key KEY")
+    return titles, torch.cat([features, exact.gather(rows, numbers)])
+
+
+@torch.inference_mode()
+def _encoded(model: Path, images: Sequence[str], texts: Sequence[str], *, upright: bool) -> torch.Tensor:
+    """Features of images and texts, float32 [n, D], rows of length 1.
+
+    Args:
+        upright: whether images are turned by their EXIF orientation; `precompute` does so in augmented views only.
+    """
+    towers = build_towers(ModelSettings(name=f"local-dir:{model}"), seed=0).eval()
+    transform, found = EvalTransform(towers.image, "white", upright=upright), []
+    for file in images:
+        found.append(towers.encode_image(_pixels(file, transform)[None]))
+    if texts:
+        tokenizer = build_tokenizer(ModelTokenizer(), towers.open_clip_tokenizer(), towers.context_length)
+        found.append(towers.encode_text(torch.as_tensor(tokenizer.encode(list(texts)))))
+    return torch.cat(found)
+
+
+def _pixels(query: str, transform: EvalTransform) -> torch.Tensor:
+    """uint8 [3, H, W] of a query that is an image file. Raises SettingsError: it cannot be read or decoded."""
+    file = Path(query).expanduser()
+    with errors_as(SettingsError, f"the image {query}", OSError, Dropped):
+        if file.exists() and not file.is_file():  # a FIFO may never be written to
+            raise OSError("not a regular file")
+        return torch.tensor(transform(file.read_bytes()).transpose(2, 0, 1))
+
+
+def _by_shard(rows: StoredRows) -> Iterator[tuple[list[Name], np.ndarray[Any, Any]]]:
+    """(names, numbers int64) of the rows of each shard that has rows."""
+    for number in range(len(rows.shards)):
+        first, end = int(rows.firsts[number]), int(rows.firsts[number + 1])
+        if end > first:
+            yield rows.names_of(number), np.arange(first, end)
+
+
+def make_index(call: ImageSearch, folder: Path) -> None:
+    """Compute the features of all images, and write the index.
+
+    Raises ClipstreamError: no image is usable, the disk is full, or a signal came.
+    """
+    settings, source = opened(call)
+    images = "the images" if source.samples is None else f"{source.samples:,} images"
+    logger.info(f"computing features of {images}, which later searches find in {folder.parent}")
+    options = StoreOptions(
+        folder=folder / "store", towers=("image",), views=0, dtype="float32", zstd=False, chunk_rows=CHUNK_ROWS,
+        random_weights=False, batch_size=BATCH, with_model=False, label="computing features",
+    )  # fmt: skip
+    loading.show("loading the model")
+    run_embedded(settings.run, partial(precompute, settings, options, {}))
+    loading.show("writing the index")
+    rows = StoredRows(FeatureStore(options.folder))
+    features = np.lib.format.open_memmap(folder / FEATURES, "w+", np.float32, (len(rows), rows.width))
+    for first, block in rows.blocks():
+        features[first : first + len(block)] = block
+    features.flush()
+    with (folder / IMAGES).open("wb") as file:
+        sizes = [file.write(json.dumps(image).encode() + b"\n") for image in _images(rows, source)]
+    np.save(folder / f"draft.{ENDS}", np.cumsum([0, *sizes]))
+    os.replace(folder / f"draft.{ENDS}", folder / ENDS)  # the last file: now the folder is complete
+    shutil.rmtree(options.folder)
+
+
+def _images(rows: StoredRows, source: Source) -> Iterator[ImageRow]:
+    for shard in rows.shards:
+        name, used = source.names[shard.number], shard.rows_of_samples()
+        reader = None if source.types[name].is_remote(name) else source.open(name)
+        for number, (key, captions) in enumerate(shard.source.texts(shard.number)):
+            if used[number]:
+                ref = SampleRef(key) if reader is None else reader.index.samples[number]
+                yield image_row(source, name, reader, ref, captions)
+        if reader is not None:
+            reader.close()
+
+
+def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floats]:
+    """Features of queries, float32 [D] each, by torch; notes whether numpy computes those of texts alike.
+
+    Raises SettingsError: an image cannot be decoded.
+    """
+    settings, _ = opened(call)
+    own = settings.model.not_trained()  # as the images were encoded
+    with restored_matmul_precision():
+        train = settings.train.model_copy(update={"precision": "fp32"})
+        world = World(device=usable_device(settings.run.device))
+        context = context_for(settings.model_copy(update={"train": train}), own, world)
+    model = Model(context.towers, context)
+    files = fetch(own, settings.tokenizer, World())
+    tower = NumpyText.of(files.weights, files.model_cfg)
+    with suppress(LookupError):  # tensors of another text tower
+        theirs = model.encode_text(PROBES).cpu().numpy()
+        if tower is not None and np.abs([tower.encode(text) for text in PROBES] - theirs).max() < EXACT:
+            weights = os.path.abspath(str(files.weights))
+            about = [weights, files.model_cfg, file_state(weights)]
+            with suppress(OSError):  # the cache may be read-only or full
+                atomic_write.replace(folder / TEXT_MODEL, json.dumps(about).encode())
+    transform, found = EvalTransform(model.preprocess.image, "white", upright=True), []
+    for query in queries:
+        is_text = not is_image(query)
+        feature = model.encode_text(query) if is_text else model.encode_image(_pixels(query, transform))
+        found.append(feature[0].cpu().numpy())
+    return found

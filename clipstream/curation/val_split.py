@@ -1,0 +1,173 @@
+"""Held-out samples (`data.val_split`): a part of a source for evaluation that has no counterpart in training.
+
+Settings of a source enter; a file with the names of held-out samples leaves, which the settings `keep` and `drop` read.
+Samples with the same caption, the same image file or nearly the same image are a group, which is held out as a whole.
+Each node makes the file once, in one pass over the source, before the ranks meet: it depends on the samples alone, so
+that all nodes have the same. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from clipstream.curation.duplicates import NEAR, group
+from clipstream.curation.sample_table import sample_table
+from clipstream.data.decode.key_lists import NOT_KEPT
+from clipstream.data.decode.sample_profile import TRIED, Profile
+from clipstream.data.order.lanes import Numbers
+from clipstream.data.order.rng import hash_of
+from clipstream.data.order_plan import reading_of
+from clipstream.data.scan import ShardPass, ShardSamples, cached, identity
+from clipstream.data.settings import DataSettings, SourceSettings, split_counts
+from clipstream.data.sources import Source, SourceContext
+from clipstream.data.text_settings import LabelCaption
+from clipstream.distributed.world import World
+from clipstream.errors import Dropped, SettingsError
+from clipstream.storage.download import ShardError
+from clipstream.text import counted, lines
+from clipstream.utils.logs import announce, logger
+
+FORM = 7  # of the file and its rule: another one is another identity
+COLUMNS = ("shard", "key", "reason", "image_hash", "file_hash", "caption_hash", "other_hashes")
+FEWEST = 2  # samples on each side
+
+
+def held_out(section: SourceSettings, share: float, data: DataSettings, key: str) -> Path:
+    """The file with the names of the samples to hold out, one a line below their number; made unless it is there.
+
+    Args:
+        section: the source, whose own `keep` and `drop` count.
+        share: of the samples, 0 to 1.
+        data: settings of the cache and of transfers.
+        key: dotted key of the source, for messages.
+
+    Raises:
+        SettingsError: too few samples can be held out, a shard cannot be read, or the list cannot be written.
+    """
+    source = Source(section, SourceContext(cache=data.cache, key=key))
+    made: list[str] = []
+
+    def fill(part: Path) -> None:
+        remote = sum(source.types[name].is_remote(name) for name in set(source.names))
+        if remote:
+            again = "" if data.cache else ", and again at each evaluation unless --data.cache names a folder for them"
+            logger.info(f"val_split: {counted(remote, 'remote shard', ',')} are downloaded to compare samples{again}")
+        rows = compared(source, data)
+        reasons, rows = rows["reason"].to_pylist(), rows.filter(pc.equal(rows["reason"], ""))
+        if not len(rows):
+            raise _nothing_usable(source, data, Counter(reasons))
+        seen = [f"{shard}/{key}" for shard, key in zip(rows["shard"].to_pylist(), rows["key"].to_pylist(), strict=True)]
+        names, said = choose(seen, rows, share)
+        if names is None:
+            raise ShardError("val_split", said)
+        announce(f"val_split {said}")
+        made.append(said)
+        content = [f"# {len(names)} of {len(seen)} usable samples", *names, ""]
+        part.write_text("\n".join(content), encoding="utf-8", errors="surrogateescape")
+
+    how = [FORM, NEAR, share, data.max_image_pixels, reading_of(section)]
+    path = cached("data.val_split", "splits", identity(source, *how), fill)
+    if not made and World.from_env().is_main:
+        held = counted(split_counts(path)[0], "sample", ",")
+        announce(f"val_split {held} held out for the evaluator val, chosen before")
+    return path
+
+
+def _nothing_usable(source: Source, data: DataSettings, drops: Counter[str]) -> SettingsError:
+    """The error on data without a usable sample: why they are dropped, and the flags that help."""
+    profile, section = Profile(), source.settings
+
+    def look(number: int, samples: ShardSamples) -> None:
+        for _, _, sample in islice(samples, TRIED):
+            if not isinstance(sample, Dropped):
+                profile.add(sample)
+
+    with closing(ShardPass(source, data, None, look)) as one:
+        one(0)
+    why = ", ".join(f"{count:,} x {reason}" for reason, count in drops.most_common())
+    said = f"data.val_split: none of {counted(drops.total(), 'sample', ',')} is usable: {why}"
+    return SettingsError(lines(said, profile.advice(section.image_key, section.caption)))
+
+
+def choose(names: Sequence[str], rows: pa.Table, share: float) -> tuple[list[str] | None, str]:
+    """The names of the samples to hold out, sorted, and how they were chosen, in words; None if there are too few.
+
+    Groups are taken in the order of a hash of their first name, as long as they fit. Those of more than half of the
+    samples to hold out stay in training, and so does a sample whose name has a line break.
+
+    Args:
+        names: of the samples; those of one name are a group, as lists of keys do not tell them apart.
+        rows: as `compared` gives them; rows with the same value in `group` are a group, too.
+    """
+    wanted, held = round(len(names) * share), list[str]()
+    most = max(1, wanted // 2)
+    roots, near, bits = group(rows["image_hash"].to_numpy(), _marks(names, rows), most)
+    groups: dict[int, list[str]] = {}
+    for name, root in zip(names, roots.tolist(), strict=True):
+        groups.setdefault(root, []).append(name)
+    for some in sorted(groups.values(), key=lambda some: hash_of(min(some).encode())):
+        broken = any("\n" in name or "\r" in name for name in some)
+        if not broken and len(some) <= most and len(held) + len(some) <= wanted:
+            held += some
+    if min(len(held), len(names) - len(held)) < FEWEST:
+        return None, (
+            f"only {len(held):,} of {counted(len(names), 'usable sample', ',')} can be held out (share {share:g}, "
+            f"{counted(len(groups), 'group', ',')} of similar samples): use more data, another share, or --val-data"
+        )
+    kept = f"{len(held):,} of {counted(len(names), 'sample', ',')} held out for the evaluator val"
+    said = f"{len(groups):,} groups, the largest of {max(map(len, groups.values())):,}"
+    return sorted(
+        held
+    ), f"{kept}; {said}; {near:,} samples with a near-duplicate (of at most {bits} differing bits) are kept together"
+
+
+def compared(
+    source: Source,
+    data: DataSettings,
+    groups: Sequence[Numbers] = (),
+    folder: Path | None = None,
+    executor: str = "local",
+) -> pa.Table:
+    """What is compared of all samples that `keep` and `drop` leave, in stored order, from the sample table.
+
+    Columns: shard, key, reason, image_hash, file_hash, caption_hash, other_hashes, and `group` if there are groups.
+
+    Args:
+        groups: by shard, a label of each sample; those of one label stay together.
+        folder, executor: see `sample_table`.
+
+    Raises ShardError: a shard cannot be read, whose samples might have counterparts among those held out.
+    """
+    table = sample_table(source, data, folder=folder, executor=executor)
+    for name, error in table.faults.items():
+        some = f"{len(table.faults):,} of {counted(len(set(source.names)), 'shard', ',')} cannot be compared"
+        raise ShardError("val_split", f"{some} with the others: {name}: {error}: mend it, or leave it out")
+    labelled = isinstance(source.settings.caption, LabelCaption)  # samples of a class are not alike
+    rows = table.read(COLUMNS[:-2] if labelled else COLUMNS)
+    if groups:
+        rows = rows.append_column("group", pa.array(np.concatenate(groups)))
+    return rows.filter(pc.not_equal(rows["reason"], NOT_KEPT))
+
+
+def _marks(names: Sequence[str], rows: pa.Table) -> Iterator[tuple[Any, Any]]:
+    """What makes samples a group besides their images; see `group`."""
+    numbers = np.arange(len(names))
+    yield numbers, np.array(names, object)
+    yield numbers, rows["file_hash"].to_numpy()
+    if "caption_hash" in rows.column_names:
+        captions, others = rows["caption_hash"].combine_chunks(), rows["other_hashes"].combine_chunks()
+        further = pc.list_parent_indices(others).to_numpy(), pc.list_flatten(others).to_numpy()
+        there = captions.is_valid().to_numpy(zero_copy_only=False)
+        own = numbers[there], captions.drop_null().to_numpy()
+        yield np.concatenate([own[0], further[0]]), np.concatenate([own[1], further[1]])
+    if "group" in rows.column_names:
+        yield numbers, rows["group"].to_numpy()
