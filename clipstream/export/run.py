@@ -26,8 +26,8 @@ from clipstream.config.settings import Settings, load
 from clipstream.data.decode.images import transparency_note
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.evals.settings import sources_of
+from clipstream.export.files import EXAMPLE, write_use
 from clipstream.export.proof import Line, Samples, drawn, prove, read
-from clipstream.export.shipped import EXAMPLE, write_use
 from clipstream.export.tables import Column, FeatureStore, export
 from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import preflight

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from clipstream.cli.verbs.filter import main
-from clipstream.curation.filter.conditions import Balance, Conditions
+from clipstream.curation.filter import Balance, Conditions
 from clipstream.data.decode.key_lists import KeyList
 from clipstream.errors import SettingsError
 from tests.support.pictures import make_shards, picture

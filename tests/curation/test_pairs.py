@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from clipstream.curation.stores import pairs as module
-from clipstream.curation.stores.pairs import PairRows, doubts, hard_negatives
-from clipstream.curation.stores.sample_scores import sample_scores
+from clipstream.curation.stores.pairs import PairRows, doubts, hard_negatives, sample_scores
 from clipstream.errors import DataError
 from tests.support.stored_features import Made, make_store
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipstream.curation.stores import sample_scores as module
-from clipstream.curation.stores.sample_scores import (
+from clipstream.curation.stores import pairs as module
+from clipstream.curation.stores.pairs import (
     cluster,
     near_duplicates,
     nearest_in_clusters,

@@ -31,7 +31,7 @@ from clipstream.curation.images import indexing
 from clipstream.curation.images import search as images
 from clipstream.curation.images.image_index import ENDS, ImageSearch
 from clipstream.curation.images.numpy_text import NumpyText
-from clipstream.curation.stores import run
+from clipstream.curation.stores import topics
 from clipstream.errors import Stopped
 from tests.support.browser import look, needs_browser
 from tests.support.model_files import TEXT, build, write
@@ -112,7 +112,7 @@ def test_later_calls_compute_nothing_and_changed_data_are_computed_again(
         raise Stopped("stopped here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "_images", interrupted)
+        patch.setattr(topics, "_images", interrupted)
         search("local-dir:model", data, "a bird", capsys=capsys, code=Stopped.exit_code)
     printed = search("local-dir:model", data, "a bird", capsys=capsys)
     assert not any("samples read now" in line for line in printed), "what was computed is there"

@@ -14,7 +14,7 @@ from torch import nn
 
 import clipstream
 from clipstream.cli.verbs.train import main
-from clipstream.curation.stores.sample_scores import nearest_preferred
+from clipstream.curation.stores.pairs import nearest_preferred
 from clipstream.curation.stores.search import TensorRows
 from clipstream.errors import SettingsError
 from clipstream.training.precision import check_device, prepare_towers

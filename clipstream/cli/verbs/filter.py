@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from clipstream.config.entry import entry_point
-from clipstream.curation.filter.recipes import RECIPES
+from clipstream.curation.filter_recipes import RECIPES
 from clipstream.errors import SettingsError
 from clipstream.utils.executors import add_flag, checked
 from clipstream.utils.section import own_path
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     if (options.balance is None) != (options.t is None) or (options.t is not None and options.t < 1):
         raise SettingsError("--balance FILE and --t N, 1 or more, go together")
     options.executor = checked(options.executor)
-    from clipstream.curation.filter import run  # on use: it imports pyarrow
+    from clipstream.curation.filter import filter_samples  # on use: it imports pyarrow
 
-    run.filter_samples(options, flags)
+    filter_samples(options, flags)
     return 0

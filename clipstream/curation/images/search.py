@@ -55,9 +55,9 @@ USAGE = 'clipstream search runs/first images "a red bird" [-k N] [--html FILE]'
 def computed() -> Any:
     """The module that imports torch."""
     loading.show("loading torch")
-    from clipstream.curation.stores import run
+    from clipstream.curation.stores import topics
 
-    return run
+    return topics
 
 
 def index_of(call: ImageSearch) -> Path:

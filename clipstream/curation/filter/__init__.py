@@ -1,1 +1,0 @@
-"""`clipstream filter`: the samples that hold conditions in SQL, recipes of DataComp, and MetaCLIP's balance."""
