@@ -115,12 +115,12 @@ def test_an_abort_wakes_all_ranks_of_a_collective() -> None:
 def be_busy(world: World) -> int:
     """A run whose rank 1 computes for longer than the limits, and whose ranks end one after the other."""
     watch = connect(world)
-    end = time.monotonic() + 2 * (launch.QUIET + launch.LONG_SILENCE) * (world.rank == 1)
+    end = time.monotonic() + 1.1 * (launch.QUIET + launch.LONG_SILENCE) * (world.rank == 1)
     while time.monotonic() < end:
         sum(range(1000))
     world.barrier()
     if world.rank == 0:
-        time.sleep(2 * (launch.QUIET + launch.LONG_SILENCE))
+        time.sleep(1.1 * (launch.QUIET + launch.LONG_SILENCE))
     watch.stop()
     world.stop()
     return 0

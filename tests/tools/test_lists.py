@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,11 @@ KINDS: dict[str, tuple[Callable[[Path, list[str]], str], list[str]]] = {
 }
 
 
+def run_here(do: Callable[[int], object], count: int, executor: str) -> Iterator[tuple[int, object]]:
+    """Tasks without processes, whose start takes longer than what they do here."""
+    return ((number, do(number)) for number in range(count))
+
+
 def run(main: Callable[[list[str]], int], *argv: object) -> None:
     assert main([str(word) for word in argv]) == 0
 
@@ -132,19 +137,8 @@ class Made:
         put(folder / "model.json", json.dumps(MODEL))
         store = folder / "store"
         given = ["--train-data", self.shards, "--model", folder / "model.json", "--towers", "both", *self.flags]
-        run(
-            precompute.main,
-            store,
-            *given,
-            "--precision",
-            "fp32",
-            "--device",
-            "cpu",
-            "--run.threads",
-            "1",
-            "--workers",
-            0,
-        )
+        words = "--precision fp32 --device cpu --run.threads 1 --workers 0"
+        run(precompute.main, store, *given, *words.split())
         self.lists: dict[str, int] = {}
         at = list(KINDS).index(kind)
         for number, (main, *words) in enumerate(
@@ -191,16 +185,12 @@ class Made:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     folder = tmp_path_factory.mktemp("lists")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPSTREAM_CACHE", str(folder / "cache"))
-        return Made(folder, request.param)
-
-
-@pytest.fixture(autouse=True)
-def _cache(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLIPSTREAM_CACHE", str(made.folder / "cache"))
+        patch.setattr("clipstream.utils.executors.run", run_here)
+        yield Made(folder, request.param)
 
 
 def used_of(made: Made, **source: Any) -> int:
