@@ -54,12 +54,12 @@ from clipstream.models.model_config import ADAPTER, AVERAGED_ADAPTER, AVERAGED_F
 from clipstream.models.towers import Towers
 from clipstream.report.html_report import REPORT_FILE, Report
 from clipstream.report.outputs import Ending, Outputs
-from clipstream.report.precision_audit import audit_run
 from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import RunInfo
 from clipstream.training.optim import rate_change
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
+from clipstream.training.precision_audit import audit_run
 from clipstream.training.rescue import Rescue
 from clipstream.training.settings import EarlyStop
 from clipstream.training.state import TrainState
@@ -127,7 +127,9 @@ def audit(run: Run, stored: StoredData | None, resumed: Resumed) -> None:
     """Audit the precision of a step, on a model of its own: the run trains as without an audit."""
     model = build_model(run.settings, run.world, stored)
     batch = first_batch(run.settings, run.world, model, resumed.state)
-    audit_run(run.folder, build_step(run.settings, run.world, model), batch, resumed)
+    step = build_step(run.settings, run.world, model)
+    step.unlock(0 if resumed.checkpoint is None else load_into(step, resumed.checkpoint, resumed.state).step)
+    audit_run(run.folder, step, batch)
 
 
 def with_stores(settings: Settings, world: World) -> tuple[Settings, StoredData | None]:

@@ -24,12 +24,12 @@ from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.evals.context import RunSections, context_for
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
+from clipstream.evals.statistics import is_share
 from clipstream.export.settings import InterpolateSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.report.pages import Chart, Series
 from clipstream.report.sinks import markdown_table
-from clipstream.report.terminal import is_share
 from clipstream.text import percent
 from clipstream.training.settings import Metric
 from clipstream.utils import atomic_write

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.distributed.run_record import versions
+from clipstream.evals.statistics import bounds, chance_of, format_chance, format_value, interval
 from clipstream.report.sinks import AppendedFile, JsonLines, Record, flat, json_line, lines, markdown_table
-from clipstream.report.terminal import bounds, chance_of, interval, is_share, shown_chance
 from clipstream.storage.shard_url import redact_tree
-from clipstream.text import percent
 from clipstream.utils import atomic_write
 
 FIGURES_FILE = "evaluations.jsonl"
@@ -143,8 +142,8 @@ def _row(one: Record, metric: str, markdown: bool) -> dict[str, Any]:
     model, value = one.get("model", {}), one[metric]
     row = {**one, "model": model.get("name"), "pretrained": model.get("pretrained"), "metric": metric, "value": value}
     if markdown:
-        row["value"] = percent(value) if is_share(metric, value) else f"{value:.4g}"
-        return {**row, "95% interval": interval(one, metric), "chance": shown_chance(one, metric)}
+        row["value"] = format_value(metric, value)
+        return {**row, "95% interval": interval(one, metric), "chance": format_chance(one, metric)}
     low, high = (round(end, 4) for end in found) if (found := bounds(one, metric)) else (None, None)
     return {**row, "low": low, "high": high, "chance": chance_of(one, metric)}
 

@@ -27,6 +27,7 @@ from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
+from clipstream.evals.statistics import chance_of, interval, is_minor, is_share
 from clipstream.report.eval_results import FIGURES_FILE, groups, way_of
 from clipstream.report.pages import (
     COLOURS,
@@ -43,7 +44,6 @@ from clipstream.report.pages import (
     thumbnail,
 )
 from clipstream.report.sinks import (
-    AUDIT_FILE,
     LARGEST,
     METRICS_FILE,
     ImageFiles,
@@ -54,9 +54,10 @@ from clipstream.report.sinks import (
     flat,
     lines,
 )
-from clipstream.report.terminal import chance_of, early_stop_line, interval, is_minor, is_share
+from clipstream.report.terminal import early_stop_line
 from clipstream.storage.shard_url import redact
 from clipstream.text import duration, milliseconds, percent, shortened
+from clipstream.training.settings import AUDIT_FILE
 from clipstream.utils import atomic_write
 from clipstream.utils.section import checked
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
-AUDIT_FILE = "precision_audit.json"  # see report.precision_audit
 QUARANTINE_FILE = "quarantine.jsonl"
 NONFINITE_FILE = "nonfinite.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"

@@ -1,6 +1,6 @@
 """What a run shows, and its copy in RUN/out.log: a progress bar on a terminal and in a notebook, plain lines elsewhere.
 
-Records enter; lines leave. The functions that format evaluations serve reports as well.
+Records enter; lines leave.
 `run_log` writes the lines of rank 0 with time and level, as open_clip does: the messages of the logger `clipstream`
 and, line by line, what else is printed meanwhile (`Tee`). Redraws of progress bars and terminal escapes are left out,
 credentials in URLs are masked, and a full disk loses lines but never ends a run.
@@ -28,6 +28,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column
 
 from clipstream.data.decode.key_lists import LEFT_OUT
+from clipstream.evals.statistics import format_chance, format_value, interval, is_minor
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted, duration, listed, percent, printable_lines
@@ -41,7 +42,6 @@ BAR_WIDTHS = 4, 30  # columns of the bar, at least and at most
 LOG_FILE = "out.log"
 ABOUT = ("step", "eval", "seconds", "n", "dropped")  # keys of an evaluation that are no metrics
 _URL = re.compile(r"\S+://\S+")
-_SHARE = re.compile(r"chance|(?:chance_)?(?:top\d+|(?:\w+_)?R@\d+|mAP|mean|mean_per_class_recall|(?:\w+_)?accuracy)")
 
 
 class ProgressDisplay(Sink):
@@ -251,17 +251,12 @@ def evaluation_line(record: Record) -> str:
     if "error" in record:
         return f"{head} failed: {str(record['error']).splitlines()[0]}"
     names = _main_metrics(record)
-    chances = [shown_chance(record, name) for name in names]
+    chances = [format_chance(record, name) for name in names]
     parts = []
     for name, chance, after in zip(names, chances, [*chances[1:], ""], strict=True):
         told = f" (chance {chance})" if chance and chance != after else ""
-        parts.append(f"{name.replace('_to_', '->').replace('_', ' ')} {_shown(name, record[name], '.4g')}{told}")
+        parts.append(f"{name.replace('_to_', '->').replace('_', ' ')} {format_value(name, record[name])}{told}")
     return f"{head} {', '.join(parts) or 'no metrics'}"
-
-
-def is_minor(metric: str) -> bool:
-    """Whether a metric is not a main one (top1, R@1 or mean)."""
-    return not (metric in ("top1", "mean") or metric.endswith("R@1"))
 
 
 def nonfinite_line(record: Record) -> str:
@@ -286,53 +281,11 @@ def table(records: Sequence[Record]) -> str:
         for name, value in record.items():
             if name in ("step", "eval") or name.startswith("chance"):
                 continue
-            shown = duration(value) if name == "seconds" else _shown(name, value, "g")
-            rows.append((record["eval"], name, shown, interval(record, name), shown_chance(record, name)))
+            shown = duration(value) if name == "seconds" else format_value(name, value, "g")
+            rows.append((record["eval"], name, shown, interval(record, name), format_chance(record, name)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(row)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def is_share(metric: str, value: Any) -> bool:
-    """Whether a metric is shown in percent: a float from 0 to 1 whose name is that of a share."""
-    return isinstance(value, float) and 0 <= value <= 1 and _SHARE.fullmatch(metric) is not None
-
-
-def interval(record: Record, metric: str) -> str:
-    """The 95% interval of a share as text, such as 0.9-10.8%; '' where `bounds` knows none."""
-    found = bounds(record, metric)
-    return "" if found is None else f"{100 * found[0]:.1f}-{percent(found[1])}"
-
-
-def bounds(record: Record, metric: str) -> tuple[float, float] | None:
-    """The 95% interval of the share of n answers that are right, top1, top5 or R@k; None for other metrics.
-
-    Wilson's score interval (JASA 22, 1927): (p + z²/2n ± z √(p (1 - p)/n + z²/4n²)) / (1 + z²/n), with z = 1.96.
-    """
-    n, share = record.get("captions" if metric.startswith("text_to_image") else "n", 0), record[metric]
-    if not n or not is_share(metric, share) or not re.fullmatch(r"top\d+|.*_R@\d+", metric):
-        return None
-    z = 1.96**2 / n
-    middle, half = (share + z / 2) / (1 + z), math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def chance_of(record: Record, metric: str) -> float | None:
-    """The chance level of a metric: `chance_X` belongs to the metrics that end in X, `chance` to top1."""
-    for name, value in record.items():
-        if name.startswith("chance_") and metric.endswith(name.removeprefix("chance_")):
-            return float(value)
-    return float(record["chance"]) if metric == "top1" and "chance" in record else None
-
-
-def shown_chance(record: Record, metric: str) -> str:
-    """The chance level of a metric as text: in percent if the metric is; '' if it is not known."""
-    chance = chance_of(record, metric)
-    return "" if chance is None else percent(chance) if is_share(metric, record[metric]) else f"{chance:.4g}"
-
-
-def _shown(metric: str, value: Any, form: str) -> str:
-    return percent(value) if is_share(metric, value) else _number(value, form)
 
 
 def _number(value: Any, form: str) -> str:

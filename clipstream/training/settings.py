@@ -171,6 +171,9 @@ class EarlyStop:
         return {"metric": state.metric, "evaluations": state.stale, "best": state.best, "best_step": state.best_step}
 
 
+AUDIT_FILE = "precision_audit.json"  # what an audit of a run found, in its folder
+
+
 class TrainSettings(Section):
     """Length and numerics of the training. Give one of steps, samples and epochs."""
 

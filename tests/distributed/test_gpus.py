@@ -24,7 +24,7 @@ from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.precompute import run as compute
-from clipstream.report.precision_audit import Recorder
+from clipstream.training.precision_audit import Recorder
 
 # Functions of torch.cuda that mean the current GPU where no device is given, and the place of the device.
 PER_DEVICE = {

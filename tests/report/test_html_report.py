@@ -23,7 +23,8 @@ from clipstream.report import html_report
 from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, add
 from clipstream.report.html_report import REPORT_FILE, Report, read_run, render, write_page
 from clipstream.report.pages import Chart, Series, StepTimes, fewer, nice_ticks, short
-from clipstream.report.sinks import AUDIT_FILE, METRICS_FILE, ImageFiles, MetricsFile, SinkGroup
+from clipstream.report.sinks import METRICS_FILE, ImageFiles, MetricsFile, SinkGroup
+from clipstream.training.settings import AUDIT_FILE
 from tests.support.browser import look_in_frames, needs_browser
 from tests.support.json_values import JSON, changed, places
 from tests.support.run_folders import EXAMPLES, make_run, picture

@@ -76,8 +76,8 @@ def audit(settings: Settings, own: Mapping[str, str], world: World, watch: Failu
     """
     from clipstream.checkpoint.resume import agree, load_into
     from clipstream.checkpoint.state import read_meta
-    from clipstream.report.precision_audit import audit_step
     from clipstream.train import build_model, build_step, first_batch, own_inputs, with_stores
+    from clipstream.training.precision_audit import audit_step
 
     require_equal(settings, world)
     run = Path(own["--run"]) if "--run" in own else None

@@ -30,12 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from clipstream.checkpoint.resume import Resumed, load_into
 from clipstream.data.batch import Batch
 from clipstream.models.execution.compile import eagerly
-from clipstream.report.sinks import AUDIT_FILE
 from clipstream.text import counted, milliseconds, percent
 from clipstream.training.parallel import local_tensor
+from clipstream.training.settings import AUDIT_FILE
 from clipstream.training.step import TrainStep
 from clipstream.utils import atomic_write
 from clipstream.utils.console import result_table
@@ -349,13 +348,11 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def audit_run(folder: Path, step: TrainStep, batch: Batch, resumed: Resumed) -> None:
-    """Audit a step at the checkpoint of a run; the result goes to the run's folder and log. Collective.
+def audit_run(folder: Path, step: TrainStep, batch: Batch) -> None:
+    """Audit a step of a run; the result goes to the run's folder and log. Collective.
 
     Errors are a warning in the log: the run continues.
     """
-    done = 0 if resumed.checkpoint is None else load_into(step, resumed.checkpoint, resumed.state).step
-    step.unlock(done)
     result = audit_step(step, batch)
     if not step.world.is_main:
         return
