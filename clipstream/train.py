@@ -264,7 +264,7 @@ def fit(
     done = None if start is None else state.step
     ended = done is not None and (done >= total or early_stop.should_stop)
     info = RunInfo(run.folder, total, done, world.size, ended, state.evaluation_pending, redacted(settings))
-    outputs = Outputs(log, world, info, subject={"run": settings.run.name, "model": settings.model.label})
+    outputs = Outputs(log, world, info)
     evals = build_evals(run, step, tokenizer, outputs)
     writer = build_writer(run, step, resumed, outputs)
     acted_on = {
@@ -331,8 +331,9 @@ def build_evals(run: Run, step: TrainStep, tokenizer: tokenizers.Tokenizer, outp
     weights: dict[Any, Any] = {"trained": step.whole_weights}
     if step.averages is not None:
         weights["averaged"] = partial(step.whole_weights, step.averages.tensors)
-    listeners = Listeners(outputs.write, outputs.show, outputs.trace, outputs.status)
-    return EvalRunner(settings.evals, context, listeners, weights)
+    listeners = Listeners(outputs.write, outputs.show, outputs.status)
+    subject = {"run": settings.run.name, "model": settings.model.label}
+    return EvalRunner(settings.evals, context, listeners, weights, subject=subject)
 
 
 def build_profiler(settings: LogSettings, run: RunInfo, world: World) -> StepProfiler | None:

@@ -29,8 +29,9 @@ from clipstream.distributed.world import World, resolve_device
 from clipstream.errors import Dropped, SettingsError, each, wrong_type
 from clipstream.evals.context import EvalContext, context_for, evaluating
 from clipstream.evals.evaluators.zero_shot import text_classifier
-from clipstream.evals.runner import RECORD, EvalRunner
+from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import Weights
+from clipstream.evals.statistics import metrics_of
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
@@ -374,9 +375,10 @@ def evaluate_model(model: Model | Source, settings: Settings) -> dict[str, dict[
     whole = {"weights": "trained", "on_error": "raise"}
     sections = {name: section.model_copy(update=whole) for name, section in settings.evals.items()}
     runner = EvalRunner(sections, context, weights={"trained": nullcontext})
+    found = {record["eval"]: metrics_of(record) for record in runner(0, last=True)}
     return {
-        record["eval"]: {key: value for key, value in record.items() if key not in RECORD}
-        for record in runner(0, last=True)
+        name: {key: value for key, value in metrics.items() if key not in ("dropped", "seconds")}
+        for name, metrics in found.items()
     }
 
 

@@ -117,7 +117,7 @@ class EvalContext:
     tables: list[Table] = field(default_factory=list, init=False)  # likewise
     readings: list[Reading] = field(default_factory=list, init=False)  # what `batches` read, one per call
     # metrics of the evaluators that already ran at this step with these weights, by name
-    figures: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
     # fingerprint of the prompts of the current evaluator's classifier; None if it has none
     texts: str | None = field(default=None, init=False)
     # fingerprint of the towers' weights while they do not change; None if that is not known

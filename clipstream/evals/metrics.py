@@ -9,7 +9,6 @@ they equal those of CLIP_benchmark and open_clip.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -234,25 +233,6 @@ class Tile:
             for compare, limit in ((torch.ge, limits - self.margin), (torch.gt, limits + self.margin))
         )
         return high, low - high
-
-
-def figures(tally: torch.Tensor) -> Iterator[tuple[str, float]]:
-    """Accuracy metrics of a data set with one label per image, from sums per class.
-
-    Args:
-        tally: float64 [C, 3]: top1, top5 and n; at least one image.
-
-    Yields:
-        top1, top5, mean_per_class_recall (over the classes in the data), n and chance.
-    """
-    top1, top5, n = tally.cpu().unbind(dim=1)
-    total = int(n.sum())
-    present = n > 0
-    yield "top1", float(top1.sum()) / total
-    yield "top5", float(top5.sum()) / total
-    yield "mean_per_class_recall", float((top1[present] / n[present]).mean())
-    yield "n", total
-    yield "chance", 1 / len(n)
 
 
 def mean_average_precision(images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor, world: World) -> float:

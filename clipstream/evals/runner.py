@@ -19,6 +19,7 @@ from numbers import Integral
 from statistics import fmean
 from typing import Any, Protocol
 
+from clipstream.distributed.run_record import now, versions
 from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating, of_tokenizer
@@ -27,13 +28,19 @@ from clipstream.evals.evaluators.retrieval import Retrieval
 from clipstream.evals.evaluators.validation_loss import ValidationLoss
 from clipstream.evals.evaluators.zero_shot import ZeroShot
 from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
+from clipstream.evals.statistics import metrics_of
+from clipstream.storage.shard_url import redact_tree
 from clipstream.text import Lines, lines, message
 from clipstream.training.precision import same_randomness
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import make_plugin
 
 Record = dict[str, Any]
-RECORD = ("step", "eval", "error", "dropped", "seconds")  # keys of a record that are not metrics
+# Names that no metric has: keys of a record on which its readers rely.
+RESERVED = (
+    "step", "eval", "error", "dropped", "seconds", "metrics", "run", "checkpoint", "model", "data", "texts",
+    "tokenizer", "settings", "versions",
+)  # fmt: skip
 
 
 class Evaluator(Protocol):
@@ -61,14 +68,14 @@ class Mean:
         """
         means = []
         for name, metrics in self.of.items():
-            figures = context.figures.get(name)
-            if figures is None:
+            found = context.metrics.get(name)
+            if found is None:
                 raise DataError(f"{name} has no metrics at this step: it failed, or is evaluated less often")
             for metric in metrics:
-                if metric not in figures:
-                    hint = did_you_mean(metric, figures)
-                    raise SettingsError(f"of: {name} has no metric {metric!r}; choose from {', '.join(figures)}{hint}")
-            means.append(fmean(figures[metric] for metric in metrics))
+                if metric not in found:
+                    hint = did_you_mean(metric, found)
+                    raise SettingsError(f"of: {name} has no metric {metric!r}; choose from {', '.join(found)}{hint}")
+            means.append(fmean(found[metric] for metric in metrics))
         yield "mean", fmean(means)
         yield "sets", len(means)
 
@@ -109,8 +116,6 @@ class Listeners:
     write: Callable[[Record], None] = _ignore  # with the record of each evaluation
     # with (step, name, examples, tables) of an evaluation that has any, before its record
     show: Callable[[int, str, Sequence[Example], Sequence[Table]], None] = _ignore
-    # with a record and what it was made with: weights, data, texts, tokenizer, settings, precision and ranks
-    trace: Callable[[Record, Record], None] = _ignore
     status: Callable[[str], None] = _ignore  # with the current evaluation as text, and with '' when it is over
 
 
@@ -120,6 +125,7 @@ class EvalRunner:
     Args:
         weights: for each kind of weights, makes a context manager within which the towers have them.
         ends: whether the caller raises the failures in the end; warnings then leave out their reason.
+        subject: what is evaluated, for records: run, model and checkpoint, if there are any.
 
     Attributes:
         failures: of evaluations so far.
@@ -132,8 +138,9 @@ class EvalRunner:
         listeners: Listeners | None = None,
         weights: Mapping[Weights, Callable[[], AbstractContextManager[object]]] | None = None,
         ends: bool = False,
+        subject: Mapping[str, Any] | None = None,
     ) -> None:
-        self.settings, self.context, self.ends = settings, context, ends
+        self.settings, self.context, self.ends, self.subject = settings, context, ends, subject or {}
         self.listeners = listeners or Listeners()
         asked = {kind for section in settings.values() for kind in section.kinds}
         self.weights = {kind: enter for kind, enter in (weights or {"trained": nullcontext}).items() if kind in asked}
@@ -169,7 +176,7 @@ class EvalRunner:
             if name in own or (isinstance(section, MeanSettings) and own & section.of.keys()):
                 continue
             context = DryRun.of(self.context, name)
-            context.figures = found
+            context.metrics = found
             with _named(name):
                 found[name] = dict(evaluator(context))
         return {eval_name(name, kind): list(found[name]) for name in found for kind in self.settings[name].kinds}
@@ -179,7 +186,7 @@ class EvalRunner:
 
         Returns:
             A record per evaluation: step, eval (see `eval_name`), metrics, dropped (unusable samples of all ranks) and
-            seconds; if it failed, `error` in place of metrics.
+            seconds, and what it was made with; if it failed, `error` in place of metrics.
 
         Raises ClipstreamError: from an evaluator or its data, if its settings have `on_error: raise`.
         """
@@ -189,7 +196,7 @@ class EvalRunner:
         for kind, weights in self.weights.items():
             ran = self._ran.setdefault(kind, {})
             names = [name for name in self.due(step, last) if kind in self.settings[name].kinds and name not in ran]
-            context.figures = {name: record for name, record in ran.items() if "error" not in record}
+            context.metrics = {name: metrics_of(record) for name, record in ran.items() if "error" not in record}
             if not names:
                 continue
             with weights():
@@ -211,32 +218,34 @@ class EvalRunner:
         return records
 
     def _run(self, step: int, name: str, called: str) -> Record:
-        """The record of an evaluation, which is traced."""
+        """The record of an evaluation, with what it was made with."""
         context = self.context
         context.name, context.examples, context.tables = name, [], []
         began, dropped = time.perf_counter(), context.dropped
         context.readings, context.texts = [], None
         # Those of rank 0: early stopping must not depend on rounding on other ranks.
-        metrics = self.world.broadcast_object(self._metrics(name))
-        if "error" not in metrics:
-            context.figures[name] = metrics
+        found = self.world.broadcast_object(self._metrics(name))
+        if "error" not in found:
+            context.metrics[name] = found
         dropped = sum(context.world.gather_objects(context.dropped - dropped))
-        seconds = round(time.perf_counter() - began, 3)
-        record = {"step": step, "eval": called, **metrics, "dropped": dropped, "seconds": seconds}
+        found = {**found, "dropped": dropped, "seconds": round(time.perf_counter() - began, 3)}
         parts = self.world.gather_objects(context.readings)
         same = min(map(len, parts))  # a rank on which it failed has read less
         about = {
+            "metrics": [metric for metric in found if metric != "error"],
+            **self.subject,
             "weights": context.weights,
             "data": [context.readings[i].with_others([readings[i] for readings in parts]) for i in range(same)],
             "texts": context.texts,
             "tokenizer": of_tokenizer(context.tokenizer),
-            "settings": self.settings[name].model_dump(mode="json"),
+            "settings": redact_tree(self.settings[name].model_dump(mode="json")),
             "precision": context.precision,
             "ranks": self.world.size,
+            "time": now(),
+            "versions": versions(),
         }
-        if self.world.is_main:
-            self.listeners.trace(record, about)
-        return record
+        # A metric may have the name of what no reader relies on, such as precision.
+        return {"step": step, "eval": called, **found, **{key: about[key] for key in about if key not in found}}
 
     def _metrics(self, name: str) -> Record:
         """The metrics of an evaluator as plain numbers, or {'error': message}; the same keys on all ranks."""
@@ -245,7 +254,7 @@ class EvalRunner:
             try:
                 with _named(name), evaluating(context.towers), same_randomness(context.world.device):
                     for metric, value in self.evaluators[name](context):
-                        if metric in RECORD:
+                        if metric in RESERVED:
                             text = f"yields the reserved metric {metric!r}"
                             raise TypeError(f"{text}: rename it")
                         if isinstance(value, str) or not hasattr(value, "__float__"):

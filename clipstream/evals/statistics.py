@@ -1,19 +1,53 @@
 """What the metrics of an evaluation mean: shares with their 95% interval and chance level, main and minor metrics.
 
-The record of an evaluation enters, as in metrics.jsonl; numbers and texts leave. Imports no torch.
+Counts by class, and the record of an evaluation as in metrics.jsonl enter; numbers and texts leave. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from clipstream.text import percent
 
+if TYPE_CHECKING:
+    import torch
+
 Record = Mapping[str, Any]
+ABOUT = ("step", "eval", "error")  # keys of a record that are no metrics
 _SHARE = re.compile(r"chance|(?:chance_)?(?:top\d+|(?:\w+_)?R@\d+|mAP|mean|mean_per_class_recall|(?:\w+_)?accuracy)")
+
+
+def accuracies(tally: torch.Tensor) -> Iterator[tuple[str, float]]:
+    """Accuracy metrics of a data set with one label per image, from sums per class.
+
+    Args:
+        tally: float64 [C, 3]: top1, top5 and n; at least one image.
+
+    Yields:
+        top1, top5, mean_per_class_recall (over the classes in the data), n and chance.
+    """
+    top1, top5, n = tally.cpu().unbind(dim=1)
+    total = int(n.sum())
+    present = n > 0
+    yield "top1", float(top1.sum()) / total
+    yield "top5", float(top5.sum()) / total
+    yield "mean_per_class_recall", float((top1[present] / n[present]).mean())
+    yield "n", total
+    yield "chance", 1 / len(n)
+
+
+def metrics_of(record: Record) -> dict[str, Any]:
+    """The metrics of an evaluation by name, `dropped` and `seconds` included; null stands for NaN.
+
+    A record of a run of before 0.2 does not list them: all its numbers are metrics.
+    """
+    if "metrics" in record:
+        return {name: record[name] for name in record["metrics"]}
+    numbers = {name: value for name, value in record.items() if value is None or isinstance(value, (int, float))}
+    return {name: value for name, value in numbers.items() if name not in ABOUT and not isinstance(value, bool)}
 
 
 def is_minor(metric: str) -> bool:

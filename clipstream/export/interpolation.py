@@ -24,7 +24,7 @@ from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.evals.context import RunSections, context_for
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
-from clipstream.evals.statistics import is_share
+from clipstream.evals.statistics import is_share, metrics_of
 from clipstream.export.settings import InterpolateSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
@@ -98,7 +98,7 @@ class Mixing:
         records = {str(record["eval"]): record for record in self.runner(len(self.points), last=True)}
         found = {one: main_figure(record) for one, record in records.items()}
         if self.metric is not None:
-            self.metric.expect("the target", {self.target: list(records[self.target])})
+            self.metric.expect("the target", {self.target: list(metrics_of(records[self.target]))})
             value = self.metric.value(records[self.target])
             assert value is not None
             found[self.target] = value, self.metric.lower
@@ -266,7 +266,7 @@ def main_figure(record: Mapping[str, Any]) -> tuple[float, bool]:
     """
     if "error" in record:
         raise ClipstreamError(f"evals.{record['eval']}: {record['error']}")
-    metrics = {name: value for name, value in record.items() if not name.startswith(("chance", "n_"))}
+    metrics = {name: value for name, value in metrics_of(record).items() if not name.startswith(("chance", "n_"))}
     if both := [value for name, value in metrics.items() if name.endswith("R@1")]:
         return fmean(both), False
     names = [name for name in metrics if name not in ("step", "eval", "dropped", "seconds", "n")]

@@ -33,9 +33,9 @@ from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.precompute.images import StoredImages
-from clipstream.report.eval_results import FIGURES_FILE, table_lines
+from clipstream.report.eval_results import read_evaluations, table_lines
 from clipstream.report.pages import small_jpeg
-from clipstream.report.sinks import lines, markdown_table
+from clipstream.report.sinks import markdown_table
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact_tree
 from clipstream.text import MESSAGE, file_name, printable
@@ -311,10 +311,8 @@ class Exported:
         mixed = subject.checkpoint / "frontier.md"
         if mixed.is_file():  # the chosen mixture of weights, among the others
             return mixed.read_text(encoding="utf-8").strip()
-        path = None if subject.run is None else subject.run / FIGURES_FILE
-        if path is None or not path.is_file():
-            return "None is recorded."
-        found = [record for _, record in lines(path) if "error" not in record and record.get("step", 0) <= subject.step]
+        records = [] if subject.run is None else read_evaluations(subject.run)
+        found = [record for record in records if "error" not in record and record.get("step", 0) <= subject.step]
         last = {record["eval"]: record for record in sorted(found, key=lambda record: record.get("step", 0))}
         return table_lines(*last.values(), head=True, markdown=True).strip() if last else "None is recorded."
 

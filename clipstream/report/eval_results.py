@@ -1,6 +1,6 @@
-"""Files of evaluations: tables of metrics, and their provenance (model, weights, data, settings, versions).
+"""Evaluations of a run, and their tables: metrics with their provenance (model, weights, data, settings, versions).
 
-Records of evaluations enter; `evaluations.jsonl` (an evaluation per line) and tables (a metric per line) leave.
+Records of evaluations enter, as `evals.runner` makes them; lines of metrics.jsonl and tables (a metric per line) leave.
 Lines are only appended, except that a resumed run writes its later ones again. `differences` says whether two
 evaluations may be compared: they need the same test set and settings.
 """
@@ -10,49 +10,70 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from clipstream.distributed.run_record import versions
-from clipstream.evals.statistics import bounds, chance_of, format_chance, format_value, interval
-from clipstream.report.sinks import AppendedFile, JsonLines, Record, flat, json_line, lines, markdown_table
-from clipstream.storage.shard_url import redact_tree
+from clipstream.evals.statistics import bounds, chance_of, format_chance, format_value, interval, metrics_of
+from clipstream.report.sinks import (
+    METRICS_FILE,
+    AppendedFile,
+    Record,
+    Sink,
+    append,
+    flat,
+    json_line,
+    lines,
+    markdown_table,
+)
 from clipstream.utils import atomic_write
 
-FIGURES_FILE = "evaluations.jsonl"
 TABLE_FILE = "evaluations.csv"
+FORMER_FILE = "evaluations.jsonl"  # of runs of before 0.2: see `with_provenance`
 TABLES = (".csv", ".md")  # suffixes of tables
 # Settings that do not affect metrics.
 NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size", "prompts", "role")
-NO_METRIC = ("step", "eval", "error")
 NO_ROW = ("n", "captions", "dropped", "seconds")
 TABLE = ("run", "checkpoint", "model", "pretrained", "step", "eval", "metric", "value", "low", "high", "chance", "n")
 MARKDOWN = ("checkpoint", "model", "step", "eval", "metric", "value", "95% interval", "chance")
+# The last one of an evaluator and a step, oldest first: by these, whether `clipstream evaluate` made it, whether it failed.
+Evaluations = dict[tuple[str, int, bool, bool], Record]
 
 
-def traced(record: Record, about: Record, subject: Record) -> Record:
-    """An evaluation with its provenance.
+def put(found: Evaluations, record: Record) -> None:
+    """Add an evaluation, in the place of an earlier one of the same step."""
+    key = str(record.get("eval")), record.get("step", 0), "checkpoint" in record, "error" in record
+    found.pop(key, None)
+    found[key] = record
 
-    Args:
-        record: step, eval and metrics.
-        about: from EvalRunner: weights, data, texts, tokenizer, settings, precision, ranks.
-        subject: run, model and checkpoint, if there are any.
+
+def with_provenance(found: Evaluations, folder: Path) -> Evaluations:
+    """Evaluations of metrics.jsonl, with those that a run of before 0.2 has in a file of their own.
+
+    There it has the provenance of its evaluations, and all of those by `clipstream evaluate`.
     """
-    return {
-        **record,
-        **subject,
-        **about,
-        "settings": redact_tree(about["settings"]),
-        "metrics": [name for name in record if name not in NO_METRIC],
-        "time": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        "versions": versions(),
-    }
+    former: Evaluations = {}
+    path = folder / FORMER_FILE
+    for _, record in lines(path) if path.is_file() else ():
+        put(former, record)
+    later = {key: record for key, record in former.items() if "checkpoint" in record}
+    return later | {key: one if "metrics" in one else former.get(key, one) for key, one in found.items()}
 
 
-def way_of(evaluation: Record) -> tuple[Any, Any]:
-    """What the metrics of a traced evaluation depend on besides the model: data and settings.
+def read_evaluations(folder: Path) -> list[Record]:
+    """The evaluations of a run, oldest first, with those of its checkpoints by `clipstream evaluate`.
+
+    Raises SettingsError: see `lines`.
+    """
+    found: Evaluations = {}
+    path = folder / METRICS_FILE
+    for _, record in lines(path) if path.is_file() else ():
+        if "eval" in record:
+            put(found, record)
+    return list(with_provenance(found, folder).values())
+
+
+def conditions(evaluation: Record) -> tuple[Any, Any]:
+    """What the metrics of an evaluation depend on besides the model: data and settings.
 
     Paths of the data are left out, as a data set may be staged elsewhere.
     """
@@ -64,66 +85,57 @@ def way_of(evaluation: Record) -> tuple[Any, Any]:
     }
 
 
-def add(path: Path, *evaluations: Record) -> None:
-    """Append traced evaluations to a file: a line per metric to a `.csv` or `.md` file, else a JSON line each.
+def add(path: Path, *records: Record) -> None:
+    """Append records to a file: a line per metric to a `.csv` or `.md` file, else a JSON line each.
 
-    Raises OSError: the file cannot be written, and is unchanged.
+    A line that a killed process left torn is ended first. Raises OSError: the file cannot be written, and is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        before = file.tell()
+    with path.open("ab+", buffering=0) as file:
+        before = file.seek(0, io.SEEK_END)
         if path.suffix.lower() in TABLES:
-            text = table_lines(*evaluations, head=not before, markdown=path.suffix.lower() == ".md")
+            text = table_lines(*records, head=not before, markdown=path.suffix.lower() == ".md")
         else:
-            text = "".join(map(json_line, evaluations))
+            text = "".join(map(json_line, records))
+        if before:
+            file.seek(-1, io.SEEK_END)
+            text = "\n" * (file.read(1) != b"\n") + text
         left = text.encode()
         try:
             while left:
-                left = left[file.write(left) :]
+                left = left[append(file, left) :]
         except OSError:  # the next line must not continue a torn one
             file.truncate(before)
             raise
 
 
-class FiguresFile:
-    """FOLDER/evaluations.jsonl and evaluations.csv of a run that trains.
+class EvaluationTable(AppendedFile, Sink):
+    """FOLDER/evaluations.csv: the evaluations of metrics.jsonl, of which a run writes those that it finds anew."""
 
-    Args:
-        resume_step: step of the checkpoint that the run resumes from: later evaluations of the run are removed, those
-            of `clipstream evaluate` stay. None starts anew.
-        ended: whether that step is evaluated again.
-    """
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / TABLE_FILE)
+        if found := read_evaluations(folder):
+            atomic_write.replace(self.path, table_lines(*found, head=True).encode())
+        else:
+            self.path.unlink(missing_ok=True)
+        self._headed = bool(found)
 
-    def __init__(self, folder: Path, resume_step: int | None = None, *, ended: bool = False) -> None:
-        path, table = folder / FIGURES_FILE, folder / TABLE_FILE
-        self._lines = JsonLines(path, resume_step, ended=ended, keep=lambda record: "checkpoint" in record)
-        if path.exists():  # rewrite the table with the lines that are kept
-            table.unlink(missing_ok=True)
-            add(table, *(record for _, record in lines(path)))
-            atomic_write.flush(table)
-        self._table = AppendedFile(table)
-        self._headed = table.exists()
-
-    def add(self, evaluation: Record) -> None:
-        self._lines.append(evaluation)
-        self._table.add(table_lines(evaluation, head=not self._headed))
-        self._headed = True
-
-    def close(self) -> None:
-        with closing(self._table):
-            self._lines.close()
+    def write(self, record: Record) -> None:
+        if "eval" in record:
+            self.add(table_lines(record, head=not (self._headed or self.path.exists())))
+            self._headed = True
 
 
 def table_lines(*evaluations: Record, head: bool, markdown: bool = False) -> str:
-    """A line per metric of traced evaluations, after the names of the columns if `head`.
+    """A line per metric of evaluations, after the names of the columns if `head`.
 
-    CSV has numbers, with the 95% interval of shares as `low` and `high`; Markdown has them as text. What the metrics
-    were made with is in the JSON lines alone.
+    CSV has numbers, with the 95% interval of shares as `low` and `high`; Markdown has them as text. The provenance
+    is in the JSON lines alone.
     """
     rows = [
         _row(one, metric, markdown)
         for one in evaluations
-        for metric in one.get("metrics", [])
+        for metric in metrics_of(one)
         if metric not in NO_ROW and not metric.startswith("chance")
     ]
     if markdown:
@@ -161,7 +173,7 @@ def groups(made: Sequence[Record | None]) -> list[tuple[int, str]]:
     """Group runs whose metrics may be compared.
 
     Args:
-        made: the traced record of each run's evaluation; None if it has none.
+        made: the record of each run's evaluation; None if it has none.
 
     Returns:
         For each run, the number of its group, from 0, and how it differs from the first run.
@@ -178,8 +190,9 @@ def groups(made: Sequence[Record | None]) -> list[tuple[int, str]]:
 
 def differences(one: Record | None, other: Record | None) -> list[str]:
     """How the evaluation `other` differs from `one`, in words; empty if their metrics may be compared."""
-    if one is None or other is None:
-        return [] if one is other else ["the test set of one of them is not recorded"]
+    if one is None or other is None or not ("data" in one and "data" in other):
+        lacking = [not record or "data" not in record for record in (one, other)]
+        return [] if all(lacking) else ["the test set of one of them is not recorded"]
     data, others = one.get("data", []), other.get("data", [])
     if _of(data, "samples", "pictures") != _of(others, "samples", "pictures"):
         counts = (" + ".join(f"{part['samples']:,}" for part in parts) or "no" for parts in (others, data))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
-from clipstream.evals.statistics import chance_of, interval, is_minor, is_share
-from clipstream.report.eval_results import FIGURES_FILE, groups, way_of
+from clipstream.evals.statistics import chance_of, interval, is_minor, is_share, metrics_of
+from clipstream.report.eval_results import Evaluations, conditions, groups, put, with_provenance
 from clipstream.report.pages import (
     COLOURS,
     SIDE,
@@ -119,12 +120,41 @@ class _Audit(TypedDict):
     findings: list[_Finding]
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """What one evaluator found in a run."""
+
+    curves: dict[str, Points]  # (step, value) by metric
+    newest: Record | None  # the newest evaluation that did not fail, of the run itself if there is one
+    failed: tuple[float, str] | None  # step and error, if the newest one failed
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Evaluated:
+        """Evaluations by `clipstream evaluate` belong to the curves if they used the same data and settings as those of
+        the run itself, or else as the newest one; of a step, the run's own counts.
+        """
+        own = [record for record in records if "checkpoint" not in record]
+        others = [record for record in records if "checkpoint" in record]
+        newest = next((one for one in (*own[::-1], *others[::-1]) if "error" not in one), None)
+        alike = [one for one in others if "error" in one or (newest and conditions(one) == conditions(newest))]
+        values: dict[str, dict[float, float]] = {}
+        failed = None
+        for group in (alike, own):
+            for one in group:
+                step = one.get("step", 0)
+                for metric, value in () if "error" in one else metrics_of(one).items():
+                    values.setdefault(metric, {})[step] = math.nan if value is None else value
+            if group and "error" in group[-1]:
+                failed = group[-1].get("step", 0), str(group[-1]["error"])
+        return cls({metric: sorted(points.items()) for metric, points in values.items()}, newest, failed)
+
+
 @dataclass
 class RunContents:
     name: str  # of the folder
     # (step, value) by metric of the training lines; metrics within others as time/data
     curves: dict[str, Points] = field(default_factory=dict)
-    evaluations: dict[str, dict[str, Points]] = field(default_factory=dict)  # (step, value) by evaluator and metric
+    records: Evaluations = field(default_factory=dict)
     health: Record = field(default_factory=dict)  # the newest counts of data health, by source
     cropped: Record = field(default_factory=dict)  # what crops leave out, by source (see `lost_areas`)
     # time of the data stages in the last training line's steps
@@ -137,9 +167,6 @@ class RunContents:
     end: Record = field(default_factory=dict)
     seconds: float = 0.0  # total time of the processes that recorded it
     running: bool = False  # whether a process holds the folder
-    made: dict[str, Record] = field(default_factory=dict)  # the newest traced record of each evaluation
-    # step and error of evaluators whose newest evaluation failed
-    failed: dict[str, tuple[float, str]] = field(default_factory=dict)
     rollbacks: list[Record] = field(default_factory=list)  # step, to, skipped
     settings: dict[str, str] = field(default_factory=dict)  # the resolved settings, by dotted key
     pages: list[Page] = field(default_factory=list)  # images and tables
@@ -159,12 +186,20 @@ class RunContents:
         """Step of the last training line."""
         return int(self.curves["loss"][-1][0]) if self.curves.get("loss") else 0
 
+    @cached_property
+    def evaluated(self) -> dict[str, Evaluated]:
+        """The evaluations by evaluator."""
+        by_name: dict[str, list[Record]] = {}
+        for (name, *_), record in self.records.items():
+            by_name.setdefault(name, []).append(record)
+        return {name: Evaluated.of(records) for name, records in by_name.items()}
+
     def crops(self) -> dict[str, Record]:
-        """What crops leave out of the images of sources, and of evaluations where it is more than nothing."""
+        """What crops leave out of the images of sources, and of evaluations where it is not zero."""
         made = {
             name: {"images": data["measured"], "evaluation": data["lost_area"]}
-            for name, record in self.made.items()
-            for data in record.get("data", [])[:1]
+            for name, one in self.evaluated.items()
+            for data in (one.newest or {}).get("data", [])[:1]
             if data.get("lost_area", 0) >= 0.005
         }
         return {**self.cropped, **made}
@@ -189,8 +224,7 @@ def read_run(folder: Path, seen: RunContents | None = None) -> RunContents:
     for _, record in lines(metrics, seen.read):
         take(seen, record)
     run = replace(seen, name=name, pages=ImageFiles(folder).pages(), running=is_occupied(folder), settings={})
-    run.evaluations = {name: dict(metrics) for name, metrics in seen.evaluations.items()}
-    _take_later_evaluations(run, folder)
+    run.records = with_provenance(seen.records, folder)
     if (audit := folder / AUDIT_FILE).is_file():
         with suppress(OSError, ValueError):  # torn by a kill
             run.audit = checked(_Audit, audit.read_bytes())
@@ -223,15 +257,13 @@ def take(run: RunContents, record: Record) -> None:
         run.stages = record["stages"]
     elif "profile" in record:
         run.profile = record["profile"]
-    elif "error" in record:
-        run.failed[str(record.get("eval"))] = step, str(record["error"])
+    elif "eval" in record:
+        put(run.records, record)
     else:
-        run.failed.pop(str(record.get("eval")), None)
-        into = run.evaluations.setdefault(str(record["eval"]), {}) if "eval" in record else run.curves
-        for key, value in (record if "eval" in record else flat(record)).items():
+        for key, value in flat(record).items():
             number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-            if number and key not in _NO_CURVE and key != "eval":
-                into.setdefault(key, []).append((step, math.nan if value is None else value))
+            if number and key not in _NO_CURVE:
+                run.curves.setdefault(key, []).append((step, math.nan if value is None else value))
         if len(run.curves.get("loss", ())) > MOST_POINTS:
             steps = sorted(step for step, _ in run.curves["loss"])
             needed = max(2 * (steps[-1] - steps[0]) / MOST_POINTS, 1.0)
@@ -242,35 +274,6 @@ def take(run: RunContents, record: Record) -> None:
                     of = dict(points)
                     points = [(step, of.get(step, 0.0)) for step in steps]
                 run.curves[name] = means(sorted(points, key=lambda point: point[0]), run.span)
-
-
-def _take_later_evaluations(run: RunContents, folder: Path) -> None:
-    """Add the evaluations by `clipstream evaluate`; of a step, the last one counts.
-
-    Evaluations of one name form a curve only if they used the same data and settings: those of the run's own
-    evaluations, or else of the newest one.
-    """
-    file = folder / FIGURES_FILE
-    records = [record for _, record in lines(file)] if file.is_file() else []
-    others = [record for record in records if "checkpoint" in record]
-    own = [record for record in records if "checkpoint" not in record]
-    run.made = {str(record.get("eval")): record for record in (*others, *own) if "error" not in record}
-    ways = {name: way_of(record) for name, record in run.made.items()}
-    found: dict[tuple[str, str], dict[float, float]] = {}
-    failed: dict[str, tuple[float, str]] = {}
-    for record in others:
-        step, name = record.get("step", 0), str(record.get("eval"))
-        if "error" in record:
-            failed[name] = step, str(record["error"])
-        elif way_of(record) == ways[name]:
-            failed.pop(name, None)
-            for metric in record.get("metrics", ()):
-                value = record.get(metric)
-                found.setdefault((name, metric), {})[step] = math.nan if value is None else value
-    for (name, metric), by_step in found.items():
-        metrics = run.evaluations.setdefault(name, {})
-        metrics[metric] = sorted({**by_step, **dict(metrics.get(metric, []))}.items())
-    run.failed = {**failed, **run.failed}
 
 
 class Report(Sink):
@@ -439,14 +442,15 @@ def _evaluations(runs: Sequence[RunContents], names: Sequence[str]) -> list[dict
     """
     found = []
     kinds = [{"kind of loss": loss_kind(run)} for run in runs]
-    for name in dict.fromkeys(name for run in runs for name in (*run.evaluations, *run.failed)):
-        of_runs = [run.evaluations.get(name, {}) for run in runs]
+    for name in dict.fromkeys(name for run in runs for name in run.evaluated):
+        each = [run.evaluated.get(name) for run in runs]
+        of_runs = [{} if one is None else one.curves for one in each]
         last = [{metric: points[-1][1] for metric, points in metrics.items()} for metrics in of_runs]
-        having = [i for i, run in enumerate(runs) if name in run.evaluations]
-        made = [runs[i].made.get(name) for i in having]
+        having = [i for i, one in enumerate(each) if one is not None and one.curves]
+        made = [one.newest for one in each if one is not None and one.curves]
         if any("val_loss" in metrics for metrics in last):
             made = [
-                one and {**one, "settings": {**one["settings"], **kinds[i]}}
+                one and {**one, "settings": {**one.get("settings", {}), **kinds[i]}}
                 for i, one in zip(having, made, strict=True)
             ]
         grouped = dict(zip(having, groups(made), strict=True))
@@ -477,7 +481,7 @@ def _evaluations(runs: Sequence[RunContents], names: Sequence[str]) -> list[dict
             for of, metrics in zip(names, of_runs, strict=True)
             if metrics
         ]
-        failed = [(of, *run.failed[name]) for of, run in zip(names, runs, strict=True) if name in run.failed]
+        failed = [(of, *one.failed) for of, one in zip(names, each, strict=True) if one is not None and one.failed]
         found.append({"name": name, "about": about, "failed": failed, "others": others, "rows": rows})
     return found
 

@@ -19,7 +19,7 @@ from clipstream.data.decode.tokenizers import Tokenizer, marked, readable
 from clipstream.distributed.run_record import command_line, end_record, start_record
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, errors_as
-from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, traced
+from clipstream.report.eval_results import TABLE_FILE, EvaluationTable, add
 from clipstream.report.html_report import REPORT_FILE, Report
 from clipstream.report.settings import LogSettings, TrackioSettings, WandbSettings
 from clipstream.report.sinks import (
@@ -37,7 +37,6 @@ from clipstream.report.sinks import (
     SinkGroup,
     TensorBoard,
     flat,
-    json_line,
     lines,
     markdown_table,
     scalars,
@@ -163,6 +162,7 @@ def build_sinks(log: LogSettings, run: RunInfo) -> dict[str, Sink]:
     """
     makers: dict[str, Callable[[], Sink]] = {
         "metrics": lambda: MetricsFile(run.folder, run.resume_step, ended=run.repeats_end, owed=run.repeats_evals),
+        TABLE_FILE: lambda: EvaluationTable(run.folder),  # after metrics.jsonl, of which it is made
         "terminal": lambda: ProgressDisplay(
             run.total_steps,
             start=run.resume_step or 0,
@@ -193,16 +193,15 @@ def build_sinks(log: LogSettings, run: RunInfo) -> dict[str, Sink]:
 
 
 class Outputs(SinkGroup):
-    """All sinks of a run that trains, and its files of figures.
+    """All sinks of a run that trains.
 
     Args:
         world: ranks other than 0 write nothing.
-        subject: what trains, for the files of figures: run, model.
     """
 
-    def __init__(self, settings: LogSettings, world: World, run: RunInfo, *, subject: Record | None = None) -> None:
+    def __init__(self, settings: LogSettings, world: World, run: RunInfo) -> None:
         super().__init__(settings.sinks)
-        self._world, self._examples, self._run, self._subject = world, settings.pictures, run, subject or {}
+        self._world, self._examples, self._run = world, settings.pictures, run
         if not world.is_main:
             return
         folder, done = run.folder, run.resume_step
@@ -215,17 +214,12 @@ class Outputs(SinkGroup):
         }
         if settings.report:
             self.sinks[REPORT_FILE] = Report(folder)  # last: it reads what the others have written
-        self._figures = FiguresFile(folder, done, ended=run.repeats_end or run.repeats_evals)
 
     def begin(self) -> None:
         """Write the record that this process starts or resumes the run: step, time, command, hardware."""
         if self._world.is_main:
             command = [redact_value(part) for part in command_line()]
             self.write(start_record(self._run.resume_step or 0, self._world.size, self._world.device, command))
-
-    def trace(self, record: Record, about: Record) -> None:
-        """Add an evaluation to the files of figures, with what it was made with; on rank 0 only."""
-        self._figures.add(traced(record, about, self._subject))
 
     def show_batch(self, step: int, batch: Batch, tokenizer: Tokenizer) -> None:
         """Show the first samples of a training batch as the model sees them."""
@@ -243,11 +237,6 @@ class Outputs(SinkGroup):
         """Show on the terminal that so many steps are done."""
         if isinstance(display := self.sinks.get("terminal"), ProgressDisplay):
             display.step(done)
-
-    def close(self) -> None:
-        if self._world.is_main:
-            self.call(FIGURES_FILE, self._figures.close)
-        super().close()
 
 
 TAIL = 1 << 20  # bytes at the end of metrics.jsonl in which there is a line
@@ -276,15 +265,12 @@ class Ending:
         try:
             last: Record = {}
             begin = Position(max(0, path.stat().st_size - TAIL)) if path.is_file() else None
-            for _, last in () if begin is None else lines(path, begin):  # noqa: B007, the last one is wanted
-                pass
+            for _, record in () if begin is None else lines(path, begin):
+                last = last if "checkpoint" in record else record  # of the run, not of `clipstream evaluate`
             if self.step is None and last.get("end", {}).get("status") == "done":
                 return
             step = int(last.get("step", 0)) if self.step is None else self.step()
-            with path.open("ab+") as file:
-                torn = file.seek(0, 2) and (file.seek(-1, 2), file.read(1))[1] != b"\n"
-                line = json_line(self.stamped(end_record(step, code, error)))
-                file.write(("\n" * bool(torn) + line).encode())
+            add(path, self.stamped(end_record(step, code, error)))
             if self.report is not None:
                 self.report.close()
         except Exception as failure:  # the process ends with the first error

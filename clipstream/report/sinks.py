@@ -10,6 +10,7 @@ file holds each step once.
 from __future__ import annotations
 
 import base64
+import fcntl
 import io
 import json
 import math
@@ -29,6 +30,7 @@ from pydantic import AfterValidator, ConfigDict, Field, InstanceOf
 from typing_extensions import NotRequired, TypedDict
 
 from clipstream.errors import SettingsError, errors_as
+from clipstream.evals.statistics import metrics_of
 from clipstream.text import MESSAGE, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
@@ -137,6 +139,20 @@ class SinkGroup(Sink):
             self._failing.add(name)
 
 
+def append(file: IO[bytes], data: bytes | bytearray) -> int:
+    """Write at the end of an unbuffered file, to which other processes append as well; returns the bytes written.
+
+    Under a lock, as a host looks for the end of a file of NFS anew where it takes one. Another process's is not waited
+    for.
+    """
+    locked = atomic_write.try_lock(file.fileno(), fcntl.LOCK_EX, posix=True)
+    try:
+        return file.write(data)
+    finally:
+        if locked:
+            atomic_write.try_lock(file.fileno(), fcntl.LOCK_UN, wait=True, posix=True)
+
+
 class AppendedFile:
     """A file to which is appended, unbuffered. The first text creates it, or follows a file that was replaced.
 
@@ -159,7 +175,7 @@ class AppendedFile:
         try:
             while self._pending:
                 self._file = self._opened()
-                del self._pending[: self._file.write(self._pending)]
+                del self._pending[: append(self._file, self._pending)]
         except OSError as error:
             if not waited:
                 why = atomic_write.obstacle(error, self.path) or f"{self.path} cannot be written ({error})"
@@ -190,29 +206,21 @@ class JsonLines(AppendedFile):
         resume_step: step of the checkpoint that the run resumes from: later and torn lines are removed. None empties
             the file.
         ended: whether that step is the last one of a finished run: lines of its evaluations are removed as well.
-        owed: whether the evaluations of that step were interrupted: likewise.
-        keep: lines that stay in any case.
+        owed: whether the evaluations of that step were interrupted: likewise. Evaluations by `clipstream evaluate`,
+            which name a checkpoint, stay in any case.
 
     Attributes:
         count: of lines.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        resume_step: int | None = None,
-        *,
-        ended: bool = False,
-        owed: bool = False,
-        keep: Callable[[Record], bool] = lambda record: False,
-    ) -> None:
+    def __init__(self, path: Path, resume_step: int | None = None, *, ended: bool = False, owed: bool = False) -> None:
         super().__init__(path)
         kept = []
         if resume_step is not None and self.path.exists():
             for line, record in lines(self.path):
                 step = record.get("step", 0)
                 again = (ended and "loss" not in record) or (owed and "eval" in record)
-                if step < resume_step or (step == resume_step and not again) or keep(record):
+                if step < resume_step or (step == resume_step and not again) or "checkpoint" in record:
                     kept.append(line)
         if self.path.exists():
             atomic_write.replace(self.path, b"".join(kept))
@@ -400,7 +408,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
     if any(kind in record for kind in ("start", "end", "quarantine", "nonfinite", "profile")):
         return
     prefix = f"eval/{record['eval']}" if "eval" in record else "train"
-    numbers = {key: value for key, value in record.items() if key not in ("step", "eval")}
+    numbers = metrics_of(record) if "eval" in record else {key: record[key] for key in record if key != "step"}
     for kind in ("health", "stages"):
         if kind in record:
             prefix, numbers = "", {kind: record[kind]}

@@ -28,7 +28,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column
 
 from clipstream.data.decode.key_lists import LEFT_OUT
-from clipstream.evals.statistics import format_chance, format_value, interval, is_minor
+from clipstream.evals.statistics import format_chance, format_value, interval, is_minor, metrics_of
 from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted, duration, listed, percent, printable_lines
@@ -40,7 +40,7 @@ IN_NOTEBOOK = 100  # columns of a notebook's cell on a common screen
 REDRAWN = 0.1  # s between two states of the bar of steps, and of one in a notebook, a message to the browser each
 BAR_WIDTHS = 4, 30  # columns of the bar, at least and at most
 LOG_FILE = "out.log"
-ABOUT = ("step", "eval", "seconds", "n", "dropped")  # keys of an evaluation that are no metrics
+COUNTS = ("seconds", "n", "dropped")  # of an evaluation, which are in the table alone
 _URL = re.compile(r"\S+://\S+")
 
 
@@ -238,7 +238,7 @@ def shown_problems(found: Record) -> list[str]:
 
 
 def _metrics(record: Record) -> list[str]:
-    return [name for name in record if name not in (*ABOUT, "error") and not name.startswith("chance")]
+    return [name for name in metrics_of(record) if name not in COUNTS and not name.startswith("chance")]
 
 
 def _main_metrics(record: Record) -> list[str]:
@@ -278,8 +278,8 @@ def table(records: Sequence[Record]) -> str:
     """Evaluations as text: a line per metric, with its chance level."""
     rows = [("evaluation", "metric", "value", "95% interval", "chance")]
     for record in records:
-        for name, value in record.items():
-            if name in ("step", "eval") or name.startswith("chance"):
+        for name, value in metrics_of(record).items():
+            if name.startswith("chance"):
                 continue
             shown = duration(value) if name == "seconds" else format_value(name, value, "g")
             rows.append((record["eval"], name, shown, interval(record, name), format_chance(record, name)))

@@ -88,9 +88,10 @@ def run(world: World, folder: str, on_error: str = "report") -> tuple[list[dict[
     }
     context = context_of(world)
     runner = EvalRunner({k: EvalSettings.model_validate(v) for k, v in sections.items()}, context)
-    records = runner(5, last=True)
-    for record in records:
-        record.pop("seconds")
+    records = [
+        {key: record[key] for key in ("step", "eval", "error", *record["metrics"]) if key in record.keys() - {"seconds"}}
+        for record in runner(5, last=True)
+    ]
     return records, [f"{failure.rank}: {failure.message}" for failure in runner.failures]
 
 

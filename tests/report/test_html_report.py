@@ -20,7 +20,7 @@ from clipstream.cli.verbs.compare import main as compare
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Example
 from clipstream.report import html_report
-from clipstream.report.eval_results import FIGURES_FILE, FiguresFile, add
+from clipstream.report.eval_results import FORMER_FILE, EvaluationTable, add
 from clipstream.report.html_report import REPORT_FILE, Report, read_run, render, write_page
 from clipstream.report.pages import Chart, Series, StepTimes, fewer, nice_ticks, short
 from clipstream.report.sinks import METRICS_FILE, ImageFiles, MetricsFile, SinkGroup
@@ -111,7 +111,7 @@ def test_what_was_evaluated_afterwards_is_in_it_if_it_was_made_alike(tmp_path: P
         section = {"type": "zero_shot", "every": step, "templates": "plain", "data": {"shards": f"{step}.tar"}, **more}
         record = {"step": step, "eval": name, "top1": top1, "metrics": ["top1"], "data": data, "settings": section}
         own = step % 500 == 0 and name == "animals"
-        add(folder / FIGURES_FILE, record if own else {**record, "checkpoint": "c"})
+        add(folder / METRICS_FILE, record if own else {**record, "checkpoint": "c"})
 
     told(500, "animals", 0.4, "ab")
     told(700, "animals", 0.6, "ab")
@@ -123,8 +123,8 @@ def test_what_was_evaluated_afterwards_is_in_it_if_it_was_made_alike(tmp_path: P
         told(step, "birds", top1, pictures)
     run = read_run(folder)
     found = [(500, 0.4), (700, 0.6), (1000, 0.5), (1200, 0.7), (1500, 0.4), (2000, 0.4)]
-    assert run.evaluations["animals"]["top1"] == found, "the run's own where there are both"
-    assert run.evaluations["birds"]["top1"] == [(500, 0.3), (1000, 0.2)], "the last one of a step"
+    assert run.evaluated["animals"].curves["top1"] == found, "the run's own where there are both"
+    assert run.evaluated["birds"].curves["top1"] == [(500, 0.3), (1000, 0.2)], "the last one of a step"
 
 
 def test_an_evaluation_that_failed_is_in_it_until_it_succeeds(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_an_evaluation_that_failed_is_in_it_until_it_succeeds(tmp_path: Path) ->
         sink.write({"step": 2000, "eval": name, "top1": 0.5})
     sink.close()
     broken = {"step": 1500, "eval": "animals", "error": "no memory", "metrics": ["dropped"], "dropped": 0}
-    add(folder / FIGURES_FILE, {**broken, "checkpoint": "c"})
+    add(folder / METRICS_FILE, {**broken, "checkpoint": "c"})
     page = render([read_run(folder)])
     assert page.count("failed at") == 1 and "failed at step 1500: no memory" in page
 
@@ -348,7 +348,7 @@ def test_records_with_any_value_are_shown_or_refused(tmp_path: Path, data: st.Da
     if not (folder := tmp_path / "run").exists():
         make_run(folder, steps=500)
         make_run(tmp_path / "other", steps=20)
-        add(tmp_path / "other" / FIGURES_FILE, MADE)
+        add(tmp_path / "other" / METRICS_FILE, MADE)
     kinds = {tuple(record): record for record in map(json.loads, (folder / METRICS_FILE).read_text().splitlines())}
     rest = {"rollback": {"to": 10, "skipped": 3}, "start": STARTED, "end": {"status": "done", "early_stop": STOP},
             "stages": {"decode": {"seconds": 1.0, "count": 9, "p50": 0.01, "p99": 0.02}}}  # fmt: skip
@@ -357,13 +357,13 @@ def test_records_with_any_value_are_shown_or_refused(tmp_path: Path, data: st.Da
     at = data.draw(st.sampled_from([path for path in places(whole) if len(path) > 1]))
     metrics, made, audit = changed(whole, at, data.draw(JSON))
     (tmp_path / "new").mkdir(exist_ok=True)
-    for name, found in ((METRICS_FILE, metrics), (FIGURES_FILE, made)):
+    for name, found in ((METRICS_FILE, metrics), (FORMER_FILE, made)):
         (tmp_path / "new" / name).write_text("".join(f"{json.dumps(one)}\n" for one in found))
     (tmp_path / "new" / AUDIT_FILE).write_text(json.dumps(audit))
     new = tmp_path / "new"
     for read in (
         lambda: write_page(tmp_path / "page.html", [read_run(tmp_path / "other"), read_run(new)]),
-        lambda: FiguresFile(new, 30).close(),
+        lambda: EvaluationTable(new).close(),
         lambda: MetricsFile(new, 30).close(),
     ):
         try:

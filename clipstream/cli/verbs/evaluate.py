@@ -30,9 +30,9 @@ from clipstream.errors import ClipstreamError, SettingsError, each, errors_as
 from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, ZeroShotSettings, sources_of
 from clipstream.models.model_config import HUB
 from clipstream.models.pretrained import preflight
-from clipstream.report.eval_results import FIGURES_FILE, TABLE_FILE, TABLES, add, traced
+from clipstream.report.eval_results import TABLE_FILE, TABLES, add
 from clipstream.report.html_report import RunContents, take, write_page
-from clipstream.report.sinks import Page, Record
+from clipstream.report.sinks import METRICS_FILE, Page, Record
 from clipstream.report.terminal import table
 from clipstream.storage.shard_url import ShardURL, in_braces
 from clipstream.text import lines, listed, printable
@@ -50,7 +50,7 @@ OWN_FLAGS = {
     "model of the settings)",
     "--weights": "trained (default) or averaged (train.ema) weights of the checkpoint",
     "--output": "append results to this file: a table (.csv, .md), with data and settings in a .jsonl beside it, "
-    f"or one JSON line per evaluation (default: {FIGURES_FILE} and {TABLE_FILE} in the run folder)",
+    f"or one JSON line per evaluation (default: {METRICS_FILE} and {TABLE_FILE} in the run folder)",
     CLASSES_FROM: "column, member or JSON field with the name of each image's class, for zero-shot classification of "
     "--val-data among these names",
     "--report": "write an HTML page with the results and images to this file",
@@ -244,7 +244,7 @@ def _evaluate(command: CommandLine) -> int:
     else:
         subject = replace(subject, label=" ".join(part for part in model.label.values() if part))
     preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
-    outputs = [] if subject.run is None else [subject.run / FIGURES_FILE, subject.run / TABLE_FILE]
+    outputs = [] if subject.run is None else [subject.run / METRICS_FILE, subject.run / TABLE_FILE]
     if (output := Path(own["--output"]) if "--output" in own else None) is not None:
         outputs = [output, output.with_suffix(".jsonl")] if output.suffix.lower() in TABLES else [output]
     for source in (source for section in settings.evals.values() for source in sources_of(section).values()):
@@ -270,9 +270,10 @@ def _evaluate(command: CommandLine) -> int:
         runner = EvalRunner(
             {name: section.model_copy(update={"weights": weights}) for name, section in settings.evals.items()},
             context,
-            Listeners(show=results.show, trace=lambda record, made_with: results.add(traced(record, made_with, about))),
+            Listeners(results.add, results.show),
             {weights: nullcontext},
             ends=True,
+            subject=about,
         )
         records = runner(subject.step, last=True)
         if world.is_main:
@@ -334,7 +335,6 @@ class _Results:
     def __init__(self, outputs: Sequence[Path], report: Path | None) -> None:
         self.outputs, self.report = outputs, report
         self._pages: list[Page] = []
-        self._made: dict[str, Record] = {}
         self._lost: dict[Path, str] = {}
 
     def check(self) -> None:
@@ -344,14 +344,14 @@ class _Results:
         """
         for flag, path in (*(("--output", path) for path in self.outputs), ("--report", self.report)):
             if path is not None:
-                words = (b"eval", b"metric") if path.suffix.lower() in TABLES else (b'"eval"',)
+                key = b'"step"' if path.name == METRICS_FILE else b'"eval"'
+                words = (b"eval", b"metric") if path.suffix.lower() in TABLES else (key,)
                 with errors_as(SettingsError, f"{flag}: cannot write {path}", OSError):
                     path.parent.mkdir(parents=True, exist_ok=True)
                 output_file({flag: path}, flag, words if flag == "--output" else ())
 
     def add(self, evaluation: Record) -> None:
         """Add an evaluation to the files; a failure to write is a warning, and evaluation goes on."""
-        self._made[evaluation["eval"]] = evaluation
         for path in self.outputs:
             try:
                 add(path, evaluation)
@@ -370,7 +370,7 @@ class _Results:
         if succeeded := [record for record in records if "error" not in record]:
             print(table(succeeded), flush=True)
         if self.report is not None:
-            run = RunContents(title, pages=self._pages, made=self._made)
+            run = RunContents(title, pages=self._pages)
             for record in records:
                 take(run, record)
             try:

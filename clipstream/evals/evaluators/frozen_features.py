@@ -15,8 +15,8 @@ from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.evals.classes import Labelling
 from clipstream.evals.context import EvalContext
-from clipstream.evals.metrics import figures
 from clipstream.evals.settings import FrozenSettings, LinearProbeSettings, NeighboursSettings, source_of
+from clipstream.evals.statistics import accuracies
 from clipstream.utils.logs import logger
 
 BLOCK = 4096  # training images compared at once, over all ranks
@@ -90,7 +90,7 @@ class Frozen(ABC):
         classes = count_classes(self.labelling, context.world, train, test)
         tally = context.world.all_reduce_sum(self.tally(train, test, classes, context.world))
         self.labelling.warn_of_unseen(context, tally[:, 2].tolist())
-        yield from figures(tally)
+        yield from accuracies(tally)
         yield "n_train", sum(context.world.gather_objects(len(train.labels)))
 
     @abstractmethod

@@ -16,8 +16,9 @@ from clipstream.data.decode.class_names import Template, prompt_templates
 from clipstream.evals.classes import Labelling, template_spec
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import Kept, Matches, show_classes, show_confusions
-from clipstream.evals.metrics import figures, mean_average_precision, place
+from clipstream.evals.metrics import mean_average_precision, place
 from clipstream.evals.settings import ZeroShotSettings, source_of
+from clipstream.evals.statistics import accuracies
 
 PROMPTS_AT_ONCE = 8192  # over all ranks
 
@@ -66,7 +67,7 @@ class ZeroShot:
         show_classes(context, kept, first, classifier, self.classes)
         show_confusions(context, true, guessed, self.classes)
         matches.show()
-        yield from figures(tally)
+        yield from accuracies(tally)
 
     def _multilabel(self, context: EvalContext, classifier: torch.Tensor) -> Iterator[tuple[str, float]]:
         images = [classifier[:0]]
