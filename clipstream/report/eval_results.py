@@ -35,7 +35,7 @@ NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size"
 NO_ROW = ("n", "captions", "dropped", "seconds")
 TABLE = ("run", "checkpoint", "model", "pretrained", "step", "eval", "metric", "value", "low", "high", "chance", "n")
 MARKDOWN = ("checkpoint", "model", "step", "eval", "metric", "value", "95% interval", "chance")
-# The last one of an evaluator and a step, oldest first: by these, whether `clipstream evaluate` made it, whether it failed.
+# Oldest first, the last one by evaluator, step, whether `clipstream evaluate` made it, and whether it failed.
 Evaluations = dict[tuple[str, int, bool, bool], Record]
 
 

@@ -89,8 +89,8 @@ def run(world: World, folder: str, on_error: str = "report") -> tuple[list[dict[
     context = context_of(world)
     runner = EvalRunner({k: EvalSettings.model_validate(v) for k, v in sections.items()}, context)
     records = [
-        {key: record[key] for key in ("step", "eval", "error", *record["metrics"]) if key in record.keys() - {"seconds"}}
-        for record in runner(5, last=True)
+        {key: one[key] for key in ("step", "eval", "error", *one["metrics"]) if key in one and key != "seconds"}
+        for one in runner(5, last=True)
     ]
     return records, [f"{failure.rank}: {failure.message}" for failure in runner.failures]
 

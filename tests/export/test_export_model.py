@@ -303,7 +303,7 @@ def test_the_card_of_weights_beside_a_run(tmp_path: Path, models: Any) -> None:
     assert subject is not None and subject.run == run and settings.run.name == "a"
     assert export_run._is_beside(subject)
     records = [{"step": step, "eval": "val", "metrics": ["top1"], "top1": step / 10} for step in (2, 4, 1)]
-    (run / "evaluations.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     card = Exported("a", "onnx", "", None, replace(subject, step=2), settings, drawn(), [])  # type: ignore[arg-type]
     assert " 20.0% " in card._evaluations() and "40.0%" not in card._evaluations()
     (run / "interpolated" / "frontier.md").write_text("| alpha 0.5 | chosen |\n")

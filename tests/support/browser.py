@@ -40,12 +40,13 @@ def look(page: Path, width: int, *, dark: bool = False) -> tuple[str, list[str]]
 def look_in_frames(path: Path, shown: Iterable[tuple[int, str]], script: str, *, dark: bool = False) -> list[Any]:
     """What a script in each page, in a frame of that width, tells of it by `tell(value)`; narrow frames first.
 
-    Chromium's own window is never narrower than 500 pixels.
+    Chromium's own window is never narrower than 500 pixels. The pages' content security policy would refuse the script.
     """
+    policy = re.compile('<meta http-equiv="Content-Security-Policy"[^>]*>')
     tell = "const tell = value => { parent.document.title += JSON.stringify([innerWidth, value]) + '|'; };"
     frames = "".join(
         f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="'
-        f'{html.escape(page.replace("</body>", f"<script>{tell}{script}</script></body>"))}"></iframe>'
+        f'{html.escape(policy.sub("", page).replace("</body>", f"<script>{tell}{script}</script></body>"))}"></iframe>'
         for width, page in shown
     )
     path.write_text(f"<title></title>{frames}")

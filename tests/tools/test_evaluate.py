@@ -88,13 +88,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_checkpoint_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--checkpoint", str(run / "checkpoints" / "step_00000007"), *config(run)]) == 0
-    val, kinds = lines(run / "evaluations.jsonl")
+    val, kinds = lines(run / "metrics.jsonl")
     expected = dict(Retrieval(RetrievalSettings.model_validate(val["settings"]))(context_of(World())))
     assert {name: val[name] for name in expected} == pytest.approx(expected, abs=1e-6)
     assert (val["step"], val["eval"], val["checkpoint"], val["n"]) == (7, "val", "step_00000007", 21)
     assert (kinds["eval"], kinds["top5"], kinds["settings"]["classes"]) == ("kinds", 1.0, ["a", "b", "c"])
     shown = capsys.readouterr().out
-    assert "image_to_text_R@10" in shown and "chance" in shown and "evaluations.jsonl" in shown
+    assert "image_to_text_R@10" in shown and "chance" in shown and "metrics.jsonl" in shown
 
 
 FROZEN = ("--lock-image", "--model.image.precision", "bf16")
@@ -160,8 +160,9 @@ def test_a_model_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @needs_browser
 def test_a_page_with_the_pictures_of_each_evaluation(run: Path, tmp_path: Path) -> None:
-    page = tmp_path / "pages" / "page.html"
-    flags = ["--evals.val.prompts", "[ein großer Hund]", "--evals.bad", "{type: zero_shot, classes: [a, b], templates: "
+    page, pairs = tmp_path / "pages" / "page.html", f"{run.parent}/pairs/*.tar"
+    flags = ["--evals.val.data.shards", pairs, "--evals.kinds.data.shards", pairs,
+             "--evals.val.prompts", "[ein großer Hund]", "--evals.bad", "{type: zero_shot, classes: [a, b], templates: "
              f"plain, data: {{shards: {run}/none.tar}}}}", "--output", f"{tmp_path}/out.csv"]  # fmt: skip
     assert main(["--checkpoint", str(run), *config(run), *flags, "--report", str(page)]) == 3
     dom, complaints = look(page, 400)

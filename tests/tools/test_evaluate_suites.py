@@ -169,7 +169,7 @@ def test_of_a_run_only_what_is_asked_for(sets: Path) -> None:
     (run / "config.yaml").write_text(dump(Settings.model_validate({"evals": {"val": pairs, "more": pairs}})))
     asked = [*FLAGS.split(), "--suite", RETRIEVAL, "--evals-root", str(sets), "--evals.val.max-samples", "5"]
     assert main(["--checkpoint", str(run), *asked]) == 0
-    lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["eval"] for line in lines] == ["val", "mscoco", "flickr30k", "retrieval"]
     assert lines[0]["n"] == 5 and {line["step"] for line in lines} == {7}
 
