@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import inspect
 import os
 import re
