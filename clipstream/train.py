@@ -35,8 +35,8 @@ from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.loader.workers import with_workers
-from clipstream.distributed.alike import require_same, software
 from clipstream.distributed.launch import FailureWatch
+from clipstream.distributed.run_record import require_same, software
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

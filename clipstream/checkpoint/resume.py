@@ -12,7 +12,6 @@ from pathlib import Path
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.async_writer import AsyncWriter
-from clipstream.checkpoint.open_clip import OpenClipCheckpoint
 from clipstream.checkpoint.remote_sync import (
     CHECKPOINTS,
     METRICS,
@@ -22,7 +21,7 @@ from clipstream.checkpoint.remote_sync import (
     told,
     with_retries,
 )
-from clipstream.checkpoint.state import CheckpointMeta, load, read_meta
+from clipstream.checkpoint.state import CheckpointMeta, OpenClipCheckpoint, load, read_meta
 from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World

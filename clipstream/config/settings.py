@@ -37,7 +37,7 @@ from clipstream.data.order import default_lanes
 from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, split_counts
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.text_settings import TokenizerSettings
-from clipstream.distributed.alike import require_same, software
+from clipstream.distributed.run_record import require_same, software
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each, errors_as, wrong_type

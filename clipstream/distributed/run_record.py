@@ -2,16 +2,22 @@
 
 A start record has what is needed to repeat the process: command line, git state, hardware, versions. An end record has
 its status, exit code and error.
+
+`require_same` compares between the ranks what all of them must have alike, such as their software: a rank whose code,
+weights or shards are others would train on them without a word.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -19,8 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from clipstream import __version__
-from clipstream.errors import INTERRUPTED, CopyError, DivergedError, Stopped
+from clipstream.distributed.world import World
+from clipstream.errors import INTERRUPTED, CopyError, DivergedError, SettingsError, Stopped
+from clipstream.text import listed, shortened
+from clipstream.utils.atomic_write import checksum
 from clipstream.utils.cores import cores
+from clipstream.utils.plugins import OURS, is_library, is_plugin
 
 GIT_SECONDS = 10.0  # limit for one git command: a work tree may be on a slow network disk
 PACKAGES = ("open_clip_torch", "timm", "transformers", "webdataset", "huggingface_hub", "numpy", "pillow")
@@ -136,3 +146,55 @@ def _installed() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+SHOWN = 200  # characters of a value in a message
+
+
+def require_same(
+    world: World,
+    own: Callable[[], Mapping[str, object]],
+    what: str,
+    advice: str,
+    shown: Callable[[object], str] = str,
+) -> None:
+    """Check that `own` gives the same values on all ranks. Collective; with one rank, `own` is not called.
+
+    Raises SettingsError: they differ; names the first of them, with rank, host and both values.
+    """
+    if world.size == 1:
+        return
+    values = own()
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+    found = world.gather_objects((digest, socket.gethostname()))
+    other = next((rank for rank, (theirs, _) in enumerate(found) if theirs != found[0][0]), None)
+    if other is None:
+        return
+    trees = world.gather_objects(values)
+    first, second = ({key: shortened(shown(one), SHOWN) for key, one in trees[rank].items()} for rank in (0, other))
+    different = [
+        f"{key} is {first.get(key, 'absent')} on rank 0 and {second.get(key, 'absent')} on rank {other}"
+        for key in dict.fromkeys((*first, *second))
+        if trees[0].get(key) != trees[other].get(key) or (key in first) != (key in second)
+    ]
+    hosts = f"rank 0 is on {found[0][1]}, rank {other} on {found[other][1]}"
+    raise SettingsError(f"ranks have different {what}: {listed(different)}; {hosts}: {advice}")
+
+
+def software(values: Iterable[object] = ()) -> dict[str, str]:
+    """The versions of packages, and the checksums of the source of clipstream and of plug-ins.
+
+    Args:
+        values: settings; those `module:Name` of which the module is loaded are plug-ins. Nothing is imported here. A
+            plug-in counts with the loaded modules of its folder; one in an installed package by its file alone.
+    """
+    files = {f"clipstream/{path.relative_to(OURS)}": str(path) for path in sorted(Path(OURS).rglob("*.py"))}
+    for plugin in filter(is_plugin, map(str, values)):
+        name = plugin.partition(":")[0]
+        if file := getattr(sys.modules.get(name), "__file__", None):
+            folder = os.path.join(os.path.dirname(file), "")
+            loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+            near = (one for one in loaded if one.startswith(folder) and not is_library(one, installed=True))
+            files |= {f"{name}: {os.path.relpath(one, folder)}": one for one in sorted({file, *near})}
+    packages = {f"the version of {name}": found for name, found in versions().items() if name != "python"}
+    return packages | {f"the source {name}": checksum(Path(file)) for name, file in files.items()}

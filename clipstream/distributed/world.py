@@ -23,7 +23,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from clipstream.distributed.sockets import Socket, connections_since, open_sockets
+from clipstream.distributed.shared_keys import Socket, connections_since, open_sockets
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.utils.cores import capabilities
 

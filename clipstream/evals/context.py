@@ -27,7 +27,7 @@ from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.order.rng import GOLDEN, Keys, scramble
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.text_settings import TokenizerSettings
-from clipstream.distributed.alike import require_same
+from clipstream.distributed.run_record import require_same
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Interrupted, Stopped

@@ -41,8 +41,8 @@ from clipstream.export.counterparts import (
     text_tower,
     whole_model,
 )
-from clipstream.models.image_processor import PREPROCESSOR, PROCESSOR, RESAMPLE
 from clipstream.models.towers import Towers
+from clipstream.models.transformers_names import PREPROCESSOR, PROCESSOR, RESAMPLE
 
 ENTITIES = ("amp", "lt", "gt", "quot", "apos", "nbsp", "#39", "#34", "#x27", "#8217", "#8211", "rsquo", "lsquo",
             "ldquo", "rdquo", "ndash", "mdash", "hellip", "eacute", "copy", "reg", "trade", "deg", "bull")  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
-from clipstream.distributed.alike import require_same
+from clipstream.distributed.run_record import require_same
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean, errors_as
 from clipstream.models.model_config import (

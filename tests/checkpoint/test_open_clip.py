@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipstream.checkpoint.open_clip import OpenClipCheckpoint
+from clipstream.checkpoint.state import OpenClipCheckpoint
 from clipstream.checkpoint.store import find
 from clipstream.errors import SettingsError
 from tests.support import model_files

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from clipstream.checkpoint.open_clip import OpenClipCheckpoint
 from clipstream.checkpoint.resume import agree
-from clipstream.checkpoint.state import OPTIMIZER, RANDOM, STATE, WEIGHTS, load, read_meta
+from clipstream.checkpoint.state import OPTIMIZER, RANDOM, STATE, WEIGHTS, OpenClipCheckpoint, load, read_meta
 from clipstream.checkpoint.store import MARKER, fault, find, locate, markers
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.distributed.world import World

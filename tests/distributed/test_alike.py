@@ -12,7 +12,7 @@ import torch
 from clipstream.config.settings import load, require_equal
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import PROBED, Source, SourceContext
-from clipstream.distributed import alike
+from clipstream.distributed import run_record
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.build import build_towers
@@ -98,7 +98,7 @@ def compared(world: World, root: str, version: str) -> str:
 
 
 def test_other_versions_and_other_code_are_refused(tmp_path: Path) -> None:
-    source = Path(alike.OURS)
+    source = Path(run_record.OURS)
     for file in source.rglob("*.py"):
         copy = tmp_path / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)

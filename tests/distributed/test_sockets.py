@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from clipstream.distributed.sockets import connections_since, open_sockets
+from clipstream.distributed.shared_keys import connections_since, open_sockets
 
 
 def test_connections_that_a_server_of_before_accepts_are_not_those_of_a_group() -> None:

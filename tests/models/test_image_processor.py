@@ -26,7 +26,7 @@ from transformers.processing_utils import ImagesKwargs
 import clipstream
 from clipstream.errors import SettingsError
 from clipstream.export.files import write_transformers
-from clipstream.models.image_processor import read_processor
+from clipstream.models.transformers_names import read_processor
 from tests.support.model_files import build
 
 SIZE = 32
