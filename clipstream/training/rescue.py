@@ -12,9 +12,9 @@ writes follows from what all have told each other, so that there is one; where t
 that makes a file of the group's name in the folder of checkpoints. It writes a draft, which a rename turns into a
 checkpoint: a second failure leaves the last checkpoint as it is.
 
-The ranks that are left meet in the store of the run's rendezvous, whose process group was aborted. Each says that it has
-arrived. Who has waited long enough proposes those that have; the first proposal is taken, by all. A rank that is not in
-it, as it came too late, has no part in what follows.
+The ranks that are left meet in the store of the run's rendezvous, whose process group was aborted. Each says that it
+has arrived. Who has waited long enough proposes those that have; the first proposal is taken, by all. A rank that is not
+in it, as it came too late, has no part in what follows.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def compared(world: World, root: str, version: str) -> str:
         if version:
             patch.setattr("clipstream.distributed.run_record.__version__", version)
         else:
-            patch.setattr(alike, "OURS", os.path.join(root, ""))
+            patch.setattr(run_record, "OURS", os.path.join(root, ""))
     try:
         require_equal(load([]), world)
     except SettingsError as error:
