@@ -3,9 +3,9 @@
 One table of names is read in both directions: `--pretrained` reads a folder of transformers, and the verb `export`
 writes one. Imports torch on use, as configurations are read before it is imported.
 
-Of image processors, the files of a folder enter, and open_clip's preprocess_cfg of the same pixels leaves. Every field
-of CLIPImageProcessor and SiglipImageProcessor (of transformers 4 and 5, also their Fast and Pil classes) is used, has no
-effect on the pixels of an image file, or is refused by name; so is a field that they do not have.
+Of image processors, the files of a folder enter, and open_clip's preprocess_cfg of the same pixels leaves. Every
+field of CLIPImageProcessor and SiglipImageProcessor (of transformers 4 and 5, also their Fast and Pil classes) is
+used, has no effect on the pixels of an image file, or is refused by name; so is a field that they do not have.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ that makes a file of the group's name in the folder of checkpoints. It writes a 
 checkpoint: a second failure leaves the last checkpoint as it is.
 
 The ranks that are left meet in the store of the run's rendezvous, whose process group was aborted. Each says that it
-has arrived. Who has waited long enough proposes those that have; the first proposal is taken, by all. A rank that is not
-in it, as it came too late, has no part in what follows.
+has arrived. Who has waited long enough proposes those that have; the first proposal is taken, by all. A rank that is
+not in it, as it came too late, has no part in what follows.
 """
 
 from __future__ import annotations
