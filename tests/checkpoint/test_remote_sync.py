@@ -61,7 +61,6 @@ def _places(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def synced(folder: Path, url: str, **settings: Any) -> AsyncWriter:
     """What saves in FOLDER/checkpoints, with a copy at the URL."""
     sync = RemoteSync(RemoteDir(url, "--remote-sync"), folder, CheckpointSettings(**settings))
-    folder.mkdir(exist_ok=True)
     return saver_of(folder / "checkpoints", sync=sync, **settings)
 
 

@@ -14,7 +14,7 @@ from subprocess import PIPE
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore, distributed_c10d
 
 from clipstream.distributed import launch, shared_keys
 from clipstream.distributed.launch import FailureWatch
@@ -62,7 +62,7 @@ def lose(world: World, number: int, lost: int) -> int:
 
 @pytest.mark.parametrize(
     ("number", "lost"),
-    [(signal.SIGKILL, 0), (signal.SIGKILL, 2), (signal.SIGSTOP, 0), (signal.SIGSTOP, 1), (signal.SIGSTOP, 2)],
+    [(signal.SIGKILL, 0), (signal.SIGKILL, 2), (signal.SIGSTOP, 0), (signal.SIGSTOP, 2)],
 )
 def test_the_others_of_a_lost_rank_name_it_and_its_host_and_may_save(number: int, lost: int) -> None:
     """Rank 0 holds the store where the ranks met, and the last one the spare one."""
@@ -92,35 +92,30 @@ def test_a_stopped_rank_ends_the_others_wherever_they_are() -> None:
     assert all("error: rank 1: rank 1 on node-1 gives no sign of life" in ends[rank].stderr for rank in (0, 2))
 
 
-def abort_in_a_collective(world: World) -> float:
-    """Seconds until this rank's all_reduce raised, after rank 1 aborted it; rank 2 does not come to it."""
-    began, seconds = time.monotonic(), 0.0
+def abort_in_a_collective(world: World) -> None:
+    """Rank 1 aborts the all_reduce, to which rank 2 does not come: that waits until the others are woken."""
+    store = distributed_c10d._get_default_store()
     if world.rank == 1:
-        threading.Timer(1.0, world.abort).start()
+        threading.Timer(0.5, world.abort).start()
     if world.rank < 2:
         with pytest.raises(RuntimeError):
             world.all_reduce_sum(torch.ones(1))
-        seconds = time.monotonic() - began
+        store.set(f"woken/{world.rank}", "")
     else:
-        time.sleep(4)
-    return seconds
+        store.wait(["woken/0", "woken/1"])
 
 
 def test_an_abort_wakes_all_ranks_of_a_collective() -> None:
-    """Without it they wait until the group's timeout of 30 minutes; the limit is far from both."""
-    seconds = run_ranks(RANKS, abort_in_a_collective)
-    assert all(0 <= taken < 60 for taken in seconds), seconds
+    """Without it they wait until the group's timeout of 30 minutes."""
+    run_ranks(RANKS, abort_in_a_collective)
 
 
 def be_busy(world: World) -> int:
-    """A run whose rank 1 computes for longer than the limits, and whose ranks end one after the other."""
+    """A run whose rank 1 computes for longer than the limits, while rank 2 has ended and rank 0 watches both."""
     watch = connect(world)
-    end = time.monotonic() + 1.1 * (launch.QUIET + launch.LONG_SILENCE) * (world.rank == 1)
+    end = time.monotonic() + 1.2 * (launch.QUIET + launch.LONG_SILENCE) * (world.rank < 2)
     while time.monotonic() < end:
-        sum(range(1000))
-    world.barrier()
-    if world.rank == 0:
-        time.sleep(1.1 * (launch.QUIET + launch.LONG_SILENCE))
+        time.sleep(0.1) if world.rank == 0 else sum(range(1000))
     watch.stop()
     world.stop()
     return 0

@@ -204,6 +204,7 @@ def test_a_shard_that_only_the_lost_rank_had_is_named(place: Path) -> None:
     assert newest == "step_00000004\n"
 
 
+@pytest.mark.ci
 def test_broken_connections_of_ranks_that_live_cost_no_step(undisturbed: Path) -> None:
     argv = run(undisturbed, "ddp-broken")
     ends = end_ranks(2, train_and_break, argv)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.support.doc_pages import blocks
@@ -30,6 +31,7 @@ def once(sample):
 '''
 
 
+@pytest.mark.ci  # seven interpreters start
 def test_torchrun_alone_goes_on_after_a_killed_rank(tmp_path: Path) -> None:
     furnish(tmp_path)
     (tmp_path / "dying.py").write_text(DYING)

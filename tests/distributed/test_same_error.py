@@ -107,7 +107,7 @@ def test_wrong_settings_are_printed_where_rank_0_does_not_answer() -> None:
     assert end.code == 2 and end.stderr == "error: rank 1: this model has batch norm\n"
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.ci)])
 def test_under_launchers(launcher: str, tmp_path: Path) -> None:
     env = slurm_environment(tmp_path, tasks=2)
     command = ["srun", "python"]

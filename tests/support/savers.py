@@ -33,13 +33,14 @@ def saver_of(
     folder: Path,
     world: World | None = None,
     *,
-    model: tuple[TinyTowers, torch.optim.Optimizer] | None = None,
+    model: tuple[Any, torch.optim.Optimizer] | None = None,
     sync: RemoteSync | None = None,
     recorded: dict[str, Any] | None = None,
     tensors: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncWriter:
-    """What saves a small model in a folder."""
+    """What saves a small model in a folder of a run's folder, which is made: a save waits for one that is away."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     towers, optimizer = model or parts()
     section = CheckpointSettings(**settings)
     return AsyncWriter(

@@ -15,7 +15,6 @@ import pytest
 import torch
 from PIL import Image
 
-from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.store import locate, named
 from clipstream.cli.verbs.evaluate import main
 from clipstream.cli.verbs.train import main as train
@@ -29,7 +28,6 @@ from clipstream.evals.settings import RetrievalSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.report.terminal import table
-from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support import hubtree
 from tests.support.browser import look, needs_browser
@@ -38,7 +36,7 @@ from tests.support.pictures import ByteTokenizer, make_shards, photo
 from tests.support.runs import flags as run_flags
 from tests.support.runs import furnish
 from tests.support.runs import lines as run_lines
-from tests.support.savers import damage, fill, small_disk
+from tests.support.savers import damage, fill, saver_of, small_disk
 
 BYTES = {"type": "tests.tools.test_evaluate:Bytes"}
 
@@ -72,9 +70,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
     }
     towers = tiny_towers()
-    optimizer = torch.optim.AdamW(towers.parameters())
-    kept = CheckpointSettings(keep_best="val/loss")
-    saver = AsyncWriter(folder / "checkpoints", World(), kept, Content(towers, optimizer))
+    model = towers, torch.optim.AdamW(towers.parameters())
+    saver = saver_of(folder / "checkpoints", model=model, keep_best="val/loss")
     saver.save(TrainState(7))
     saver.on_eval([{"step": 7, "eval": "val", "loss": 1.0}])
     assert saver.finish()

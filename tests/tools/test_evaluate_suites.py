@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.cli.verbs.evaluate import ROOT as VARIABLE
 from clipstream.cli.verbs.evaluate import main
 from clipstream.config.dump import dump
@@ -24,11 +23,11 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings, MeanSettings
-from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
 from tests.support.clipbenchmark import CLASSES, drawn, write_benchmark
 from tests.support.evaluating import CONFIG, context_of, tiny_towers
 from tests.support.ranks import ROOT
+from tests.support.savers import saver_of
 
 SUITES = sorted((ROOT / "configs/evals").glob("*.yaml"))
 ROBUSTNESS, RETRIEVAL = (str(ROOT / f"configs/evals/{name}.yaml") for name in ("robustness", "retrieval"))
@@ -161,8 +160,7 @@ def test_what_is_asked_wrong_is_told(sets: Path, capsys: pytest.CaptureFixture[s
 def test_of_a_run_only_what_is_asked_for(sets: Path) -> None:
     """Its own evaluators are left out, but for those that the command line names."""
     run, towers = sets.parent / "run", tiny_towers()
-    content = Content(towers, torch.optim.AdamW(towers.parameters()))
-    saver = AsyncWriter(run / "checkpoints", World(), CheckpointSettings(), content)
+    saver = saver_of(run / "checkpoints", model=(towers, torch.optim.AdamW(towers.parameters())))
     saver.save(TrainState(7))
     assert saver.finish()
     pairs = {"type": "retrieval", "data": {"shards": f"benchmark:{sets}/wds_flickr30k"}}
