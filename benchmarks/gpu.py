@@ -63,6 +63,7 @@ from clipstream.cli.verbs.bench.ladder import (
     synchronize,
     with_changes,
 )
+from clipstream.config.plan import survey
 from clipstream.config.settings import load
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
@@ -169,7 +170,7 @@ def ladder_of(model: Model, shards: str, folder: Path, args: argparse.Namespace)
         *(["--train.compile-backend", "eager"] if cpu else []),  # which needs no C++ compiler
     ]  # fmt: skip
     options = Options(rungs=(), loss_steps=BATCHES)
-    return Ladder(load(flags, ranks=1), options, World(device="cpu" if cpu else "cuda:0"))
+    return Ladder(survey(load(flags, ranks=1), count=False), options, World(device="cpu" if cpu else "cuda:0"))
 
 
 def measure(ladder: Ladder, rung: Rung, seconds: float, args: argparse.Namespace, row: Row) -> None:

@@ -28,7 +28,7 @@ from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.sampler import ChunkPlan
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import expand
+from clipstream.data.sources import expand, open_sources
 from clipstream.data.text_settings import TokenizerSettings
 from clipstream.features.manifest import CHUNK_ROWS, Manifest, PartInfo, ShardInfo, SourceInfo, encode_rows
 from clipstream.features.writer import StoreWriter
@@ -95,7 +95,13 @@ class Work:
         batches = samples = first = 0
         began = 0.0
         loader = chunk_loader(
-            data, "train", plan, ModelInputs(self.tokenizer, self.towers.image), views=0, device=args.device
+            data,
+            "train",
+            open_sources(data)["train"],
+            plan,
+            ModelInputs(self.tokenizer, self.towers.image),
+            views=0,
+            device=args.device,
         )
         with loader, ChunkComputer(writer, "train", made, key=None) as computer:
             for batch in loader:

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 
 from clipstream.cli import main as cli
-from clipstream.config.settings import Settings, load, resolve
+from clipstream.config.plan import agree, plan, survey
+from clipstream.config.settings import Settings, load
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.workers import with_workers
 from clipstream.distributed.world import World
 from clipstream.train import build_loader, build_model, build_step
 from clipstream.training.step import TrainStep
-from clipstream.training.stored_features import open_stores
 
 
 def main() -> None:
@@ -79,12 +78,10 @@ def report(flags: list[str], store: str, rounds: int) -> None:
 
 def prepared(settings: Settings, world: World) -> tuple[TrainStep, Loader]:
     """The step and the loader of a run."""
-    settings = resolve(settings, world)
-    stored = open_stores(settings.data)
-    model = build_model(settings, world, stored)
-    settings = settings.model_copy(update={"data": with_workers(settings.data, world)})
-    loader = build_loader(settings, world, model)
-    return build_step(settings, world, model), loader
+    made = plan(agree(survey(settings), world), world)
+    model = build_model(made, world)
+    loader = build_loader(made, world, model)
+    return build_step(made.settings, world, model), loader
 
 
 @torch.no_grad()

@@ -8,12 +8,13 @@ bottom, and the functions below it build what it names. `python -m clipstream.tr
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 
 if __name__ == "__main__":  # the verb prints help and checks settings before torch is imported below
     sys.exit(importlib.import_module("clipstream.cli.main").main(["train", *sys.argv[1:]], own=True))
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,12 +22,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from clipstream.checkpoint import store
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.state import CheckpointMeta, Tensors
-from clipstream.config.dump import noted, print_end, print_summary, redacted, write_config
+from clipstream.config.dump import changes, noted, redacted, write_config
 from clipstream.config.entry import make_callable
-from clipstream.config.settings import Settings, by_key, carried_over
+from clipstream.config.plan import Plan, plan
+from clipstream.config.settings import SHIPPED, Settings, by_key
 from clipstream.config.validate import tell_stored
 from clipstream.data.batch import Batch
 from clipstream.data.build import training_loader
@@ -34,7 +37,6 @@ from clipstream.data.decode import tokenizers
 from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.stored import StoredData
-from clipstream.data.loader.workers import with_workers
 from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.run_record import require_same, software
 from clipstream.distributed.signals import StopSignals
@@ -56,6 +58,8 @@ from clipstream.report.html_report import REPORT_FILE, Report
 from clipstream.report.outputs import Ending, Outputs
 from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import RunInfo
+from clipstream.storage.shard_url import redact
+from clipstream.text import counted
 from clipstream.training.optim import rate_change
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
@@ -64,7 +68,7 @@ from clipstream.training.rescue import Rescue
 from clipstream.training.settings import EarlyStop
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
-from clipstream.training.stored_features import check_stores, open_stores, remove_towers, teacher_scales
+from clipstream.training.stored_features import check_stores, remove_towers, teacher_scales
 from clipstream.training.trainer import Hooks, Length, Rollback, Trainer
 from clipstream.utils.logs import announce, loading, logger
 from clipstream.utils.timing import StepProfiler
@@ -74,11 +78,16 @@ from clipstream.utils.timing import StepProfiler
 class Run:
     """A run on one rank."""
 
-    settings: Settings  # resolved
+    plan: Plan  # a draft, until the checkpoint is known that the run goes on from
     world: World  # this rank among the others
     folder: Path  # of the run
     signals: StopSignals  # that ask it to stop
     watch: FailureWatch  # ends all ranks where one fails
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in effect."""
+        return self.plan.settings
 
 
 class Model(NamedTuple):
@@ -90,65 +99,59 @@ class Model(NamedTuple):
     stored: StoredData | None  # features of towers and teachers
 
 
-def recipe(run: Run, *, own_lanes: bool) -> None:
-    """Train in a locked folder: settings, model, data, optimizer, step, loop. `own_lanes`: data.lanes is the user's."""
+def recipe(run: Run) -> None:
+    """Train in a locked folder: settings, model, data, optimizer, step, loop."""
     settings, world = run.settings, run.world
 
     # Settings: a resumed run keeps what was resolved when it began.
     resumed = find(settings.checkpoint, run.folder, world).with_meta(settings.train, settings.data, world)
-    settings = carried_over(settings, resumed.state, world, own_lanes=own_lanes)
+    run = replace(run, plan=plan(run.plan.survey, world, resumed.state))
+    settings = run.settings
 
     # Model; features may come from stores, in the place of towers or of teachers.
-    settings, stored = with_stores(settings, world)
     if settings.log.audit_precision:
-        audit(replace(run, settings=settings), stored, resumed)
+        audit(run, resumed)
     loading.show(f"loading the model {settings.model.name}")
-    model = build_model(settings, world, stored)
+    model = build_model(run.plan, world)
     arithmetic, peak = settings.train.arithmetic, settings.log.peak_tflops
     throughput = build_throughput(model.towers, settings.model, world, arithmetic, peak)
 
     # Data, at the position of the checkpoint.
     if world.is_main:
-        meta = resumed.meta or CheckpointMeta(TrainState())
-        print_summary(settings, world, model.towers, resumed.checkpoint, meta.train.step, meta.settings)
+        print_summary(run.plan, world, model.towers, resumed)
     loading.show("loading the data")
-    with build_loader(settings, world, model, resumed.state) as loader:
+    with build_loader(run.plan, world, model, resumed.state) as loader:
         run.watch.on_exit(loader.close)
 
         # Optimizer, step, loop.
         step = build_step(settings, world, model)
-        failures = fit(replace(run, settings=settings), step, loader, model.tokenizer, throughput, resumed)
+        failures = fit(run, step, loader, model.tokenizer, throughput, resumed)
     if world.is_main:
         print_end(settings, REPORT_FILE, failures)
     resumed.require_copy(world)
 
 
-def audit(run: Run, stored: StoredData | None, resumed: Resumed) -> None:
+def audit(run: Run, resumed: Resumed) -> None:
     """Audit the precision of a step, on a model of its own: the run trains as without an audit."""
-    model = build_model(run.settings, run.world, stored)
-    batch = first_batch(run.settings, run.world, model, resumed.state)
+    model = build_model(run.plan, run.world)
+    batch = first_batch(run.plan, run.world, model, resumed.state)
     step = build_step(run.settings, run.world, model)
     step.unlock(0 if resumed.checkpoint is None else load_into(step, resumed.checkpoint, resumed.state).step)
     audit_run(run.folder, step, batch)
 
 
-def with_stores(settings: Settings, world: World) -> tuple[Settings, StoredData | None]:
-    """The feature stores that the settings name, and the settings with the workers that are left to do. Collective."""
-    stored = open_stores(settings.data)
-    return settings.model_copy(update={"data": with_workers(settings.data, world, stored)}), stored
-
-
-def first_batch(settings: Settings, world: World, model: Model, state: TrainState | None) -> Batch:
+def first_batch(plan: Plan, world: World, model: Model, state: TrainState | None) -> Batch:
     """This rank's batch at the position of `state`. Collective."""
-    with build_loader(settings, world, model, state) as loader:
+    with build_loader(plan, world, model, state) as loader:
         return next(loader).clone()
 
 
-def build_model(settings: Settings, world: World, stored: StoredData | None) -> Model:
+def build_model(plan: Plan, world: World) -> Model:
     """Towers, tokenizer and teacher, with the weights that the settings name. Collective.
 
     Raises SettingsError: the tokenizer has more tokens than the model, or a store was made with other settings.
     """
+    settings, stored = plan.settings, plan.stored
     model, train, distill = settings.model, settings.train, settings.distill.teacher(settings.model)
     check_device(world.device, train.arithmetic, tf32=train.tf32)
     seed_all(settings.run.seed, world.rank)
@@ -178,14 +181,16 @@ def build_model(settings: Settings, world: World, stored: StoredData | None) -> 
     return Model(towers, tokenizer, teacher, stored)
 
 
-def build_loader(settings: Settings, world: World, model: Model, state: TrainState | None = None) -> Loader:
+def build_loader(plan: Plan, world: World, model: Model, state: TrainState | None = None) -> Loader:
     """The loader of this rank's batches, at the position of `state`. Collective.
 
     Raises SettingsError: the ranks find different shards.
     """
+    settings = plan.settings
     loader = training_loader(
         settings.data,
         own_inputs(settings, model),
+        sources=plan.survey.sources,
         world=world,
         seed=settings.run.seed,
         start=None if state is None else state.data,
@@ -314,7 +319,7 @@ def fit(
         if isinstance(report := outputs.sinks.get(REPORT_FILE), Report):
             ending.report = report  # which has read most of the lines
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
-        write_config(settings)
+        write_config(run.plan)
     loading.show("loading the first batch")
     with closing(outputs), writer:
         trainer.run(save_first=resumed.checkpoint is not None and resumed.checkpoint.is_file())
@@ -363,10 +368,81 @@ def build_writer(run: Run, step: TrainStep, resumed: Resumed, outputs: Outputs) 
         run.folder / "checkpoints",
         run.world,
         run.settings.checkpoint,
-        Content(towers, step.optimizer, noted(run.settings), tensors, files),
+        Content(towers, step.optimizer, noted(run.plan.recorded), tensors, files),
         sync=resumed.remote_sync,
         status=outputs.status,
     )
+
+
+def print_summary(plan: Plan, world: World, towers: Towers, resumed: Resumed) -> None:
+    """Print sources, model, optimizer, batch, evaluators and length of the run."""
+    settings, meta = plan.settings, resumed.meta or CheckpointMeta(TrainState())
+    data, optim, stop, distill = settings.data, settings.optim, settings.train.early_stop, settings.distill
+    for name, source in plan.survey.sources.items():
+        factors = "::".join(f"{factor:g}" for factor in data.sources[name].upsampling_factors or ())
+        drawn = f", shards drawn {factors}" if factors else ""
+        announce(f"source   {name}: {source.summary()}, weight {data.sources[name].weight:g}{drawn}")
+    if plan.epochs is not None:
+        announce(f"epoch    {plan.epochs.summary()}")
+    trained = sum(parameter.numel() for parameter in towers.parameters() if parameter.requires_grad)
+    count = f"{towers.n_parameters:,} parameters"
+    count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
+    for tower, until in (("image", settings.model.unlock_image_at), ("text", settings.model.unlock_text_at)):
+        count += "" if until is None else f", the {tower} tower from step {until}"
+    model = settings.model.name
+    model = Path(model).stem if model.startswith(SHIPPED) else model
+    announce(f"model    {model}, {count}, {towers.loss_type} loss")
+    for tower, folder in data.stored_towers.items():
+        announce(f"features {redact(folder)}, instead of the {tower} tower")
+    teachers = [redact(folder) for folder in data.teacher_features]
+    if distill.model is not None:
+        teachers.append(f"{distill.model}{f', {distill.pretrained}' if distill.pretrained else ''}")
+    if teachers:
+        weights = f"contrastive {distill.contrastive:g}, {distill.type} {distill.weight:g}"
+        weights += f", features {distill.features:g}" * bool(distill.features)
+        announce(f"teacher  {'; '.join(teachers)}: {weights}")
+    announce(f"optim    {optim.type}, lr {optim.lr:g}, wd {optim.wd:g}{optim.summary(settings.model.name)}")
+    sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
+    announce(
+        f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}"
+        f"{', fsdp' if settings.train.parallel == 'fsdp' and world.size > 1 else ''}, "
+        f"{counted(int(data.workers), 'worker')} a rank, {data.lanes} lanes, {data.sampling.mode}, "
+        f"{settings.train.precision}"
+    )
+    for name, section in settings.evals.items():
+        when = f"every {section.every} steps" if section.every else "at the end"
+        announce(f"evals    {name}: {section.type}, {when}, {' and '.join(section.kinds)} weights")
+    went_on = "" if resumed.checkpoint is None else f", continuing from {resumed.checkpoint}"
+    announce(f"steps    {settings.total_steps}{went_on}")
+    if resumed.checkpoint is not None and (done := meta.train.step) >= settings.total_steps:
+        announce(f"         which is at step {done}: nothing left to train (raise --steps), only to evaluate")
+    for number, change in enumerate(changes(plan.recorded, meta.settings or {})):
+        announce(f"{'changed' if number == 0 else '':8} {change}")
+    if stop.metric is not None:
+        by = f" by more than {stop.min_delta:g}" * (stop.min_delta > 0)
+        announce(f"         or until {stop.metric} is no better{by} in {stop.patience} evaluations in a row")
+    announce(f"folder   {settings.run_folder}")
+
+
+def print_end(settings: Settings, report: str, failures: Mapping[str, str]) -> None:
+    """Print the best checkpoint, if the settings name a metric for it, the file `report`, what to do next, and which
+    outputs failed, by name with the reason.
+    """
+    if settings.log.report:
+        announce(f"report   {settings.run_folder / report}")
+    sources = (source for _, source in sorted(settings.data.sources.items()))
+    if data := "::".join(redact(part) for source in sources for part in source.parts):
+        command = f"clipstream search {shlex.quote(str(settings.run_folder))} {shlex.quote(data)}"
+        announce(f'next     {command} "a text of your own"', whole=True)
+    best = store.best_of(settings.run_folder / "checkpoints")
+    if best is not None and best.metric == settings.checkpoint.keep_best:
+        path = settings.run_folder / "checkpoints" / best.name
+        announce(f"best at step {int(best.name[5:])}: {best.metric} {best.value:.4g}, {path}", whole=True)
+    if any(evaluator.role == "guard" for evaluator in settings.evals.values()):
+        announce(f"then     clipstream interpolate {shlex.quote(str(settings.run_folder))}", whole=True)
+    if failures:
+        told = "; ".join(f"{name} ({why})" for name, why in failures.items())
+        logger.warning(f"failed at times, and may be incomplete: {told}")
 
 
 make_callable(__name__, "clipstream.api.train:train")

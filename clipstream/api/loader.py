@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -21,15 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 from timm.layers import to_2tuple
 
 from clipstream.api.model import Model, Preprocess, TextTokenizer, usable_device
-from clipstream.config.settings import (
-    Config,
-    Overrides,
-    Settings,
-    open_sources,
-    settings_from,
-    with_lanes,
-    with_val_split,
-)
+from clipstream.config.plan import Plan, draft, hold_out, with_lanes
+from clipstream.config.settings import Config, Overrides, Settings, settings_from
 from clipstream.config.validate import validate_sources
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.build import training_loader
@@ -38,7 +31,6 @@ from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.pipeline import ModelInputs
 from clipstream.data.loader.workers import resolve_workers
 from clipstream.data.order.lanes import DataState
-from clipstream.data.order_plan import epoch_plan
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, each, errors_as
@@ -98,9 +90,9 @@ class BatchLoader:
     """
 
     def __init__(
-        self, settings: Settings, world: World, preprocess: Preprocess, tokenizer: Tokenizer, dtype: torch.dtype
+        self, plan: Plan, world: World, preprocess: Preprocess, tokenizer: Tokenizer, dtype: torch.dtype
     ) -> None:
-        self.settings: Settings = settings
+        self.settings: Settings = plan.settings
         self.world: World = world
         self.preprocess: Preprocess = preprocess
         self.tokenizer: TextTokenizer = TextTokenizer(tokenizer)
@@ -108,7 +100,8 @@ class BatchLoader:
         self._start: DataState | None = None
         self._loader: Loader | None = None
         self._closing = ExitStack()
-        self._batches = _batches_in_epoch(settings)
+        self._sources = plan.survey.sources
+        self._batches = _batches_in_epoch(plan)
         shape = (1, 3, 1, 1)
         self._mean, self._std = (
             torch.tensor(values, device=world.device).view(shape) for values in (preprocess.mean, preprocess.std)
@@ -137,6 +130,7 @@ class BatchLoader:
                 self._loader = training_loader(
                     self.settings.data,
                     ModelInputs(self._ids, self.preprocess.image),
+                    sources=self._sources,
                     world=self.world,
                     seed=self.settings.run.seed,
                     start=self._start,
@@ -265,19 +259,20 @@ def build_loader(
         raise SettingsError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     with on_terminal():
         settings = settings_from(*_source(data, overrides, flags), ranks=world.size)
-        validate_sources(settings)
+        seen = validate_sources(settings)
         if settings.data.texts > 1:
             raise SettingsError(
                 "data.sources: build_loader gives one text of a sample: remove caption.per_image, caption.negatives "
                 "and caption.short"
             )
-        settings = with_val_split(settings)
-        found = with_lanes(settings.data)
-        workers, _ = resolve_workers(found, world)
-        settings = settings.model_copy(update={"data": found.model_copy(update={"workers": workers})})
+        seen = hold_out(seen, world)
+        plan = draft(seen, world.size)
+        laned = with_lanes(plan.settings.data)
+        workers, _ = resolve_workers(laned, world)
+        settings = plan.settings.model_copy(update={"data": laned.model_copy(update={"workers": workers})})
         fitted, ids = _inputs(preprocess, tokenizer, settings, world)
     own = Preprocess(fitted.image, _of_channels("mean", mean, fitted.mean), _of_channels("std", std, fitted.std))
-    return BatchLoader(settings, world, own, ids, chosen)
+    return BatchLoader(replace(plan, settings=settings), world, own, ids, chosen)
 
 
 def _of_channels(name: str, values: Any, default: tuple[float, ...]) -> tuple[float, ...]:
@@ -375,16 +370,17 @@ class _FunctionTokenizer:
         return " ".join(map(str, ids))
 
 
-def _batches_in_epoch(settings: Settings) -> int | None:
+def _batches_in_epoch(plan: Plan) -> int | None:
     """Batches of an epoch; None where the samples are not known and counting them would take reading the shards."""
-    data, samples = settings.data, settings.train.epoch_samples
-    if data.sampling.mode == "indexed":
-        return epoch_plan(data, list(open_sources(settings).values())).steps
+    data, samples = plan.settings.data, plan.settings.train.epoch_samples
+    if plan.epochs is not None:
+        return plan.epochs.steps
     if samples is None:
         samples = 0
-        for source in open_sources(settings).values():
+        for source in plan.survey.sources.values():
             try:
-                samples += sum(count_samples(source)) if source.samples is None else source.samples
+                alone = source.with_settings(source.settings)
+                samples += sum(count_samples(alone)) if source.samples is None else source.samples
             except SettingsError:
                 return None
     if not samples:

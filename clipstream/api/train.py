@@ -10,8 +10,8 @@ from typing import Any
 
 from clipstream.api.run import Run
 from clipstream.checkpoint.store import occupied
-from clipstream.config.by_size import with_one_choice
-from clipstream.config.settings import Config, Overrides, Settings, require_equal, resolve, settings_from
+from clipstream.config.plan import Survey, agree, draft
+from clipstream.config.settings import Config, Overrides, require_equal, settings_from
 from clipstream.config.validate import prepare_run
 from clipstream.distributed.launch import FailureWatch, run_embedded
 from clipstream.distributed.signals import StopSignals
@@ -69,13 +69,13 @@ def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -
 
     def body(world: World, watch: FailureWatch) -> None:
         with same_randomness(world.device):
-            folders.append(train_rank(settings, world, watch))
+            folders.append(train_rank(found, world, watch))
         world.barrier()  # rank 0 writes the folder that every rank returns
 
     with on_terminal():
         settings = settings_from(config, overrides, flags)
         set_level(settings.log.level)
-        settings = prepare_run(settings)
+        found = prepare_run(settings)
         try:
             run_embedded(settings.run, body)
         except Stopped as stopped:
@@ -86,21 +86,19 @@ def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -
     return Run(folders[0])
 
 
-def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
+def train_rank(found: Survey, world: World, watch: FailureWatch) -> Path:
     """A whole run on this rank; returns the run's folder. Collective.
 
     Raises ClipstreamError: settings, data or training failed, or a signal stopped the run.
     """
-    settings = with_one_choice(settings, world)
-    require_equal(settings, world)
-    own_lanes = settings.data.lanes != "auto"
+    plan = draft(agree(found, world), world.size)
+    settings, folder = plan.settings, plan.settings.run_folder
+    require_equal(settings, world, found.split)
     on_exit = None if watch.embedded else watch.run_cleanups
     signals = StopSignals(deferring=False, broadcast=watch.broadcast_stop, on_exit=on_exit, announce=world.is_main)
     watch.on_stop(signals.receive)
     try:
         with signals:
-            settings = resolve(settings, world)
-            folder = settings.run_folder
             watch.held.enter_context(lossy_output())  # nobody has to look on while a run trains
             if world.is_main:  # the folder is locked until the process ends
                 watch.held.enter_context(occupied(folder))
@@ -111,7 +109,7 @@ def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
                 world.barrier()  # rank 0 has made the folder
                 if world.local_rank == 0 and not world.is_main:
                     watch.held.enter_context(run_log(folder, f"out-{world.rank}.log"))
-            recipe(RankRun(settings, world, folder, signals, watch), own_lanes=own_lanes)
+            recipe(RankRun(plan, world, folder, signals, watch))
             return folder
     except Interrupted:
         raise Stopped.before_training(signals.received) from None
@@ -122,5 +120,5 @@ def train_rank(settings: Settings, world: World, watch: FailureWatch) -> Path:
         if not atomic_write.is_full(error):
             raise
         # During training a full disk is a warning; before the first step, nothing can be written later.
-        text = f"cannot write {error.filename or settings.run_folder}: the disk is full"
+        text = f"cannot write {error.filename or folder}: the disk is full"
         raise ClipstreamError(text) from error

@@ -1,7 +1,5 @@
 """Settings as YAML that `--config` reads back: a run's config.yaml, and the output of `--print-config`.
 
-A run's lines before its first step and after its last one are printed here, too.
-
 config.yaml repeats the run from any folder: paths are made absolute, and the model's JSON config is included. Commands
 (`pipe:`, `evals.NAME.fetch`) and settings of plug-ins stay as they are. `--print-config` prints settings
 as they were given, and writes no file.
@@ -12,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import braceexpand
 
-from clipstream.checkpoint import store
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.settings import SHIPPED, Settings, by_key, changed, open_sources, shown, with_own_split
+from clipstream.config.plan import Plan
+from clipstream.config.settings import Settings, by_key, changed, shown
 from clipstream.data.settings import SPLIT_FILE, SourceSettings
 from clipstream.data.text_settings import PathTokenizer
 from clipstream.distributed.world import World
@@ -33,12 +30,12 @@ from clipstream.models.settings import ModelSettings
 from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact, redact_tree, redact_value
 from clipstream.text import counted
 from clipstream.utils import atomic_write
-from clipstream.utils.logs import announce, logger
+from clipstream.utils.logs import logger
 from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import Section, Tree, names_path
 
 if TYPE_CHECKING:
-    from clipstream.models.towers import Towers
+    pass
 
 S = TypeVar("S", bound=Section)
 FLAG, ALL = "--print-config", "all"
@@ -58,14 +55,11 @@ BESIDES = re.compile(
 def dump(settings: Settings) -> str:
     """The settings as YAML that, given as `--config` in any folder, repeats the run.
 
-    `checkpoint.resume` and `resume_approximate` are left out, as they belong to this process and not to the run, and so
-    is an epoch's length that the data determined. `${NAME}` references stay.
+    `checkpoint.resume` and `resume_approximate` are left out, as they belong to this process and not to the run.
+    `${NAME}` references stay.
     """
     exclude = {"checkpoint": {"resume", "resume_approximate"}}
-    tree = portable(with_own_split(settings)).model_dump(mode="json", exclude=exclude)
-    if settings._epoch_from_data:
-        tree["train"]["epoch_samples"] = None
-    return to_yaml(tree)
+    return to_yaml(portable(settings).model_dump(mode="json", exclude=exclude))
 
 
 def secrets(settings: Settings) -> list[str]:
@@ -74,8 +68,9 @@ def secrets(settings: Settings) -> list[str]:
     return [key for key, text in texts.items() if has_secret(text)]
 
 
-def write_config(settings: Settings) -> None:
-    """Write config.yaml; with mode 0600 and a warning if it holds a credential."""
+def write_config(plan: Plan) -> None:
+    """Write config.yaml and the list of held-out samples; with mode 0600 and a warning if it holds a credential."""
+    settings, split = plan.repeatable, plan.survey.split
     keys, copied = secrets(settings), settings.checkpoint.remote_sync
     if keys:
         synced = "" if copied is None else f", and --remote-sync copies it to {redact(copied)}"
@@ -83,8 +78,8 @@ def write_config(settings: Settings) -> None:
             f"{', '.join(keys)} has a password or key, which is written to config.yaml (mode 0600{synced}): use an "
             f"environment variable, ${{NAME}}, instead"
         )
-    if settings._split is not None and settings._split != (own := settings.run_folder / SPLIT_FILE):
-        atomic_write.replace(own, settings._split.read_bytes())
+    if split is not None and split != (own := settings.run_folder / SPLIT_FILE):
+        atomic_write.replace(own, split.read_bytes())
     atomic_write.replace(settings.run_folder / "config.yaml", dump(settings).encode(), private=bool(keys))
 
 
@@ -208,10 +203,14 @@ def print_config(settings: Settings, verb: str, every: bool, comments: Sequence[
 
 
 def noted(settings: Settings) -> dict[str, object]:
-    """The settings that determine the weights, by dotted key, for a checkpoint's state."""
+    """The settings that determine the weights, by dotted key, for a checkpoint's state.
+
+    Args:
+        settings: `Plan.recorded`.
+    """
     return {
         key: redact_value(value) if isinstance(value, str) else value
-        for key, value in by_key(portable(with_own_split(settings))).items()
+        for key, value in by_key(portable(settings)).items()
         if TRAINS.match(key) and not BESIDES.fullmatch(key)
     }
 
@@ -223,84 +222,3 @@ def changes(settings: Settings, before: Mapping[str, object]) -> list[str]:
         for key, value in noted(settings).items()
         if key in before and before[key] != value
     ]
-
-
-def print_summary(
-    settings: Settings,
-    world: World,
-    towers: Towers,
-    checkpoint: Path | None = None,
-    done: int = 0,
-    before: Mapping[str, object] | None = None,
-) -> None:
-    """Print sources, model, optimizer, batch, evaluators and length of the run.
-
-    Args:
-        settings: with every `auto` resolved.
-        checkpoint: the one that the run is resumed from, at step `done` with the settings `before`.
-    """
-    data, optim, stop, distill = settings.data, settings.optim, settings.train.early_stop, settings.distill
-    for name, source in open_sources(settings).items():
-        factors = "::".join(f"{factor:g}" for factor in data.sources[name].upsampling_factors or ())
-        drawn = f", shards drawn {factors}" if factors else ""
-        announce(f"source   {name}: {source.summary()}, weight {data.sources[name].weight:g}{drawn}")
-    if settings.epochs is not None:
-        announce(f"epoch    {settings.epochs.summary()}")
-    trained = sum(parameter.numel() for parameter in towers.parameters() if parameter.requires_grad)
-    count = f"{towers.n_parameters:,} parameters"
-    count += "" if trained == towers.n_parameters else f", {trained:,} of them trained"
-    for tower, until in (("image", settings.model.unlock_image_at), ("text", settings.model.unlock_text_at)):
-        count += "" if until is None else f", the {tower} tower from step {until}"
-    model = settings.model.name
-    model = Path(model).stem if model.startswith(SHIPPED) else model
-    announce(f"model    {model}, {count}, {towers.loss_type} loss")
-    for tower, folder in data.stored_towers.items():
-        announce(f"features {redact(folder)}, instead of the {tower} tower")
-    teachers = [redact(folder) for folder in data.teacher_features]
-    if distill.model is not None:
-        teachers.append(f"{distill.model}{f', {distill.pretrained}' if distill.pretrained else ''}")
-    if teachers:
-        weights = f"contrastive {distill.contrastive:g}, {distill.type} {distill.weight:g}"
-        weights += f", features {distill.features:g}" * bool(distill.features)
-        announce(f"teacher  {'; '.join(teachers)}: {weights}")
-    announce(f"optim    {optim.type}, lr {optim.lr:g}, wd {optim.wd:g}{optim.summary(settings.model.name)}")
-    sizes = "".join(f", {size} from step {step}" for step, size in data.batch_schedule)
-    announce(
-        f"batch    {data.global_batch_size}{sizes} on {world.size} x {world.device}"
-        f"{', fsdp' if settings.train.parallel == 'fsdp' and world.size > 1 else ''}, "
-        f"{counted(int(data.workers), 'worker')} a rank, {data.lanes} lanes, {data.sampling.mode}, "
-        f"{settings.train.precision}"
-    )
-    for name, section in settings.evals.items():
-        when = f"every {section.every} steps" if section.every else "at the end"
-        announce(f"evals    {name}: {section.type}, {when}, {' and '.join(section.kinds)} weights")
-    announce(f"steps    {settings.total_steps}" + ("" if checkpoint is None else f", continuing from {checkpoint}"))
-    if checkpoint is not None and done >= settings.total_steps:
-        announce(f"         which is at step {done}: nothing left to train (raise --steps), only to evaluate")
-    for number, change in enumerate(changes(settings, before or {})):
-        announce(f"{'changed' if number == 0 else '':8} {change}")
-    if stop.metric is not None:
-        by = f" by more than {stop.min_delta:g}" * (stop.min_delta > 0)
-        announce(f"         or until {stop.metric} is no better{by} in {stop.patience} evaluations in a row")
-    announce(f"folder   {settings.run_folder}")
-
-
-def print_end(settings: Settings, report: str, failures: Mapping[str, str]) -> None:
-    """Print the best checkpoint, if the settings name a metric for it, the file `report`, what to do next, and which
-    outputs failed, by name with the reason.
-    """
-    if settings.log.report:
-        announce(f"report   {settings.run_folder / report}")
-    sources = (source for _, source in sorted(settings.data.sources.items()))
-    if data := "::".join(redact(part) for source in sources for part in source.parts):
-        command = f"clipstream search {shlex.quote(str(settings.run_folder))} {shlex.quote(data)}"
-        announce(f'next     {command} "a text of your own"', whole=True)
-    best = store.best_of(settings.run_folder / "checkpoints")
-    if best is not None and best.metric == settings.checkpoint.keep_best:
-        path = settings.run_folder / "checkpoints" / best.name
-        announce(f"best at step {int(best.name[5:])}: {best.metric} {best.value:.4g}, {path}", whole=True)
-    if any(evaluator.role == "guard" for evaluator in settings.evals.values()):
-        announce(f"then     clipstream interpolate {shlex.quote(str(settings.run_folder))}", whole=True)
-    if failures:
-        told = "; ".join(f"{name} ({why})" for name, why in failures.items())
-        logger.warning(f"failed at times, and may be incomplete: {told}")

@@ -26,10 +26,10 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from clipstream.checkpoint.store import held
-from clipstream.config.by_size import by_size
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
 from clipstream.config.help import help_text
+from clipstream.config.plan import chosen, survey
 from clipstream.config.settings import Settings, load
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
@@ -72,8 +72,10 @@ class CommandLine:
     def print_settings(self, settings: Settings) -> None:
         """Print the settings and raise `Printed`, if --print-config was given."""
         if self.print_all is not None:
-            chosen = by_size(settings, World.from_env().size) if self.verb == "train" else (settings, [])
-            print_config(chosen[0], self.verb, self.print_all, [f"chosen: {line}" for line in chosen[1]])
+            ranks = World.from_env().size
+            values, choices = chosen(survey(settings), ranks) if self.verb == "train" else (settings, ())
+            lines = [f"chosen: {reason} sets it" for *_, reason in choices]
+            print_config(values, self.verb, self.print_all, lines)
             raise Printed
 
 

@@ -8,56 +8,44 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from functools import partial
-from itertools import count
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, ValidationError
 from pydantic_core import InitErrorDetails, PydanticUndefined
 
-from clipstream.checkpoint.store import candidates, named, with_own_config
+from clipstream.checkpoint.store import named, with_own_config
 from clipstream.config.config_sources import (
     Node,
     enumerate_words,
     format_errors,
-    format_problem,
     harmless,
     merged,
     plain,
     read_yaml,
 )
 from clipstream.config.flags import flag_tree, split
-from clipstream.data.order import default_lanes
-from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, split_counts
-from clipstream.data.sources import Source, SourceContext
+from clipstream.data.settings import DataSettings
 from clipstream.data.text_settings import TokenizerSettings
 from clipstream.distributed.run_record import require_same, software
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError, each, errors_as, wrong_type
-from clipstream.evals.settings import EvalSettings, eval_name
+from clipstream.errors import SettingsError, each, errors_as, wrong_type
+from clipstream.evals.settings import EvalSettings
 from clipstream.losses.settings import START, DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
-from clipstream.storage.shard_url import ShardURL, redact
-from clipstream.text import counted
-from clipstream.training.optim import ConstCooldown, OptimSettings, ScheduleSettings
+from clipstream.storage.shard_url import redact
+from clipstream.training.optim import OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
 from clipstream.utils.atomic_write import checksum
-from clipstream.utils.logs import announce, logger
-from clipstream.utils.plugins import is_plugin
+from clipstream.utils.logs import logger
 from clipstream.utils.section import (
     PACKAGE,
-    SET,
-    Conflict,
-    Is,
-    Path,
     PluginSection,
     Section,
     Tree,
@@ -65,16 +53,7 @@ from clipstream.utils.section import (
     mapped,
     section_of,
 )
-from clipstream.wing import offered
 
-if TYPE_CHECKING:
-    from clipstream.data.order.windows import EpochPlan
-    from clipstream.training.state import TrainState
-
-INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
-    {"train.epoch_samples": SET, "data.sampling.mode": Is("indexed")},
-    "not supported in mode indexed, where the data determine the length of an epoch: remove it",
-)
 SHIPPED = f"{PACKAGE}/configs/"
 SPLIT_KEYS = re.compile(r"evals\.val\.data\.|data\.sources\..*\.drop$")
 ELSEWHERE = re.compile(r"(run|log|model|distill|tokenizer|checkpoint)\.|.*\.shards$")  # no files, or compared elsewhere
@@ -121,11 +100,6 @@ class Settings(Section):
     log: LogSettings = Field(default_factory=LogSettings)
 
     _places: Node = PrivateAttr(default_factory=Node)
-    _epoch_from_data: bool = PrivateAttr(default=False)  # whether the data determined `train.epoch_samples`
-    _epochs: EpochPlan | None = PrivateAttr(default=None)
-    _chosen: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)  # by key: what `by_size` chose, the usual
-    _unread: ClipstreamError | None = PrivateAttr(default=None)  # why `by_size` could not list the training data
-    _split: FilePath | None = PrivateAttr(default=None)  # names of the samples that `data.val_split` holds out
 
     @property
     def places(self) -> Node:
@@ -138,18 +112,13 @@ class Settings(Section):
             logger.info(f"notice: {text}")
 
     @property
-    def epochs(self) -> EpochPlan | None:
-        """The epochs of the mode `indexed`, once they are known (see `with_known_epoch`)."""
-        return self._epochs
-
-    @property
     def total_steps(self) -> int:
         """Steps of the whole run, from steps, samples or epochs. Raises SettingsError: none of them is set."""
         return self.train.total_steps(self.data.steps_for)
 
     @property
     def run_folder(self) -> FilePath:
-        """LOGS/NAME, once the name is known. Raises SettingsError: the run has no name yet (see `resolve`)."""
+        """LOGS/NAME, once the name is known. Raises SettingsError: the run has no name yet (see `plan.agree`)."""
         if self.run.name is None:
             raise SettingsError("run.name: requires --name")
         return FilePath(self.run.logs) / self.run.name
@@ -211,122 +180,6 @@ def load(
     return settings
 
 
-def with_known_epoch(settings: Settings) -> Settings:
-    """The settings with the samples of an epoch, if a setting depends on them and the data determine them.
-
-    In the mode `indexed` the data always do: an epoch is a whole number of batches, `data.sampling.remainder` included.
-
-    Raises:
-        SettingsError: a source's shards cannot be listed; or the mode is `indexed`, and their numbers of samples are
-            not known.
-        DataError: a manifest cannot be read.
-    """
-    train, epochs = settings.train, None
-    if settings.data.sampling.mode == "indexed" and settings.data.sources:
-        from clipstream.data.order_plan import epoch_plan
-
-        if train.epoch_samples is not None and not settings._epoch_from_data:
-            raise SettingsError(format_problem(settings.places, ("train", "epoch_samples"), INDEXED_EPOCH.text()))
-        epochs = epoch_plan(settings.data, list(open_sources(settings).values()))
-        samples = epochs.steps * settings.data.global_batch_size
-    else:
-        needed = train.epochs is not None or any(section.every_epochs for _, section in cadences(settings))
-        counts = [] if not needed or train.epoch_samples else [one.samples for one in open_sources(settings).values()]
-        if not counts or None in counts:
-            return settings
-        samples = sum(count or 0 for count in counts)
-    known = settings.model_copy(update={"train": train.model_copy(update={"epoch_samples": samples})})
-    known._epoch_from_data, known._epochs = True, epochs
-    return known
-
-
-def with_val_split(settings: Settings) -> Settings:
-    """The settings in which `data.val_split` has become lists: training drops the samples that are held out, and the
-    evaluator `val` keeps them. A run that is resumed has its own list; else it is made, unless the cache has it.
-
-    Raises:
-        SettingsError: too few samples can be held out, or the run that is resumed has trained on all of them, or it
-            holds out some and these settings do not.
-        DataError: a table cannot be read.
-    """
-    data = settings.data
-    if data.val_split is None:
-        path = _list_of_resumed(settings)
-        if path is not None and not any(source.drop for source in data.sources.values()):
-            raise SettingsError(
-                f"checkpoint.resume: {path.parent} holds samples out of its training data ({SPLIT_FILE}): add "
-                f"--val-split, or --config {path.parent / 'config.yaml'}"
-            )
-        return settings
-    ((name, source),) = data.sources.items()
-    path = _list_of_resumed(settings)
-    if path is None:
-        path = offered("hold_out")(source, data.val_split, data, f"data.sources.{name}")
-    elif World.from_env().is_main:
-        text = counted(split_counts(path)[0], "sample", ",")
-        announce(f"val_split {text} held out for the evaluator val, as in {path.parent}, whatever --val-split is now")
-    split = _split_by(settings, path, _as_evaluated(source))
-    split._split = path
-    samples = settings.train.epoch_samples
-    if samples is not None and settings._epoch_from_data and data.sampling.mode != "indexed":
-        held, usable = split_counts(path)
-        known = split.train.model_copy(update={"epoch_samples": (usable or samples) - held})
-        split = split.model_copy(update={"train": known})
-        split._epoch_from_data = False
-    return split
-
-
-def _as_evaluated(source: SourceSettings) -> SourceSettings:
-    """The source as an evaluation reads its training data; of a folder with splits, the split for training."""
-    from clipstream.data.sources.folders import with_split  # imports the decoders
-
-    rest: dict[str, Any] = {"drop": None, "weight": 1.0, "upsampling_factors": None, "probability": None}
-    if not is_plugin(source.type):
-        rest["shards"] = [with_split(part, source.type, source.image_key) for part in source.parts]
-    return source.model_copy(update=rest)
-
-
-def _list_of_resumed(settings: Settings) -> FilePath | None:
-    """The names of the samples that the run to go on from holds out; None for a new run, or a remote checkpoint."""
-    resume, began = settings.checkpoint.resume, True
-    by_name = resume in ("latest", "auto")
-    if resume is None:
-        return None
-    if by_name or ShardURL(resume).scheme is not None:
-        if settings.run.name is None:
-            return None
-        run = settings.run_folder
-        began = by_name and bool(candidates(run / "checkpoints"))
-    else:
-        path = FilePath(resume).resolve()
-        around = [path, *path.parents[:2]]  # the run's folder, the one of its checkpoints, or what is in that
-        run = next((one for one in around if (one / "checkpoints").is_dir()), path if path.is_dir() else path.parent)
-    if (run / SPLIT_FILE).is_file():
-        return run / SPLIT_FILE
-    if began and settings.data.val_split is not None:
-        raise SettingsError(
-            f"data.val_split: not supported with --resume of {run}, which has no {SPLIT_FILE} and so has trained on "
-            "all samples: begin a new run, or evaluate other data (--val-data)"
-        )
-    return None
-
-
-def _split_by(settings: Settings, path: FilePath, evaluated: SourceSettings | None) -> Settings:
-    """The settings with a file of the names of held-out samples, and the source that the evaluator reads."""
-    assert evaluated is not None
-    trained = {name: one.model_copy(update={"drop": str(path)}) for name, one in settings.data.sources.items()}
-    data = settings.data.model_copy(update={"val_split": None, "sources": trained})
-    val = settings.evals["val"].model_copy(update={"data": evaluated.model_copy(update={"keep": str(path)})})
-    return settings.model_copy(update={"data": data, "evals": {**settings.evals, "val": val}})
-
-
-def with_own_split(settings: Settings) -> Settings:
-    """The settings of a run's files: with the list of held-out samples in the run's folder."""
-    if settings._split is None:
-        return settings
-    return _split_by(settings, settings.run_folder / SPLIT_FILE, settings.evals["val"].data)
-
-
 def by_key(settings: Settings) -> dict[str, object]:
     """The value of every dotted key, JSON-able."""
 
@@ -364,8 +217,11 @@ def shown(value: Any) -> str:
     return redact(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-def require_equal(settings: Settings, world: World) -> None:
+def require_equal(settings: Settings, world: World, split: FilePath | None = None) -> None:
     """Check that all ranks have the same settings, files that these name, and software. Collective.
+
+    Args:
+        split: names of the held-out samples, of which each node has the list in its own cache.
 
     What may differ between nodes is left out. The names and sizes of shards are compared when the data order is known,
     the files of a model when they are downloaded.
@@ -375,9 +231,9 @@ def require_equal(settings: Settings, world: World) -> None:
 
     def own() -> dict[str, object]:
         found = {key: value for key, value in by_key(settings).items() if not OF_A_NODE.fullmatch(key)}
-        if settings._split is not None:  # each node has the list in its own cache
+        if split is not None:
             found = {key: value for key, value in found.items() if not SPLIT_KEYS.match(key)}
-            found["data.val_split"] = hashlib.sha256(settings._split.read_bytes()).hexdigest()
+            found["data.val_split"] = hashlib.sha256(split.read_bytes()).hexdigest()
         named = [
             (key, text) for key, value in found.items() for text in (value if isinstance(value, list) else [value])
         ]
@@ -389,103 +245,6 @@ def require_equal(settings: Settings, world: World) -> None:
 
     advice = "start all ranks with the same command line, files and software"
     require_same(world, own, "settings or software", advice, shown)
-
-
-Cadence = TypeVar("Cadence", CheckpointSettings, EvalSettings)
-
-
-def cadences(settings: Settings) -> list[tuple[Path, CheckpointSettings | EvalSettings]]:
-    """The sections with an interval in steps or epochs (`every`, `every_epochs`), with their paths."""
-    return [(("checkpoint",), settings.checkpoint), *((("evals", name), e) for name, e in settings.evals.items())]
-
-
-def _in_steps(section: Cadence, settings: Settings) -> Cadence:
-    """The section with its interval in steps, at least one."""
-    if section.every_epochs is None:
-        return section
-    epoch = (settings.train.epoch_samples or 0) / settings.data.global_batch_size
-    return section.model_copy(update={"every": max(1, round(section.every_epochs * epoch)), "every_epochs": None})
-
-
-def with_lanes(data: DataSettings) -> DataSettings:
-    if data.lanes != "auto":
-        return data
-    return data.model_copy(update={"lanes": default_lanes(min(data.batch_sizes))})
-
-
-def resolve(settings: Settings, world: World) -> Settings:
-    """The settings with the run's name, `data.lanes` and intervals in steps fixed, the same on every rank.
-
-    `run.device`, `loss.type` and `log.progress` stay 'auto': they depend on the machine, the model and the terminal.
-    Collective where the run has no name: the ranks agree on the one that rank 0 gives.
-    """
-    name, train = settings.run.name, settings.train
-    if name is None:  # as 2026_11_21-10_30_00-model_ViT-B-32-b_512, with a number added if that folder exists
-        model = settings.model.name
-        model = FilePath(model).stem if model.endswith(".json") else re.sub(r"^[a-z-]+:", "", model)
-        model = re.sub(r"[^\w.-]+", "-", model).strip("-")
-        dated = f"{datetime.now():%Y_%m_%d-%H_%M_%S}-model_{model}-b_{settings.data.global_batch_size}"
-        names = (dated if number == 1 else f"{dated}-{number}" for number in count(1))
-        free = (one for one in names if not (FilePath(settings.run.logs) / one).exists())
-        name = world.broadcast_object(next(free) if world.is_main else None)
-    schedule, checkpoint = settings.schedule, _in_steps(settings.checkpoint, settings)
-    if isinstance(schedule, ConstCooldown.Settings) and schedule.cooldown_epochs is not None:
-        cooldown = settings.data.steps_for(math.ceil(schedule.cooldown_epochs * (train.epoch_samples or 0)))
-        schedule = schedule.model_copy(update={"cooldown": cooldown, "cooldown_epochs": None})
-    if checkpoint.keep_best is None and train.early_stop.metric is not None:
-        # A run that ends because its evaluations get no better has had its best checkpoint before.
-        best = {"keep_best": train.early_stop.metric, "keep_best_by": train.early_stop.metric_by}
-        checkpoint = checkpoint.model_copy(update=best)
-    evals = {key: _in_steps(section, settings) for key, section in settings.evals.items()}
-    val = evals.get("val")
-    if checkpoint.keep_best is None and val is not None and val.every and val.best_metric is not None:
-        best = {"keep_best": f"{eval_name('val', val.kinds[0])}/{val.best_metric}"}
-        checkpoint = checkpoint.model_copy(update=best)
-    return settings.model_copy(
-        update={
-            "checkpoint": checkpoint,
-            "schedule": schedule,
-            "evals": evals,
-            "run": settings.run.model_copy(update={"name": name}),
-            "data": with_lanes(settings.data),
-        }
-    )
-
-
-def carried_over(settings: Settings, state: TrainState | None, world: World, *, own_lanes: bool) -> Settings:
-    """The settings of a resumed run, with the values that were resolved when it began. Collective.
-
-    Args:
-        settings: resolved for these ranks and workers, this machine.
-        state: of the checkpoint; None for a new run.
-        own_lanes: whether the user set data.lanes.
-    """
-    from clipstream.training.precision import resolve_precision  # imports torch
-
-    lanes = None if state is None or own_lanes else state.data.lanes_total
-    if state is not None and lanes is not None and world.size <= lanes <= min(settings.data.batch_sizes):
-        settings = _with(settings, "data", lanes=lanes)
-        shards = state.data.fingerprint.get("data.shuffle.shards")
-        if settings.data.shuffle.open_shards is None and isinstance(shards, int) and shards > 0:
-            shuffle = settings.data.shuffle.model_copy(update={"shards": shards})
-            settings = _with(settings, "data", shuffle=shuffle)
-    if settings.train.precision == "auto":
-        saved: Any = "auto" if state is None else state.train_step.precision
-        settings = _with(settings, "train", precision=resolve_precision(saved, world))
-    return settings
-
-
-def _with(settings: Settings, section: str, **values: Any) -> Settings:
-    return settings.model_copy(update={section: getattr(settings, section).model_copy(update=values)})
-
-
-def open_sources(settings: Settings) -> dict[str, Source]:
-    """The sources of training by name, sorted."""
-    data = settings.data
-    return {
-        name: Source(source, SourceContext(cache=data.cache, key=f"data.sources.{name}"))
-        for name, source in sorted(data.sources.items())
-    }
 
 
 PathLike: TypeAlias = "str | os.PathLike[str]"

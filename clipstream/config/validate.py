@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.store import holds_a_run
-from clipstream.config.by_size import by_size, with_choice, with_recorded_batch
 from clipstream.config.config_sources import enumerate_words, format_problem
-from clipstream.config.settings import INDEXED_EPOCH, Settings, with_known_epoch, with_val_split
+from clipstream.config.plan import Survey, draft, hold_out, keep_batch, survey
+from clipstream.config.settings import Settings
 from clipstream.data.decode.class_names import unreadable_names
 from clipstream.data.order import default_lanes
-from clipstream.data.settings import SourceSettings, split_counts
+from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import expand
 from clipstream.data.text_settings import LabelCaption
 from clipstream.distributed.world import World
@@ -78,6 +79,10 @@ _UNSHARDED = Is(
 )
 _CHANGED = Is("not empty", lambda section: section != type(section)())
 _SEVERAL = (("per_image", Is("above 1", lambda count: count > 1)), ("negatives", SET), ("short", SET))  # texts
+INDEXED_EPOCH = Conflict(  # the data give it in this mode afterwards
+    {"train.epoch_samples": SET, "data.sampling.mode": Is("indexed")},
+    "not supported in mode indexed, where the data determine the length of an epoch: remove it",
+)
 PROMPTS = Conflict({"evals.NAME.prompts": SET, "log.pictures": 0},
                    "requires log.pictures above 0")  # fmt: skip
 _NO_VIEWS = Is("without augmented views", lambda views: views == 0)
@@ -201,25 +206,18 @@ PAIRS = (
 )  # fmt: skip
 
 
-def prepare_run(settings: Settings) -> Settings:
-    """The settings of a training run with what follows from its data, checked together with the files that they name.
+def prepare_run(settings: Settings) -> Survey:
+    """What a training run is planned from: its settings and data, checked together with the files that they name.
 
     Raises SettingsError: they are wrong, or files of a model are missing.
     """
     world = World.from_env()
-    given = settings = with_recorded_batch(settings, world)
-    settings, lines = by_size(given, world.size)
-    settings = with_known_epoch(settings)
-    validate_run(settings, world)
+    seen = validate_run(settings, world)
     preflight_models(settings)
-    settings = with_val_split(settings)
-    held, usable = (0, None) if settings._split is None else split_counts(settings._split)
-    if usable is not None:
-        again, lines = by_size(given, world.size, usable - held)
-        settings = with_known_epoch(with_choice(settings, again._chosen))  # whose batch may be another one now
-    for line in lines if world.is_main else ():
-        announce(f"chosen   {line}")
-    return settings
+    seen = hold_out(seen, world)
+    for _, _, reason in draft(seen, world.size).choices if world.is_main else ():
+        announce(f"chosen   {reason} sets it")
+    return seen
 
 
 def preflight_models(settings: Settings) -> None:
@@ -231,19 +229,22 @@ def preflight_models(settings: Settings) -> None:
     preflight(settings.model, settings.tokenizer, loss_type=loss_type, teacher=teacher, ask=ask)
 
 
-def validate_run(settings: Settings, world: World) -> None:
-    """Check the settings of a training run, before torch is imported and anything is written.
+def validate_run(written: Settings, world: World) -> Survey:
+    """Check the settings of a training run, before torch is imported and anything is written; what they name leaves.
 
     Every rank looks for an existing run folder: rank 0 must not make it before all of them have been here.
 
     Raises SettingsError: with one line for each mistake.
     """
-    parts = _length(settings), _batches(settings, world), _shards(settings), _val_split(settings), _evals(settings)
+    seen = keep_batch(survey(written), world)
+    settings = draft(seen, world.size).settings
+    parts = _length(seen, settings), _batches(settings, world), _shards(seen), _val_split(settings), _evals(settings)
     rest = found(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
     _conclude(settings, world, *parts, _short(settings), *rest)
-    if settings._unread is not None:
-        raise settings._unread
+    if seen.error is not None:
+        raise seen.error
     tell(settings, world, (*_notices(settings), *found(PAIRS, settings, notices=True)))
+    return seen
 
 
 def validate_evals(settings: Settings, *, shown: bool) -> None:
@@ -259,18 +260,24 @@ def validate_evals(settings: Settings, *, shown: bool) -> None:
     tell(settings, world, _notices(settings.evals, ("evals",)))
 
 
-def validate_sources(settings: Settings) -> None:
-    """Check the settings of the training data where nothing is trained or evaluated, before torch is imported.
+def validate_sources(settings: Settings) -> Survey:
+    """Check the settings of the training data where nothing is trained or evaluated; what they name leaves.
 
     Raises SettingsError: with one line for each mistake.
     """
-    _conclude(settings, World.from_env(), _shards(settings.model_copy(update={"evals": {}})), _val_split(settings))
+    world = World.from_env()
+    seen = survey(settings, count=False)
+    alone = settings.model_copy(update={"evals": {}})
+    _conclude(settings, world, _shards(replace(seen, settings=alone)), _val_split(alone))
+    if seen.error is not None:
+        raise seen.error
+    return seen
 
 
 def _conclude(settings: Settings, world: World, *parts: Problems) -> None:
     """Raise all problems at once; without any, warn on rank 0 about class names that are given more than once."""
-    if found := [format_problem(settings.places, path, text) for problems in parts for path, text in problems]:
-        raise SettingsError(enumerate_words(found))
+    if lines := [format_problem(settings.places, path, text) for problems in parts for path, text in problems]:
+        raise SettingsError(enumerate_words(lines))
     for name, section in settings.evals.items() if world.is_main else ():
         if isinstance(section, LabelledSettings) and (text := repeated(section)):
             logger.warning(format_problem(settings.places, ("evals", name, "classes"), text))
@@ -312,16 +319,20 @@ def records(section: type[Section] = Settings, prefix: str = "") -> Iterator[tup
         yield from (("", pair) for pair in PAIRS)
 
 
-def _length(settings: Settings) -> Problems:
+def _length(seen: Survey, settings: Settings) -> Problems:
     """The run's length, and the settings in steps or epochs that depend on it."""
     train, schedule = settings.train, settings.schedule
     if _evaluates_only(settings):
         return
+    if settings.data.sampling.mode == "indexed" and seen.settings.train.epoch_samples is not None:
+        yield ("train", "epoch_samples"), INDEXED_EPOCH.text()
     if train.steps is train.samples is train.epochs is None:
-        if settings._unread is None:
+        if seen.error is None:
             yield ("train",), "the length of the run is not set: set --steps, --train.samples or --epochs"
         return
     if train.epochs is not None and train.epoch_samples is None:
+        if seen.error is not None:
+            return
         text = "the length of an epoch is unknown: set --train-num-samples, or use --steps"
         yield ("train", "epochs"), text
         return
@@ -380,8 +391,9 @@ def _batches(settings: Settings, world: World) -> Problems:
         yield _numbers("run.timeout", "data.stall_timeout", timeout, stall)
 
 
-def _shards(settings: Settings) -> Problems:
+def _shards(seen: Survey) -> Problems:
     """Shards of training and evaluation that cannot be listed."""
+    settings = seen.settings
     if not settings.data.sources:
         text = "no training data: set --train-data SHARDS, or use --config configs/quickstart.yaml for a demo"
         if _evaluates_only(settings):
@@ -398,6 +410,8 @@ def _shards(settings: Settings) -> Problems:
         if isinstance(source.caption, LabelCaption):
             for key, text in unreadable_names(source.caption.classes, source.caption.templates).items():
                 yield (*path[:-1], "caption", key), text
+        if path[0] == "data" and path[2] in seen.sources:  # listed already
+            continue
         try:
             evaluates = "train_shards" not in path and path[0] == "evals"
             expand(source.shards, source.type, write=False, evaluates=evaluates, image_key=source.image_key)

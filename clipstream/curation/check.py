@@ -27,12 +27,12 @@ import numpy as np
 from rich.console import Console
 from typing_extensions import TypedDict, Unpack
 
-from clipstream.config.by_size import LARGE, batch_of
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.dump import portable, print_config, secrets, take_flag
 from clipstream.config.entry import entry_point
 from clipstream.config.flags import output_file
-from clipstream.config.settings import PathLike, Settings, changed, load, open_sources, tree_of
+from clipstream.config.plan import LARGE, batch_of
+from clipstream.config.settings import PathLike, Settings, changed, load, tree_of
 from clipstream.curation import check_all as whole
 from clipstream.curation.byte_pairs import BytePairs
 from clipstream.curation.duplicates import caption_hash, file_hash
@@ -52,7 +52,7 @@ from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile, warning_
 from clipstream.data.image_settings import LARGE_PIXELS, rgb
 from clipstream.data.loader.health import Captions, lost_area_note
 from clipstream.data.settings import IMAGE_KEY, SourceSettings
-from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext, with_file
+from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext, open_sources, with_file
 from clipstream.data.sources.folders import contents, named_folder
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.text_settings import CaptionSettings
@@ -236,7 +236,7 @@ def check(
         loaded = load(["--train-data", "::".join(in_braces(names)), *words], trees=[own])
         report = look(loaded.data.sources["train"], samples)
         if all:
-            report.figures = whole.examine(open_sources(loaded)["train"], loaded.data).figures
+            report.figures = whole.examine(open_sources(loaded.data)["train"], loaded.data).figures
         return report
 
 

@@ -6,7 +6,7 @@ the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from clipstream.data.batch import ImageSpec
@@ -29,7 +29,7 @@ from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlot
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import TOKENIZER, differences, fingerprint_of, order_plan, source_order
 from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.sources import Source, SourceContext, expand
+from clipstream.data.sources import Source, SourceContext, open_sources
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.text_settings import JsonCaption
 from clipstream.distributed.world import World
@@ -37,7 +37,7 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IDS
 from clipstream.storage.download import GIB, ShardError
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.shard_url import ShardURL, redact
+from clipstream.storage.shard_url import ShardURL, redact, whole_file
 from clipstream.text import lines, listed
 from clipstream.utils.logs import logger
 from clipstream.utils.torch_state import spinning_notice
@@ -49,6 +49,7 @@ def training_loader(
     settings: DataSettings,
     inputs: ModelInputs,
     *,
+    sources: Mapping[str, Source] | None = None,
     world: World,
     seed: int,
     start: DataState | None = None,
@@ -59,6 +60,7 @@ def training_loader(
 
     Args:
         settings: with `lanes` and `workers` resolved.
+        sources: of the settings by name, sorted, where they are listed already.
         inputs: of the model; with a live teacher's, images have the same random crop, mirroring and colours for both.
         start: the run's position (all ranks' lanes) to resume from.
         approximate: where `start` belongs to another order of samples, restart the order at its step, with a warning.
@@ -71,10 +73,10 @@ def training_loader(
     if notice := spinning_notice(world.device, workers if world.is_main else 0):
         logger.info(notice)
     slots = _slots(settings, lanes, world)
-    store = _shard_cache(settings, wanted=_remote_shards_in_use(settings, lanes, world))
-    names = sorted(settings.sources)
-    contexts = {name: SourceContext(store, settings.cache, f"data.sources.{name}") for name in names}
-    sources = {name: Source(settings.sources[name], contexts[name]) for name in names}
+    names, sources = sorted(settings.sources), open_sources(settings) if sources is None else sources
+    store = _shard_cache(settings, wanted=_remote_shards_in_use(settings, sources, lanes, world))
+    for source in sources.values():
+        source.begin(store)
     stored = {} if features is None else _stored(features, settings, sources, inputs.tokenizer)
     listed_sources = list(sources.values())
     if settings.sampling.mode == "indexed":
@@ -144,7 +146,7 @@ def _slots(settings: DataSettings, lanes: int, world: World) -> LaneSlots:
 
 
 def _stored(
-    features: StoredData, settings: DataSettings, sources: dict[str, Source], tokenizer: Tokenizer, rows: bool = True
+    features: StoredData, settings: DataSettings, sources: Mapping[str, Source], tokenizer: Tokenizer, rows: bool = True
 ) -> dict[str, StoredSamples]:
     """The samples of each source in the stores; sets the counts of sources that cannot be counted without.
 
@@ -199,7 +201,7 @@ def _check_first_shard(source: Source, samples: StoredSamples) -> None:
         return
 
 
-def _budget(settings: DataSettings, sources: dict[str, Source]) -> Budget:
+def _budget(settings: DataSettings, sources: Mapping[str, Source]) -> Budget:
     """The failures that training accepts."""
     return Budget(
         {name: len(set(source.names)) for name, source in sources.items()},
@@ -211,7 +213,7 @@ def _budget(settings: DataSettings, sources: dict[str, Source]) -> Budget:
     )
 
 
-def _empty_shards(sources: dict[str, Source]) -> Health:
+def _empty_shards(sources: Mapping[str, Source]) -> Health:
     """Faults of shards without samples, found when samples were counted; an exact epoch never opens these shards."""
     found = Health(list(sources))
     for name, source in sources.items():
@@ -223,14 +225,13 @@ def _empty_shards(sources: dict[str, Source]) -> Health:
     return found
 
 
-def _remote_shards_in_use(settings: DataSettings, lanes: int, world: World) -> int:
+def _remote_shards_in_use(settings: DataSettings, sources: Mapping[str, Source], lanes: int, world: World) -> int:
     """Number of remote shards that the lanes of a node have open at once, at most."""
     lanes_of_node = -(-lanes * world.local_size // world.size)
     held = 0
-    for source in settings.sources.values():
-        shards = expand(source.shards, source.type, image_key=source.image_key)
-        if remote := len({shard for shard in shards if ShardURL(shard).is_remote}):
-            most = source_order(settings, 0, 0, len(shards)).max_open(lanes_of_node)
+    for source in sources.values():
+        if remote := len({file for file in map(whole_file, source.names) if ShardURL(file).is_remote}):
+            most = source_order(settings, 0, 0, len(source.names)).max_open(lanes_of_node)
             held += remote if settings.groups.by or settings.hard_negatives else min(remote, most)
     return held
 
@@ -366,6 +367,7 @@ def evaluation_loader(
 def chunk_loader(
     settings: DataSettings,
     name: str,
+    source: Source,
     chunks: ChunkPlan,
     inputs: ModelInputs,
     *,
@@ -382,14 +384,14 @@ def chunk_loader(
 
     Args:
         settings: with `workers` resolved.
-        name: of the source.
+        name, source: the source.
         views: augmented views of an image; 0 for the pixels of evaluation.
         done: numbers of further shards, whose chunks were all made before; they count as tried.
     """
     section = settings.sources[name]
     assert isinstance(settings.workers, int), "resolve the settings first"
     store, found = _shard_cache(settings), Health([name])
-    source = Source(section, SourceContext(store, settings.cache, f"data.sources.{name}"))
+    source.begin(store)
     found.sources[name].shards = set(done)
     workers = min(settings.workers, chunks.lanes)
     slots = LaneSlots(range(chunks.lanes), chunks.lanes, lambda step: chunks.batch_size)

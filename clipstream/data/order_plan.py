@@ -131,7 +131,7 @@ def epoch_plan(settings: DataSettings, sources: Sequence[Source], seed: int = 0,
     named = sorted(settings.sources.items())
     samples = []
     for source in sources:
-        counts = count_samples(source) if source.counts is None else source.counts
+        counts = count_samples(source)
         if source.settings.probability is not None and source.probabilities is None:
             look_up(source, settings)
         draws = _draws(source)

@@ -27,7 +27,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from clipstream.config.settings import Settings, open_sources, require_equal
+from clipstream.config.plan import Survey
+from clipstream.config.settings import Settings, require_equal
 from clipstream.data.batch import Batch
 from clipstream.data.build import chunk_loader
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer
@@ -88,6 +89,7 @@ class Job:
     """What is computed, on one rank."""
 
     settings: Settings
+    sources: Mapping[str, Source]
     options: StoreOptions
     teachers: Mapping[str, ModelSettings]
     world: World
@@ -107,12 +109,13 @@ class Model:
 
 
 def precompute(
-    settings: Settings, options: StoreOptions, teachers: Mapping[str, ModelSettings], world: World, watch: FailureWatch
+    found: Survey, options: StoreOptions, teachers: Mapping[str, ModelSettings], world: World, watch: FailureWatch
 ) -> None:
     """Compute what the store lacks, on this rank, until a signal stops it.
 
     Raises ClipstreamError: settings or data are wrong, the store was made with others, the disk is full, or `Stopped`.
     """
+    settings = found.settings
     require_equal(settings, world)
     signals = StopSignals(
         deferring=False,
@@ -126,7 +129,7 @@ def precompute(
         with signals:
             precision = resolve_precision(settings.train.precision, world)
             check_device(world.device, precision)
-            _compute(Job(settings, options, teachers, world, watch, precision))
+            _compute(Job(settings, found.sources, options, teachers, world, watch, precision))
     except Interrupted:
         raise Stopped(f"stopped by {signals.received}: rerun the same command to continue {options.folder}") from None
 
@@ -135,7 +138,7 @@ def _compute(job: Job) -> None:
     """Models and store; then, for each model, a pass over each source."""
     world, folder, began = job.world, job.options.folder, time.monotonic()
     models = [_build(job, name) for name in (*([""] if job.options.towers else []), *job.teachers)]
-    sources = open_sources(job.settings)
+    sources = job.sources
     draft = _manifest(job, models, sources)
     writer = StoreWriter(folder, draft) if world.is_main else None
     world.barrier()
@@ -290,7 +293,7 @@ def _pass(job: Job, model: Model, name: str, source: Source, writer: StoreWriter
     places, total = {shard: place for place, shard in enumerate(share.todo)}, len(share.todo)
     sizes = [source.num_samples(source.names[shard]) for shard in share.todo] if world.size == 1 else [None]
     expected = None if None in sizes or share.done else sum(size or 0 for size in sizes)  # samples; of tars unknown
-    loader = chunk_loader(data, name, plan, inputs, views=options.views, done=share.done, device=world.device)
+    loader = chunk_loader(data, name, source, plan, inputs, views=options.views, done=share.done, device=world.device)
     job.watch.on_exit(loader.close)
     with loader, bar, ChunkComputer(writer, name, made, key=plan.key) as computer:
         try:

@@ -14,8 +14,10 @@ import torch
 
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.loader.stored import StoredData
+from clipstream.data.loader.workers import resolve_workers
 from clipstream.data.order_plan import reading_of, tokenizer_identity, views_of
 from clipstream.data.settings import DataSettings
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import IDS, IMAGE, MODEL, TEXT, differences
 from clipstream.features.store import FeatureStore
@@ -27,6 +29,7 @@ from clipstream.models.settings import Tower
 from clipstream.models.towers import Towers
 from clipstream.models.weights import weights_digest
 from clipstream.text import lines
+from clipstream.utils.logs import announce
 
 PRECISION = "precision"  # of the forward pass that made the features; training may compute in another one
 Fingerprint = dict[str, object]
@@ -34,11 +37,22 @@ Fingerprint = dict[str, object]
 PLACES = ("hf_model_name", "hf_model_pretrained", "hf_tokenizer_name")
 
 
-def open_stores(data: DataSettings) -> StoredData | None:
-    """The stores that the settings name; None without any. Raises SettingsError: as StoredData.open."""
-    if data.image_features is data.text_features is None and not data.teacher_features:
-        return None
-    return StoredData.open(data.image_features, data.text_features, data.teacher_features, data.cache)
+def with_stores(data: DataSettings, world: World) -> tuple[DataSettings, StoredData | None]:
+    """The settings with `workers` resolved, and the stores that they name; rank 0 prints a number that is not given.
+
+    Args:
+        data: with `lanes` resolved.
+
+    Raises SettingsError: as StoredData.open.
+    """
+    stored, workers, why = None, 0, "a thread gathers the features"
+    if data.stored_towers or data.teacher_features:
+        stored = StoredData.open(data.image_features, data.text_features, data.teacher_features, data.cache)
+    if stored is None or not stored.replaces_loader:
+        workers, why = resolve_workers(data, world)
+    if why and world.is_main:
+        announce(f"workers  {workers} a rank: {why}")
+    return data.model_copy(update={"workers": workers}), stored
 
 
 def check_stores(stored: StoredData, data: DataSettings, towers: Towers, tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from clipstream.cli.verbs.bench import RUNGS, Measured, Options, main, needs
 from clipstream.cli.verbs.bench.ladder import BASELINE, CHOSEN, Ladder, Row, settings_to_use, tables, with_changes
+from clipstream.config.plan import survey
 from clipstream.config.settings import Settings, load
 from clipstream.data.loader.stage_timing import StageTimes
 from clipstream.distributed.world import World
@@ -128,7 +129,7 @@ def climbed(
     monkeypatch.setattr(Ladder, "tflops", lambda self, settings, rate: None)
     settings = load(["--train-data", "synthetic:", "--workers", "0", *flags], ranks=1)
     own = Options(**{"rungs": ("fused", "compile", "buckets", "patch-dropout"), **options})  # type: ignore[arg-type]
-    rows, chosen = Ladder(settings, own, World()).climb()
+    rows, chosen = Ladder(survey(settings, count=False), own, World()).climb()
     assert sum(table.row_count for table in tables(rows, 20)) == len(rows)
     return {(row.table, row.rung.name): row for row in rows}, settings_to_use(rows, chosen)
 

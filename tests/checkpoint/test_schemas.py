@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from clipstream.checkpoint.state import STATE, CheckpointMeta
 from clipstream.checkpoint.store import Best, Marker
-from clipstream.config.settings import carried_over, load
+from clipstream.config.settings import load
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
-from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.model_config import ModelConfig, check_config
 from clipstream.training.optimizer_state import groups_from_json
 from clipstream.training.state import TrainState
 from tests.support.model_files import TEXT, VIT
+from tests.support.settings_files import planned
 
 STATE_JSON = CheckpointMeta(
     TrainState(3, 24, DataState(3, 2, {"a": 1}, lanes={0: LaneState(12, [Cursor(1, 2, 3, [0])])}))
@@ -89,7 +89,7 @@ def test_shards_of_the_shuffle_that_no_run_wrote_are_not_taken_over(shards: obje
     settings = load(["--train-data", "synthetic:", "--precision", "fp32"])
     odd = TrainState(data=DataState(lanes_total=1, fingerprint={"data.shuffle.shards": shards}))
     for state in (odd, TrainState(data=DataState(lanes_total=1))):
-        assert carried_over(settings, state, World(), own_lanes=False).data.shuffle == settings.data.shuffle
+        assert planned(settings, state=state).data.shuffle == settings.data.shuffle
 
 
 def test_files_of_a_checkpoint_are_below_it() -> None:

@@ -18,6 +18,7 @@ from tests.support.settings_files import error_of, start
 
 EVAL = "--evals.e={type: zero_shot, classes: [a, b], data: {shards: a.tar}}"
 INDEXED = "--train-data=synthetic: --data.sampling.mode=indexed"
+DROPS = f"{INDEXED} --data.sampling.remainder=drop --data.global-batch-size=100001"
 PARTS = "--train-data=x/{0..2}.tar::y.tar --train-data-upsampling-factors"
 COOLDOWN = "--lr-scheduler=const-cooldown --epochs-cooldown=1"
 # (flags, or the words of a command line; what stands in the error)
@@ -65,7 +66,7 @@ TABLE: list[tuple[str | list[str], str]] = [
         "Create them with\n  clipstream index 'http://***@host/{0..9}.tar' --into FOLDER, and name that folder "
         "by --data.sources.train.index",
     ),
-    (f"{INDEXED} --data.global-batch-size=100001", "an epoch of 100,000 samples is smaller than a batch of 100001"),
+    (DROPS, "an epoch of 100,000 samples is smaller than a batch of 100001"),
     ("--data.sampling.mode=indexed --data.sources.train.index=/no/such.json", "is not a valid wids index"),
     ("--data.augment.scale=[0.9, 0.5]", "min and max must be positive, and min <= max"),
     ("--data.augment.scale=[0.5, 1.5]", "max must be at most 1"),
@@ -171,7 +172,7 @@ def test_a_wrong_input_is_told(line: str | list[str], told: str) -> None:
     ("line", "told"),
     [
         ("--steps=3", "data.sources: no training data"),
-        ("--train-data=a", "train: the length of the run is not set"),
+        ("--train-data=pipe:a", "train: the length of the run is not set"),
         ("--train-data=a --epochs=3", "--epochs: train.epochs: the length of an epoch is unknown"),
         ("--steps=3 --caption-key=cap", "data.sources.train.shards: missing: short flags"),
     ],

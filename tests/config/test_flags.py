@@ -11,12 +11,12 @@ import pytest
 
 from clipstream.config.dump import dump
 from clipstream.config.flags import advice
-from clipstream.config.settings import Settings, load, resolve
+from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_run
 from clipstream.data.text_settings import JsonCaption, TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import nearest
-from tests.support.settings_files import at, problems, write
+from tests.support.settings_files import at, planned, problems, write
 
 TAR = "--train-data=a.tar"
 CAPTION, SINKS = "data.sources.train.caption", "log.sinks"
@@ -240,17 +240,17 @@ def test_a_semicolon_in_a_text_of_fields_is_told_from_one_between_paths() -> Non
 
 def test_epochs_become_steps(tmp_path: Path) -> None:
     run = ["--train-data=a", "--name=x", "--batch-size=128", "--train-num-samples=10240"]
-    resolved = resolve(load([*run, "--save-frequency=1", "--val-data=v", "--val-frequency=2"], ranks=2), World(size=2))
+    resolved = planned(load([*run, "--save-frequency=1", "--val-data=v", "--val-frequency=2"], ranks=2), ranks=2)
     assert (resolved.checkpoint.every, resolved.evals["val"].every) == (40, 80)  # steps of 256 samples
     run += ["--epochs=5", "--lr-scheduler=const-cooldown"]
     more = ["--epochs-cooldown=2", "--lr-cooldown-end=1e-5", "--lr-cooldown-power=0.5"]
     settings = load([*run, *more], ranks=1)
     validate_run(settings, World())
-    schedule = resolve(settings, World()).schedule
+    schedule = planned(settings).schedule
     assert (schedule.type, schedule.cooldown, schedule.cooldown_epochs) == ("const-cooldown", 160, None)
     assert (schedule.min_lr, schedule.cooldown_power) == (1e-5, 0.5)
-    assert resolve(load([*run, "--schedule.cooldown=7"]), World()).schedule.cooldown == 7
-    assert load(["--config", write(tmp_path / "a.yaml", dump(resolve(settings, World())))]).schedule == schedule
+    assert planned(load([*run, "--schedule.cooldown=7"])).schedule.cooldown == 7
+    assert load(["--config", write(tmp_path / "a.yaml", dump(planned(settings)))]).schedule == schedule
 
 
 @pytest.mark.parametrize("wrong", ["opt", "fsdp", "adam", "rate", "x", "momentum"])

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from clipstream.config.config_sources import NULLS
 from clipstream.config.dump import dump, portable
-from clipstream.config.settings import Settings, load, resolve
+from clipstream.config.plan import agree, survey, with_lanes
+from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_evals, validate_run
 from clipstream.data.text_settings import JsonCaption
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
 from clipstream.utils.section import leaves
-from tests.support.settings_files import OWN, OwnCaption, at, problems, write
+from tests.support.settings_files import OWN, OwnCaption, at, planned, problems, write
 
 BASE = ["--train-data", "a.tar", "--steps", "10", "--name", "x"]
 
@@ -184,22 +185,18 @@ def test_an_existing_run_is_not_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "argv", "lanes"),
+    ("flags", "lanes"),
     [
-        (1, [], 192),
-        (50, ["--workers=0"], 192),
-        (4, ["--data.global-batch-size=2048"], 384),
-        (1024, ["--data.global-batch-size=16384"], 3072),
-        (1, ["--batch-size=10"], 10),
-        (1, ["--batch-size=64", "--data.batch-schedule=[[3, 20], [9, 80]]"], 20),
-        (2, ["--data.sampling.shards=split", "--data.sampling.mode=indexed"], 192),
+        ("", 192),
+        ("--data.global-batch-size=2048", 384),
+        ("--data.global-batch-size=16384", 3072),
+        ("--batch-size=10", 10),
+        ("--batch-size=64 --data.batch-schedule=[[3,20],[9,80]]", 20),
+        ("--data.sampling.shards=split --data.sampling.mode=indexed", 192),
     ],
 )
-def test_lanes(tmp_path: Path, ranks: int, argv: list[str], lanes: int) -> None:
-    for shard in range(5):
-        (tmp_path / f"{shard}.tar").touch()
-    settings = load(["--train-data", f"{tmp_path}/*.tar", "--name=x", *argv], ranks=1)
-    assert resolve(settings, World(size=ranks)).data.lanes == lanes
+def test_lanes(flags: str, lanes: int) -> None:
+    assert with_lanes(load(flags.split(), ranks=1).data).lanes == lanes
 
 
 @pytest.mark.parametrize(
@@ -208,10 +205,10 @@ def test_lanes(tmp_path: Path, ranks: int, argv: list[str], lanes: int) -> None:
 )
 def test_dated_names(tmp_path: Path, model: str, name: str) -> None:
     settings = load(["--model", model, "--logs", str(tmp_path)])
-    first = resolve(settings, World()).run_folder
+    first = agree(survey(settings), World()).settings.run_folder
     assert re.fullmatch(rf"\d{{4}}_\d\d_\d\d-\d\d_\d\d_\d\d-model_{name}-b_512", first.name)
     first.mkdir()
-    assert resolve(settings, World()).run_folder != first
+    assert agree(survey(settings), World()).settings.run_folder != first
 
 
 def test_the_written_file_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +219,7 @@ def test_the_written_file_repeats_the_run(tmp_path: Path, monkeypatch: pytest.Mo
         "--optim.betas=[0.9,0.95] --tokenizer=hf-hub:o/n --resume=auto"
     )
     settings = load(flags.split(), ranks=2)
-    resolved = resolve(settings, World(size=2))
+    resolved = planned(settings, 2)
     text = dump(resolved)
     assert "secret" not in text
     assert "${TOKEN}" in text

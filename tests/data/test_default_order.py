@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.config.settings import Settings, load, resolve
+from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_run
 from clipstream.data.loader.workers import resolve_workers
 from clipstream.data.order import default_lanes
@@ -18,13 +18,14 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from tests.support.loaders import loader
 from tests.support.pictures import make_shards
+from tests.support.settings_files import planned
 
 BATCH = 16
 
 
 def settings_of(shards: Sequence[str], *argv: str, ranks: int = 1) -> Settings:
     flags = ["--train-data", "::".join(shards), "--name=x", "--steps=1", *argv]
-    return resolve(load(flags, ranks=ranks), World(size=ranks))
+    return planned(load(flags, ranks=ranks), ranks)
 
 
 def first_keys(shards: Sequence[str], ranks: int, workers: str, mode: str) -> list[list[str]]:

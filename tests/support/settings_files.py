@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from clipstream.config.settings import Settings, load, with_known_epoch
+from clipstream.config.plan import draft, plan, survey
+from clipstream.config.settings import Settings, load
 from clipstream.config.validate import validate_run
 from clipstream.data.text_settings import CaptionSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight
+from clipstream.training.state import TrainState
 
 
 def write(path: Path, text: str) -> str:
@@ -31,10 +33,16 @@ def start(line: str | list[str]) -> Settings:
     """What a run with these flags does before it imports torch, less its look at the network."""
     flags = [f"--{flag}" for flag in f" {line}".split(" --")[1:]] if isinstance(line, str) else line
     settings = load(["--train-data=a.tar", "--steps=10", *flags], ranks=1)
-    settings = with_known_epoch(settings)
-    validate_run(settings, World())
+    settings = draft(validate_run(settings, World()), 1).settings
     preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=False)
     return settings
+
+
+def planned(settings: Settings, ranks: int = 1, state: TrainState | None = None) -> Settings:
+    """The settings in effect on so many ranks, without what the size of the data chooses."""
+    if ranks > 1:  # which otherwise agree on what all of them can compute in
+        settings = settings.model_copy(update={"train": settings.train.model_copy(update={"precision": "fp32"})})
+    return plan(survey(settings, count=False), World(size=ranks), state).settings
 
 
 def error_of(line: str | list[str]) -> str:

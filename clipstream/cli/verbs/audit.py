@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from clipstream.checkpoint import store
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, output_file
-from clipstream.config.settings import Settings, carried_over, require_equal, resolve
+from clipstream.config.plan import Survey, agree, plan, survey
+from clipstream.config.settings import Settings, require_equal
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.distributed.launch import FailureWatch, run_ranks
@@ -49,10 +50,11 @@ def main(argv: list[str]) -> int:
     settings = command.load(run=run)
     if _synthetic(own, settings):
         settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": {}})})
+        found = survey(settings, count=False)
     else:
-        validate_sources(settings)
+        found = validate_sources(settings)
     preflight_models(settings)
-    return run_ranks(settings.run, partial(audit, settings, own))
+    return run_ranks(settings.run, partial(audit, found, own))
 
 
 def _synthetic(own: Mapping[str, str], settings: Settings) -> bool:
@@ -67,32 +69,30 @@ def _synthetic(own: Mapping[str, str], settings: Settings) -> bool:
     return choice == "synthetic"
 
 
-def audit(settings: Settings, own: Mapping[str, str], world: World, watch: FailureWatch) -> None:
+def audit(found: Survey, own: Mapping[str, str], world: World, watch: FailureWatch) -> None:
     """Audit on this rank, and print the tables on rank 0.
 
     Raises:
         SettingsError: settings, model or shards cannot be used.
         ClipstreamError: 16 bits where float32 is needed, or --json cannot be written.
     """
-    from clipstream.checkpoint.resume import agree, load_into
-    from clipstream.checkpoint.state import read_meta
-    from clipstream.train import build_model, build_step, first_batch, own_inputs, with_stores
+    from clipstream.checkpoint import resume
+    from clipstream.train import build_model, build_step, first_batch, own_inputs
     from clipstream.training.precision_audit import audit_step
 
-    require_equal(settings, world)
+    require_equal(found.settings, world)
     run = Path(own["--run"]) if "--run" in own else None
     checkpoints = None if run is None else run / "checkpoints"
-    found = None if checkpoints is None else agree(lambda: store.newest(checkpoints), world, checkpoints)
-    state = None if found is None else read_meta(found).train
-    settings = carried_over(resolve(settings, world), state, world, own_lanes=settings.data.lanes != "auto")
-    settings, stored = with_stores(settings, world) if settings.data.sources else (settings, None)
-    model = build_model(settings, world, stored)
+    last = None if checkpoints is None else resume.agree(lambda: store.newest(checkpoints), world, checkpoints)
+    resumed = resume.Resumed(last, None).with_meta(found.settings.train, found.settings.data, world)
+    made = plan(agree(found, world), world, resumed.state)
+    settings, model = made.settings, build_model(made, world)
     if settings.data.sources:
-        batch = first_batch(settings, world, model, state)
+        batch = first_batch(made, world, model, resumed.state)
     else:
         batch = synthetic_batch(settings, world, own_inputs(settings, model))
     step = build_step(settings, world, model)
-    step.unlock(0 if found is None else load_into(step, found).step)
+    step.unlock(0 if last is None else resume.load_into(step, last).step)
     result = audit_step(step, batch)
     if world.is_main:
         result.show(ResultConsole(120))

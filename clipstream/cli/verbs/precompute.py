@@ -44,7 +44,7 @@ OWN_FLAGS = {
 @entry_point
 def main(argv: list[str]) -> int:
     settings, options, teachers = arguments(argv)
-    validate_sources(settings)
+    found = validate_sources(settings)
     ask = World.from_env().local_rank == 0
     if options.towers:
         preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=ask)
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
             preflight(model, ask=ask)
     from clipstream.precompute.run import precompute
 
-    return run_ranks(settings.run, partial(precompute, settings, options, teachers))
+    return run_ranks(settings.run, partial(precompute, found, options, teachers))
 
 
 def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, ModelSettings]]:

@@ -14,8 +14,8 @@ from clipstream.utils.logs import loading
 def main(argv: list[str]) -> int:
     settings = command_line("train", argv).load()
     loading.show("loading the data")
-    settings = prepare_run(settings)
+    found = prepare_run(settings)
     loading.show("loading torch")
     from clipstream.api.train import train_rank  # imports torch
 
-    return run_ranks(settings.run, partial(train_rank, settings))
+    return run_ranks(settings.run, partial(train_rank, found))

@@ -30,7 +30,7 @@ from clipstream.curation.images.image_index import ImageRow, ImageSearch, root
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.order_plan import reading_of
 from clipstream.data.scan import ImageReader
-from clipstream.data.sources import OpenShard, SampleRef, Source, SourceContext
+from clipstream.data.sources import OpenShard, SampleRef, Source
 from clipstream.data.sources.folders import levels
 from clipstream.data.text_settings import CaptionSettings
 from clipstream.distributed.world import World
@@ -100,10 +100,9 @@ def opened(call: ImageSearch) -> tuple[Settings, Source]:
     upright = {"orientation": "exif"} if section.orientation == "auto" else {}  # as in training, and on the page
     sources = {NAME: section.model_copy(update={"caption": caption, **upright})}
     settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": sources}), "evals": {}})
-    validate_sources(settings)
-    cache = settings.data.cache
-    store = ShardCache(cache, fetcher=settings.data.fetcher)
-    return settings, Source(sources[NAME], SourceContext(store, cache, f"data.sources.{NAME}"))
+    source = validate_sources(settings).sources[NAME]
+    source.begin(ShardCache(settings.data.cache, fetcher=settings.data.fetcher))
+    return settings, source
 
 
 def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:

@@ -25,6 +25,7 @@ import torch
 
 from clipstream.api.model import Model, usable_device
 from clipstream.config.flags import output_file
+from clipstream.config.plan import survey
 from clipstream.curation.images.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image
 from clipstream.curation.images.indexing import image_row, opened
 from clipstream.curation.images.numpy_text import Floats, NumpyText
@@ -330,7 +331,7 @@ def make_index(call: ImageSearch, folder: Path) -> None:
         random_weights=False, batch_size=BATCH, with_model=False, label="computing features",
     )  # fmt: skip
     loading.show("loading the model")
-    run_embedded(settings.run, partial(precompute, settings, options, {}))
+    run_embedded(settings.run, partial(precompute, survey(settings, count=False), options, {}))
     loading.show("writing the index")
     rows = StoredRows(FeatureStore(options.folder))
     features = np.lib.format.open_memmap(folder / FEATURES, "w+", np.float32, (len(rows), rows.width))

@@ -30,14 +30,12 @@ from typing import Protocol
 
 from clipstream.data.loader.pipeline import FilledPart, WorkerReport
 from clipstream.data.loader.stage_timing import IDLE, OPEN, Stopwatch
-from clipstream.data.loader.stored import StoredData
 from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError
 from clipstream.storage.schemes import end_command, end_commands
 from clipstream.text import counted
 from clipstream.utils.cores import cores
-from clipstream.utils.logs import announce
 from clipstream.utils.processes import END, Ended, end, end_with, listen
 
 ON_CPU = 2  # workers of a rank whose model is on the CPU
@@ -259,21 +257,6 @@ def resolve_workers(settings: DataSettings, world: World) -> tuple[int, str]:
         return settings.workers, ""
     why = f"{settings.lanes} lanes for {settings.workers} workers on each of {world.size} ranks "
     return most, f"{why}(more with --data.lanes, which changes the order of samples)"
-
-
-def with_workers(settings: DataSettings, world: World, stored: StoredData | None = None) -> DataSettings:
-    """The settings with `workers` resolved; rank 0 prints a number that is not given.
-
-    Args:
-        settings: with `lanes` resolved.
-        stored: features from stores, which take no worker where they replace the shards.
-    """
-    workers, why = 0, "a thread gathers the features"
-    if stored is None or not stored.replaces_loader:
-        workers, why = resolve_workers(settings, world)
-    if why and world.is_main:
-        announce(f"workers  {workers} a rank: {why}")
-    return settings.model_copy(update={"workers": workers})
 
 
 def auto_workers(world: World) -> int:

@@ -12,6 +12,7 @@ in the main process, and opens them in the workers, which are forked: open files
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from zlib import crc32
 
-from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
+from clipstream.data.settings import AUTO, IMAGE_KEY, DataSettings, SourceSettings
 from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
@@ -92,11 +93,11 @@ def with_file(shard: OpenShard, ref: SampleRef, detail: str) -> str:
     return detail if not file or file in detail else f"{file}: {detail}" if detail else file
 
 
-@dataclass(frozen=True)
+@dataclass
 class SourceContext:
     """What a source type may use besides its settings."""
 
-    store: ShardCache | None = None  # downloads shards; None where shards are only listed
+    store: ShardCache | None = None  # downloads shards; None as long as shards are only listed
     cache: str | None = None  # folder for files kept between runs; None for the default one
     key: str = "data.sources"  # dotted key of the source in the settings, for messages
 
@@ -414,10 +415,29 @@ class Source:
             found = list(pool.map(content, range(len(files))))
         return {f"{self.context.key} {n} {os.path.basename(files[n])}": one for n, one in enumerate(found)}
 
+    def begin(self, store: ShardCache) -> None:
+        """From now on, open shards through this cache; they stay as they were listed."""
+        self.context.store = store
+
+    def with_settings(self, settings: SourceSettings) -> Source:
+        """The same shards for settings that read them differently; what is known of their samples is found again."""
+        other = copy.copy(self)
+        other.settings, other.empty = settings, {}
+        other.counts = other.labels = other.neighbours = other.probabilities = None
+        return other
+
     @property
     def missing(self) -> list[str]:
         """Local shards that do not exist."""
         return [shard for kind, names in self._parts for shard in kind.missing(names)]
+
+
+def open_sources(data: DataSettings) -> dict[str, Source]:
+    """The sources of training by name, sorted. Raises as `Source`."""
+    return {
+        name: Source(source, SourceContext(cache=data.cache, key=f"data.sources.{name}"))
+        for name, source in sorted(data.sources.items())
+    }
 
 
 class _PluginShard(OpenShard):

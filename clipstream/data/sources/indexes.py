@@ -236,6 +236,8 @@ def count_samples(source: Source) -> list[int]:
 
     Raises SettingsError: the samples of some shards are unknown; the message has the command that makes their indexes.
     """
+    if source.counts is not None:
+        return source.counts
     settings, key = source.settings, source.context.key
     names = list(dict.fromkeys(source.names))
     folder, wids = settings.index, Wids()

@@ -51,7 +51,7 @@ class TarSource(SourceType):
     staged = True
 
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
-        self._indexes, self._store = settings.index, context.store
+        self._indexes, self._context = settings.index, context
         self._states: dict[str, list[int]] = {}  # of the local shards that are listed
 
     def list_shards(self, spec: str) -> Sequence[str]:
@@ -63,15 +63,15 @@ class TarSource(SourceType):
         return super().describe(shards) + (f" by {tool}" if tool else "")
 
     def open(self, shard: str) -> OpenShard:
-        assert self._store is not None, "a source without a store only lists shards"
-        local = self._store.local(shard)
+        assert self._context.store is not None, "a source without a store only lists shards"
+        local = self._context.store.local(shard)
         # The index describes the file that is named, not an unpacked or downloaded one.
         indexed = ShardURL(shard).path == str(local)
         try:
             index = indexes.opened_by(shard, self._indexes) if indexed else None
             return Shard(local, index, self._states.get(shard, ()) if indexed else ())
         except BaseException:
-            self._store.release(shard)
+            self._context.store.release(shard)
             raise
 
     def total_samples(self, shards: Sequence[str]) -> int | None:
@@ -110,12 +110,12 @@ class TarSource(SourceType):
         return ShardURL(shard).is_remote
 
     def prefetch(self, shard: str) -> bool:
-        assert self._store is not None, "a source without a store only lists shards"
-        return self._store.prefetch(shard)
+        assert self._context.store is not None, "a source without a store only lists shards"
+        return self._context.store.prefetch(shard)
 
     def release(self, shard: str, *, keep: bool = True) -> None:
-        if self._store is not None:
-            self._store.release(shard, keep=keep)
+        if self._context.store is not None:
+            self._context.store.release(shard, keep=keep)
 
 
 def written_by(shard: str) -> str:

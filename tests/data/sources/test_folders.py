@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from clipstream.config.dump import dump
-from clipstream.config.settings import load, load_settings, with_known_epoch
+from clipstream.config.plan import draft, survey
+from clipstream.config.settings import load, load_settings
 from clipstream.config.validate import validate_run
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source
@@ -90,20 +91,20 @@ def test_the_length_of_an_epoch_is_taken_from_the_data_or_summed_over_the_named_
     make_shards(tmp_path, [3, 4])
     run = ["--train-data", f"{tmp_path}/{{00000..00001}}.tar", "--epochs=3", "--save-frequency=1", "--batch-size=2"]
     with pytest.raises(SettingsError, match="the length of an epoch is unknown"):
-        validate_run(with_known_epoch(load(run)), World())
+        validate_run(load(run), World())
     (tmp_path / "__len__").write_text("7\n")
-    known = with_known_epoch(load(run))
-    assert known.total_steps == 11  # 21 samples, 2 a step
-    assert yaml.safe_load(dump(known))["train"]["epoch_samples"] is None  # other data tell another length
+    known = draft(survey(load(run)), 1)
+    assert known.settings.total_steps == 11  # 21 samples, 2 a step
+    assert yaml.safe_load(dump(known.repeatable))["train"]["epoch_samples"] is None  # other data tell another length
     assert yaml.safe_load(dump(load([*run, "--train-num-samples=9"])))["train"]["epoch_samples"] == 9
     one = ["--train-data", f"{tmp_path}/00001.tar", *run[2:]]
-    assert with_known_epoch(load(one)).train.epoch_samples is None  # __len__ is the whole folder's
+    assert draft(survey(load(one)), 1).settings.train.epoch_samples is None  # __len__ is the whole folder's
 
     (tmp_path / "__len__").unlink()
     (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 3, "00001.tar": 4, "00002.tar": 99}))
     run = ["--train-data", f"{tmp_path}/{{00000..00001}}.tar::{tmp_path}/00001.tar", "--epochs=1", "--batch-size=2"]
-    assert with_known_epoch(load(run)).train.epoch_samples == 11
-    assert with_known_epoch(load([*run, "--train-num-samples=5"])).train.epoch_samples == 5
+    assert draft(survey(load(run)), 1).settings.train.epoch_samples == 11
+    assert draft(survey(load([*run, "--train-num-samples=5"])), 1).settings.train.epoch_samples == 5
     assert Source(SourceSettings(shards=f"{tmp_path}/00000.tar")).summary() == "1 shard, 3 samples"
 
 

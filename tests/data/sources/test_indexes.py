@@ -20,11 +20,14 @@ from hypothesis import strategies as st
 
 from clipstream.cli.main import main as clipstream
 from clipstream.cli.verbs.index import Indexed, index_shard, main
-from clipstream.config.settings import load, with_known_epoch
+from clipstream.config.plan import draft, survey
+from clipstream.config.settings import load
+from clipstream.config.validate import validate_run
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.indexes import count_samples, identity_of, opened_by, path_of, read, read_head, write
 from clipstream.data.sources.tars import TarSource
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import ShardIndex, scan
@@ -328,7 +331,7 @@ def test_an_epoch_is_known_from_the_indexes(tmp_path: Path) -> None:
     make_shards(tmp_path, [13, 7, 20])
     flags = [f"--train-data={tmp_path}/*.tar", "--data.sampling.mode=indexed", "--data.global-batch-size=12"]
     for tail, steps in (("drop", 3), ("pad", 4), ("wrap", 4)):
-        settings = with_known_epoch(load([*flags, "--epochs=5", f"--data.sampling.remainder={tail}"]))
-        assert settings.total_steps == 5 * steps
+        settings = load([*flags, "--epochs=5", f"--data.sampling.remainder={tail}"])
+        assert draft(survey(settings), 1).settings.total_steps == 5 * steps
     with pytest.raises(SettingsError, match="not supported in mode indexed, where the data determine"):
-        with_known_epoch(load([*flags, "--epochs=5", "--train-num-samples=40"]))
+        validate_run(load([*flags, "--epochs=5", "--train-num-samples=40"]), World())

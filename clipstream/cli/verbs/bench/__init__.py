@@ -19,7 +19,7 @@ from rich.console import Console
 
 from clipstream.config.entry import CommandLine, command_line, entry_point
 from clipstream.config.flags import choice_flag, number_flag, output_file
-from clipstream.config.settings import resolve
+from clipstream.config.plan import with_lanes
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.loader.stage_timing import IDLE
 from clipstream.data.settings import DataSettings, SourceSettings
@@ -96,11 +96,11 @@ def _bench_train(command: CommandLine) -> int:
         source = SourceSettings.model_validate({"shards": GENERATED})
         data = settings.data.model_copy(update={"sources": {"train": source}})
         settings = settings.model_copy(update={"data": data})
-    validate_sources(settings)
+    found = validate_sources(settings)
     preflight_models(settings)
     from clipstream.cli.verbs.bench.ladder import run
 
-    return run_ranks(settings.run, partial(run, settings, options))
+    return run_ranks(settings.run, partial(run, found, options))
 
 
 def train_options(own: Mapping[str, str]) -> Options:
@@ -157,7 +157,7 @@ def _bench_input(command: CommandLine) -> int:
     settings = command.load()
     if not settings.data.sources:
         raise SettingsError("bench requires shards: --train-data SHARDS")
-    settings = resolve(settings, World())
+    settings = settings.model_copy(update={"data": with_lanes(settings.data)})
     lanes, most = int(settings.data.lanes), cores()
     counts = [count for count in (2**k for k in range(most.bit_length())) if count <= min(most, lanes)]
     if (given := own.get("--counts")) is not None:

@@ -28,7 +28,8 @@ from rich.table import Table
 from clipstream.cli.verbs.bench import Options
 from clipstream.cli.verbs.bench.open_clip_step import OpenClipStep
 from clipstream.config.config_sources import Node, format_errors, to_yaml
-from clipstream.config.settings import Settings, by_key, require_equal, resolve
+from clipstream.config.plan import Survey, agree, plan
+from clipstream.config.settings import Settings, by_key, require_equal
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
 from clipstream.distributed.launch import FailureWatch
@@ -37,7 +38,7 @@ from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.models.execution.flops import ModelFlops, Work, count_flops, peak_tflops
 from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
 from clipstream.text import shortened
-from clipstream.train import build_loader, build_model, build_step, with_stores
+from clipstream.train import build_loader, build_model, build_step
 from clipstream.training.precision import resolve_precision
 from clipstream.training.settings import TrainSettings
 from clipstream.utils.console import ResultConsole
@@ -182,13 +183,13 @@ class Parts:
     loader: Any = None  # of `batches`, where they are not in memory
 
 
-def run(settings: Settings, options: Options, world: World, watch: FailureWatch) -> None:
+def run(found: Survey, options: Options, world: World, watch: FailureWatch) -> None:
     """Measure on this rank; print and write the results on rank 0.
 
     Raises ClipstreamError: the baseline cannot run, a step failed on one of several ranks, or a file cannot be written.
     """
-    require_equal(settings, world)
-    rows, chosen = Ladder(settings, options, world).climb()
+    require_equal(found.settings, world)
+    rows, chosen = Ladder(found, options, world).climb()
     if not world.is_main:
         return
     table, to_use, failed = io.StringIO(), settings_to_use(rows, chosen), []
@@ -214,7 +215,7 @@ class Ladder:
     """Measures the rungs that the options name. Methods are collective.
 
     Args:
-        settings: the user's, with sources.
+        found: with the user's settings, and sources.
 
     Attributes:
         settings: the same, resolved.
@@ -222,11 +223,10 @@ class Ladder:
         padded: why texts cannot be cut by length; None if they can.
     """
 
-    def __init__(self, settings: Settings, options: Options, world: World) -> None:
+    def __init__(self, found: Survey, options: Options, world: World) -> None:
         self.options, self.world = options, world
-        settings, self.stored = with_stores(resolve(settings, world), world)
-        self.settings = settings
-        wanted = settings.train.precision
+        self.plan, wanted = plan(agree(found, world), world), found.settings.train.precision
+        self.settings = settings = with_changes(self.plan.settings, {"train.precision": wanted})
         self._usual = resolve_precision("auto", world) if wanted in ("auto", "fp32", "fp64") else wanted
         self.plain = {key: value for name in options.rungs for key, value in PLAIN.get(name, {}).items()}
         if "fused" not in type(settings.optim).model_fields:
@@ -242,13 +242,14 @@ class Ladder:
             self._keep_batches(with_changes(settings, self.plain))
 
     def _keep_batches(self, settings: Settings) -> None:
-        model = build_model(settings, self.world, self.stored)
+        made = replace(self.plan, settings=settings)
+        model = build_model(made, self.world)
         towers = model.towers
         known = None if "text" in towers.stored else TextBuckets.of(towers.clip, "auto")
         if known is None:
             reason = why_inexact(getattr(towers.clip, "text", towers.clip))
             self.padded = "text features come from a store" if "text" in towers.stored else reason
-        with build_loader(settings, self.world, model) as loader:
+        with build_loader(made, self.world, model) as loader:
             for batch in itertools.islice(loader, self.options.loss_steps):
                 lengths = None if known is None else known.lengths(batch.ids.cpu())
                 self.batches.append(replace(batch.clone(), lengths=lengths).to(self.world.device))
@@ -407,7 +408,8 @@ class Ladder:
 
         Raises ClipstreamError, RuntimeError: the rung cannot run here.
         """
-        model = build_model(settings, self.world, self.stored)
+        made = replace(self.plan, settings=settings)
+        model = build_model(made, self.world)
         towers = model.towers
         dropped, in_memory = settings.model.patch_dropout, itertools.cycle(self.batches)
         if dropped not in self._flops:
@@ -422,7 +424,7 @@ class Ladder:
             return Parts(theirs.start, theirs.prepare, in_memory)
         loader = None
         if rung.from_shards:
-            loader = build_loader(settings, self.world, model)
+            loader = build_loader(made, self.world, model)
             stack.enter_context(closing(loader))
         step = build_step(settings, self.world, model)
         if step.compilation is not None:

@@ -1,7 +1,8 @@
-"""Settings by the size of the data: what is chosen, what stays as it is set, and where it is written."""
+"""The plan of a run: what is chosen by the size of the data, what stays as it is set, what is read for it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,36 @@ import pytest
 from PIL import Image
 
 from clipstream.cli import main
-from clipstream.config import by_size
-from clipstream.config.by_size import BATCH, EVERY, LENGTHS, LR, MODE, REMAINDER, STEPS, WARMUP, Facts, choose
+from clipstream.config import plan as plan_module
 from clipstream.config.dump import dump
-from clipstream.config.settings import load, open_sources, resolve
+from clipstream.config.plan import (
+    BATCH,
+    EVERY,
+    LENGTHS,
+    LR,
+    MODE,
+    REMAINDER,
+    STEPS,
+    WARMUP,
+    Facts,
+    agree,
+    batch_of,
+    choose,
+    chosen,
+    draft,
+    plan,
+    survey,
+)
+from clipstream.config.settings import load
 from clipstream.config.validate import prepare_run
 from clipstream.data.order_plan import epoch_plan
+from clipstream.data.sources import indexes
+from clipstream.data.sources.tars import TarSource
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
+from clipstream.train import build_loader, build_model
 from tests.support.runs import furnish
+from tests.support.settings_files import planned
 
 USUAL = {BATCH: 512, MODE: "resampled", REMAINDER: "drop", LR: 5e-4, WARMUP: 0, EVERY: 0} | dict.fromkeys(LENGTHS)
 
@@ -57,7 +79,7 @@ def test_what_is_chosen(samples: int, fresh: bool, given: dict[str, Any], chosen
 def test_the_best_checkpoint_is_kept_where_val_is_evaluated_during_the_run(more: list[str], best: str | None) -> None:
     argv = ["--train-data", "synthetic:", "--val-data", "synthetic:", "--evals.val.every", "5", "--steps", "20"]
     argv += ["--model", "ViT-B-32", "--train.ema", "0.9", "--precision", "fp32", *more]
-    assert resolve(load(argv), World()).checkpoint.keep_best == best
+    assert planned(load(argv)).checkpoint.keep_best == best
 
 
 @pytest.mark.parametrize(
@@ -75,50 +97,100 @@ def test_training_sees_four_samples_for_each_that_is_evaluated(
     assert found == {EVERY: every}
 
 
-def test_a_run_has_them_and_its_configuration_repeats_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A furnished folder: 62 samples to train on, 20 of `val`."""
+    monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    return furnish(tmp_path)
+
+
+def chosen_of(place: Path, more: str) -> dict[str, Any]:
+    """What is chosen for a command line on the furnished data."""
+    argv = f"--train-data {place}/pairs/*.tar --val-data {place}/val/*.tar --model {place}/model.json {more}"
+    found = survey(load(argv.split()))
+    return {key: value for key, value, _ in chosen(found, 1)[1]}
+
+
+OF_62 = {BATCH: 32, STEPS: 80, WARMUP: 4, EVERY: 8}
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("", OF_62),
+        ("--evals.val.max-samples 7", OF_62),
+        ("--evals.val.every-epochs 1 --steps 40 --batch-size 24 --warmup 0 --data.sampling.remainder drop", {}),
+        ("--steps 40 --batch-size 24", {WARMUP: 2, EVERY: 4}),
+        ("--data.sources.train.keep keys.txt", {}),  # how many are kept is not known
+        ("--data.lanes 128 --steps 40", {WARMUP: 2, EVERY: 4}),
+        ("--batch-size 24 --data.batch-schedule [[9,8]]", {}),
+    ],
+)
+def test_settings_of_the_user_stay(place: Path, more: str, expected: dict[str, Any]) -> None:
+    assert chosen_of(place, more) == expected
+
+
+@pytest.mark.parametrize(("name", "value"), [("LARGE", 61), ("COUNTED", 3)])
+def test_large_data_and_data_of_unknown_size_have_the_usual_defaults(
+    place: Path, name: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = furnish(tmp_path)
+    monkeypatch.setattr(plan_module, name, value)
+    assert chosen_of(place, "") == {}
+
+
+def test_a_run_has_them_and_its_configuration_repeats_them(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--train-data", f"{place}/pairs/*.tar", "--val-data", f"{place}/val/*.tar"]
     argv += ["--model", f"{place}/model.json"]
-    settings = prepare_run(load(argv))
+    settings = draft(prepare_run(load(argv)), 1).settings
     assert (settings.data.global_batch_size, settings.data.sampling.mode) == (32, "resampled")
-    # `val` has 20 samples
     assert (settings.total_steps, settings.schedule.warmup, settings.evals["val"].every) == (80, 4, 8)
-    assert (
-        by_size._evaluated(settings, 100) == 20
-        and by_size._evaluated(load([*argv, "--evals.val.max-samples", "7"]), 1) == 7
-    )
-    file = tmp_path / "config.yaml"
+    file = place / "config.yaml"
     file.write_text(dump(settings))
-    again = load(["--config", str(file)])
-    assert by_size.by_size(again, 1) == (again, []) and again.train.steps == 80
+    again = chosen(survey(load(["--config", str(file)])), 1)
+    assert again[1] == () and again[0].train.steps == 80
+    capsys.readouterr()
     assert main.main(["train", *argv, "--print-config", "--lr", "2e-3"]) == 0
     printed = capsys.readouterr().out
     assert "# chosen: warm-up 4 steps: 5% of the run; --warmup sets it\n" in printed and "  warmup: 4\n" in printed
-    with monkeypatch.context() as patch:  # fewer samples are left beside the held-out ones than were counted
-        patch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
-        patch.setattr(by_size, "BATCHES", (2, 512))
-        patch.setattr(by_size, "_samples", lambda _: 100)
-        split = [*argv[:2], *argv[4:], "--val-split", "0.1", "--data.sampling.mode", "indexed"]
-        left = prepare_run(load(split))
-        assert (
-            left.data.global_batch_size == 4
-            and left.train.epoch_samples == 4 * (62 // 4)
-            and left.epochs == epoch_plan(left.data, list(open_sources(left).values()))
-        )
-    # Settings of the user stay; so does everything of data that are large, or whose size is not known.
-    argv += ["--steps", "40", "--batch-size", "24"]
-    own = load([*argv, "--warmup", "0", "--evals.val.every-epochs", "1", "--data.sampling.remainder", "drop"])
-    assert by_size.by_size(own, 1) == (own, [])
-    assert by_size.by_size(load(argv), 1)[0].schedule.warmup == 2
-    kept = load([*argv, "--data.sources.train.keep", "keys.txt"])
-    assert by_size.by_size(kept, 1) == (kept, [])  # how many are kept is not known
-    assert BATCH not in by_size.by_size(load([*argv[:-2], "--data.lanes", "128"]), 1)[0]._chosen
-    for name, value in (("LARGE", 61), ("COUNTED", 3)):
-        with monkeypatch.context() as patch:
-            patch.setattr(by_size, name, value)
-            assert by_size.by_size(load(argv), 1) == (load(argv), [])
+
+
+def test_choices_count_the_samples_that_are_not_held_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "BATCHES", (2, 512))
+    monkeypatch.setattr(plan_module, "_samples", lambda *_: 100)  # more than there are
+    split = ["--train-data", f"{place}/pairs/*.tar", "--model", f"{place}/model.json", "--val-split", "0.1"]
+    found = prepare_run(load([*split, "--name", "x", "--data.sampling.mode", "indexed"]))
+    left = draft(found, 1)
+    assert left.settings.data.global_batch_size == batch_of(62 - 6) == 4
+    assert left.settings.train.epoch_samples == 4 * (62 // 4)
+    assert left.epochs == epoch_plan(left.settings.data, list(found.sources.values()))
+    assert left.repeatable.train.epoch_samples is None
+
+
+@pytest.mark.parametrize("mode", ["resampled", "epoch", "indexed"])
+def test_a_source_is_listed_and_its_indexes_are_read_once(
+    place: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the settings to the first batch."""
+    listed, counted = Counter[str](), Counter[str]()
+    of_tars, by_index = TarSource.list_shards, indexes._by_index
+
+    def list_shards(self: TarSource, spec: str) -> Any:
+        listed[spec] += 1
+        return of_tars(self, spec)
+
+    def count(name: str, *args: Any) -> Any:
+        counted[name] += 1
+        return by_index(name, *args)
+
+    monkeypatch.setattr(TarSource, "list_shards", list_shards)
+    monkeypatch.setattr(indexes, "_by_index", count)
+    argv = ["--train-data", f"{place}/pairs/*.tar", "--model", f"{place}/model.json", "--workers", "0"]
+    found = prepare_run(load([*argv, "--precision", "fp32", "--name", "x", "--data.sampling.mode", mode]))
+    made = plan(agree(found, World()), World())
+    with build_loader(made, World(), build_model(made, World())) as loader:
+        assert len(next(loader)) == 32
+    shards = [f"{place}/pairs/{number:05}.tar" for number in range(4)]
+    assert listed == counted == Counter(shards)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +211,8 @@ def test_a_run_has_them_and_its_configuration_repeats_them(
     ],
 )  # fmt: skip
 def test_data_that_cannot_be_read_come_first(
-    flags: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: str, told: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = furnish(tmp_path)
     images = [f"{number}.png" for number in range(12)]
     for number, name in enumerate(images):
         Image.new("RGB", (16, 16), (20 * number, 0, 0)).save(tmp_path / name)

@@ -1,0 +1,481 @@
+"""The plan of a run: what follows from its settings, its data and the run that it goes on with.
+
+Settings as they were written enter. `survey` lists the training data that they name, once, and counts their samples
+where that is cheap; `plan` makes the settings in effect from them, and `draft` the part of it that can be checked
+before torch is imported and the ranks meet. `Survey` and `Plan` are frozen: with more facts (held-out
+samples, the counts of rank 0, a checkpoint), another one is made.
+
+Choices by the size of the data are made where the user set nothing. Data of more than `LARGE` samples, or of an unknown
+number, have the usual defaults. docs/training.md has the measurements behind the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from clipstream.checkpoint import store
+from clipstream.config.settings import Settings
+from clipstream.data.order import default_lanes
+from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, split_counts
+from clipstream.data.sources import Source, SourceContext
+from clipstream.data.sources.indexes import count_samples
+from clipstream.distributed.world import World
+from clipstream.errors import ClipstreamError, SettingsError, absent
+from clipstream.evals.settings import EvalSettings, eval_name, sources_of
+from clipstream.storage.shard_url import ShardURL
+from clipstream.text import counted
+from clipstream.training.optim import ConstCooldown
+from clipstream.training.settings import CheckpointSettings
+from clipstream.utils.logs import announce
+from clipstream.utils.plugins import is_plugin
+from clipstream.wing import offered
+
+if TYPE_CHECKING:
+    from clipstream.data.loader.stored import StoredData
+    from clipstream.data.order.windows import EpochPlan
+    from clipstream.training.state import TrainState
+
+Cadence = TypeVar("Cadence", CheckpointSettings, EvalSettings)
+
+LARGE = 100_000  # samples
+COUNTED = 256  # shards at most whose samples are counted for this
+BATCHES = 32, 512  # smallest and largest batch
+PASS = 10  # batches of a pass over the data, at least
+FRESH = 20_000, (10, 40)  # samples of a run without weights, and passes at least and at most
+TUNED = 10_000, (3, 10)  # the same of a run that begins with weights
+TUNED_LR = 1e-5
+EVALS = 10  # evaluations of `val` in a run, at most
+TRAINED = 4  # samples of training between two evaluations, for each one that is evaluated
+LONG = 20_000  # steps of a run that is planned by itself, whatever the size of its data
+LEFT_OUT = 0.05  # share of the samples that a pass may leave out
+BATCH, MODE, REMAINDER = "data.global_batch_size", "data.sampling.mode", "data.sampling.remainder"
+STEPS, WARMUP, LR, EVERY = "train.steps", "schedule.warmup", "optim.lr", "evals.val.every"
+LENGTHS = (STEPS, "train.samples", "train.epochs")
+EPOCH, LANES = "train.epoch_samples", "data.lanes"
+Choice = tuple[str, Any, str]  # key, value, reason
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules depend on."""
+
+    samples: int  # of the training data
+    ranks: int
+    fresh: bool  # whether training begins without weights
+    values: Mapping[str, Any]  # of the user, or else the defaults, by key
+    free: frozenset[str]  # keys that the user did not set
+    group: int = 1  # samples whose multiple a batch is
+    evaluated: int = 0  # samples of `val`
+
+
+def batch_of(samples: int) -> int:
+    """The batch for data of so many samples."""
+    return max(min(1 << max(samples // PASS, 1).bit_length() - 1, BATCHES[1]), BATCHES[0])
+
+
+def choose(facts: Facts) -> Iterator[Choice]:
+    """The settings that differ from `facts.values`; each follows from those before it."""
+    n, values = facts.samples, dict(facts.values)
+
+    def chosen(key: str, value: Any, reason: str) -> Iterator[Choice]:
+        if key in facts.free and value != values[key]:
+            values[key] = value
+            yield key, value, reason
+
+    batch = max(batch_of(n), facts.ranks)
+    batch = batch + -batch % facts.group if BATCH in facts.free else values[BATCH]
+    pads = values[MODE] == "indexed" and n % batch > LEFT_OUT * n and REMAINDER in facts.free
+    drops = values[MODE] == "indexed" and values[REMAINDER] == "drop" and not pads
+    a_pass = n // batch if drops else -(-n // batch)
+    if not a_pass:  # less than a batch, which is refused where the epochs are planned
+        return
+    yield from chosen(BATCH, batch, f"batch {batch}: a pass over {n:,} samples has {a_pass} steps; --batch-size")
+    if pads:
+        text = f"remainder pad: the last {n % batch} samples of a pass are used as well; --{REMAINDER}"
+        yield from chosen(REMAINDER, "pad", text)
+    samples, (fewest, most) = FRESH if facts.fresh else TUNED
+    passes = min(max(round(samples / n), fewest), most)
+    enough = 0 if WARMUP in facts.free else 2 * values[WARMUP]
+    steps = max(passes * a_pass, enough)
+    yield from chosen(STEPS, steps, f"steps {steps}: {steps / a_pass:.0f} passes; --steps or --epochs")
+    steps, samples, epochs = (values[key] for key in LENGTHS)
+    if steps is None:
+        steps = math.ceil(epochs * a_pass) if samples is None else -(-samples // batch)
+    if not facts.fresh:
+        yield from chosen(LR, TUNED_LR, f"learning rate {TUNED_LR:g}: training begins with weights; --lr")
+    if steps > LONG:
+        return
+    yield from chosen(WARMUP, steps // 20, f"warm-up {steps // 20} steps: 5% of the run; --warmup")
+    every = steps // EVALS and max(steps // EVALS, -(-TRAINED * facts.evaluated // batch))
+    every = every if every < steps else 0  # at the end only, of a run of a few steps
+    told = f"every {every} steps: {-(-steps // every)} times" if every else "at the end"
+    yield from chosen(EVERY, every, f"val evaluated {told}; --{EVERY}")
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the settings of a run name, looked at once on this rank, before the ranks meet."""
+
+    settings: Settings  # as they were written
+    sources: Mapping[str, Source]  # of training by name, sorted, listed; without those that cannot be
+    error: ClipstreamError | None = None  # why the training data cannot be listed
+    samples: int | None = None  # of the training data; None where counting takes long, or they are not all used
+    evaluated: int = 0  # samples of the evaluator `val`
+    batch: int | None = None  # global batch of the run that goes on, where --batch-size would make another one
+    split: Path | None = None  # names of the samples that `data.val_split` holds out
+    chooses: bool = True  # whether settings follow from the size of the data
+    held_out: SourceSettings | None = None  # what the evaluator `val` reads these samples from
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does."""
+
+    survey: Survey
+    settings: Settings  # in effect: as written, with all that follows
+    choices: tuple[Choice, ...] = ()  # by the size of the data
+    epochs: EpochPlan | None = None  # of the mode `indexed`
+    stored: StoredData | None = None  # features in the place of towers or of teachers
+
+    @property
+    def recorded(self) -> Settings:
+        """The settings for the run's files: with the list of held-out samples in the run's folder."""
+        if self.survey.split is None:
+            return self.settings
+        return _split_by(self.settings, self.settings.run_folder / SPLIT_FILE, self.settings.evals["val"].data)
+
+    @property
+    def repeatable(self) -> Settings:
+        """As `recorded`, without an epoch's length that the data determine again."""
+        known = self.survey.split is not None and self.epochs is None  # the samples that are left are in no index
+        return self.recorded if known else _with(self.recorded, EPOCH, self.survey.settings.train.epoch_samples)
+
+
+def survey(settings: Settings, *, count: bool = True) -> Survey:
+    """List the training data of the settings; errors are kept in the result.
+
+    Args:
+        count: whether settings follow from the numbers of samples, as those of a run do.
+    """
+    train, data = settings.train, settings.data
+    sources: dict[str, Source] = {}
+    error: ClipstreamError | None = None
+    for name, section in sorted(data.sources.items()):
+        try:
+            sources[name] = Source(section, SourceContext(cache=data.cache, key=f"data.sources.{name}"))
+        except ClipstreamError as found:
+            error = error or found
+    if not count:
+        return Survey(settings, sources, error, chooses=False)
+    if error is None and train.steps is train.samples is train.epochs is None:  # else training counts missing shards
+        for source in sources.values():
+            if missing := source.missing:
+                some = f"{len(missing):,} of {len(source.names):,} shards: " if len(source.names) > 1 else ""
+                error = error or SettingsError(f"{source.context.key}.shards: {some}{absent(missing[0])}")
+    _, free = _free(settings)
+    samples = None if error is not None or not free else _samples(settings, sources)
+    evaluated = _evaluated(settings) if samples is not None and EVERY in free else 0
+    return Survey(settings, sources, error, samples, evaluated)
+
+
+def draft(found: Survey, ranks: int) -> Plan:
+    """The part of a plan that settings and data alone give: choices, epochs, held-out samples.
+
+    Raises:
+        SettingsError: the mode is `indexed`, and the numbers of samples are not known.
+        DataError: a manifest cannot be read.
+    """
+    settings, choices = chosen(found, ranks)
+    data, epochs, samples = settings.data, None, None
+    if settings.train.epoch_samples is not None or found.error is not None:
+        pass
+    elif data.sampling.mode == "indexed" and data.sources:
+        from clipstream.data.order_plan import epoch_plan  # imports NumPy and the decoders
+
+        epochs = epoch_plan(data, list(found.sources.values()))
+        samples = epochs.steps * data.global_batch_size
+    elif settings.train.epochs is not None or any(
+        every is not None
+        for every in (settings.checkpoint.every_epochs, *(one.every_epochs for one in settings.evals.values()))
+    ):
+        counts = [source.samples for source in found.sources.values()]
+        samples = None if not counts or None in counts else sum(one or 0 for one in counts)
+        if samples is not None and found.split is not None:
+            held, usable = split_counts(found.split)
+            samples = (usable or samples) - held
+    settings = settings if samples is None else _with(settings, EPOCH, samples)
+    if found.split is not None:
+        settings = _split_by(settings, found.split, found.held_out)
+    return Plan(found, settings, choices, epochs)
+
+
+def plan(found: Survey, world: World, state: TrainState | None = None) -> Plan:
+    """The plan of a run on the ranks of `world`, the same on each. Collective.
+
+    `run.device`, `loss.type` and `log.progress` stay 'auto': they depend on the machine, the model and the terminal.
+
+    Args:
+        found: as `agree` gives it.
+        state: of the checkpoint that the run goes on from, whose lanes, shuffling and precision stay.
+
+    Raises SettingsError: as `draft`, or a feature store cannot be opened.
+    """
+    from clipstream.training.precision import resolve_precision  # imports torch, as the other one
+    from clipstream.training.stored_features import with_stores
+
+    made = draft(found, world.size)
+    settings = _in_steps(made.settings)
+    lanes = None if state is None or settings.data.lanes != "auto" else state.data.lanes_total
+    settings = _with(settings, "data", with_lanes(settings.data))
+    if state is not None and lanes is not None and world.size <= lanes <= min(settings.data.batch_sizes):
+        settings = _with(settings, LANES, lanes)
+        shards = state.data.fingerprint.get("data.shuffle.shards")
+        if settings.data.shuffle.open_shards is None and isinstance(shards, int) and shards > 0:
+            settings = _with(settings, "data.shuffle.shards", shards)
+    if settings.train.precision == "auto":
+        saved: Any = "auto" if state is None else state.train_step.precision
+        settings = _with(settings, "train.precision", resolve_precision(saved, world))
+    data, stored = with_stores(settings.data, world) if settings.data.sources else (settings.data, None)
+    return replace(made, settings=_with(settings, "data", data), stored=stored)
+
+
+def agree(found: Survey, world: World) -> Survey:
+    """What the ranks found, with the counts of rank 0, as ranks may see other data, and the run's name. Collective."""
+    settings = found.settings
+    if settings.run.name is None:
+        settings = _with(settings, "run.name", _dated_name(draft(found, world.size).settings) if world.is_main else "")
+    samples, evaluated, name = world.broadcast_object((found.samples, found.evaluated, settings.run.name))
+    return replace(found, settings=_with(settings, "run.name", name), samples=samples, evaluated=evaluated)
+
+
+def hold_out(found: Survey, world: World) -> Survey:
+    """What was found, with the list of the samples that `data.val_split` holds out. A run that is resumed has its own
+    list; else it is made, unless the cache has it.
+
+    Raises:
+        SettingsError: too few samples can be held out, or the run that is resumed has trained on all of them, or it
+            holds out some and these settings do not.
+        DataError: a table cannot be read.
+    """
+    settings, data = found.settings, found.settings.data
+    path = _list_of_resumed(settings)
+    if data.val_split is None:
+        if path is not None and not any(source.drop for source in data.sources.values()):
+            raise SettingsError(
+                f"checkpoint.resume: {path.parent} holds samples out of its training data ({SPLIT_FILE}): add "
+                f"--val-split, or --config {path.parent / 'config.yaml'}"
+            )
+        return found
+    ((name, section),) = data.sources.items()
+    if path is None:
+        path = offered("hold_out")(section, data.val_split, data, f"data.sources.{name}")
+    elif world.is_main:
+        text = counted(split_counts(path)[0], "sample", ",")
+        announce(f"val_split {text} held out for the evaluator val, as in {path.parent}, whatever --val-split is now")
+    source = found.sources[name].with_settings(section.model_copy(update={"drop": str(path)}))
+    return replace(found, sources={name: source}, split=path, held_out=_as_evaluated(section))
+
+
+def _as_evaluated(source: SourceSettings) -> SourceSettings:
+    """The source as an evaluation reads its training data; of a folder with splits, the split for training."""
+    from clipstream.data.sources.folders import with_split  # imports the decoders
+
+    rest: dict[str, Any] = {"drop": None, "weight": 1.0, "upsampling_factors": None, "probability": None}
+    if not is_plugin(source.type):
+        rest["shards"] = [with_split(part, source.type, source.image_key) for part in source.parts]
+    return source.model_copy(update=rest)
+
+
+def _list_of_resumed(settings: Settings) -> Path | None:
+    """The names of the samples that the run to go on from holds out; None for a new run, or a remote checkpoint."""
+    resume, began = settings.checkpoint.resume, True
+    by_name = resume in ("latest", "auto")
+    if resume is None:
+        return None
+    if by_name or ShardURL(resume).scheme is not None:
+        if settings.run.name is None:
+            return None
+        run = settings.run_folder
+        began = by_name and bool(store.candidates(run / "checkpoints"))
+    else:
+        path = Path(resume).resolve()
+        around = [path, *path.parents[:2]]  # the run's folder, the one of its checkpoints, or what is in that
+        run = next((one for one in around if (one / "checkpoints").is_dir()), path if path.is_dir() else path.parent)
+    if (run / SPLIT_FILE).is_file():
+        return run / SPLIT_FILE
+    if began and settings.data.val_split is not None:
+        raise SettingsError(
+            f"data.val_split: not supported with --resume of {run}, which has no {SPLIT_FILE} and so has trained on "
+            "all samples: begin a new run, or evaluate other data (--val-data)"
+        )
+    return None
+
+
+def _split_by(settings: Settings, path: Path, evaluated: SourceSettings | None) -> Settings:
+    """The settings with a file of the names of held-out samples, and the source that the evaluator reads."""
+    assert evaluated is not None
+    trained = {name: one.model_copy(update={"drop": str(path)}) for name, one in settings.data.sources.items()}
+    data = settings.data.model_copy(update={"val_split": None, "sources": trained})
+    kept = evaluated.model_copy(update={"keep": str(path)})
+    split: Settings = _with(_with(settings, "data", data), "evals.val.data", kept)
+    return split
+
+
+def keep_batch(found: Survey, world: World) -> Survey:
+    """What was found, with the global batch of the run that is resumed, where `--batch-size` of each of other ranks
+    would make another one: a run goes on with the same global batches on any number of ranks.
+    """
+    settings = found.settings
+    resume, now = settings.checkpoint.resume, settings.data.global_batch_size
+    node = settings.places.at(tuple(BATCH.split(".")))
+    if resume is None or node is None or node.place != "--batch-size" or settings.checkpoint.resume_approximate:
+        return found
+    by_name = resume in ("latest", "auto")
+    path = Path(resume) if not by_name else settings.run_folder / "checkpoints" if settings.run.name else None
+    kept = None if path is None else store.global_batch_size(path)
+    if kept is None or kept == now or kept % (now // world.size):  # refused later, as another order of the data
+        return found
+    if world.is_main:
+        text = (
+            f"the run's global batch of {kept} stays: --batch-size on {counted(world.size, 'rank')} would make it {now}"
+        )
+        announce(f"resume   {text}; if memory is short: --train.micro-batch-size {now // world.size}")
+    return replace(found, batch=kept)
+
+
+def _free(settings: Settings) -> tuple[dict[str, Any], frozenset[str]]:
+    """The values that choices depend on, by key, and the keys that may be chosen."""
+    keys = [BATCH, MODE, REMAINDER, WARMUP, LR, *LENGTHS, *([EVERY] if "val" in settings.evals else [])]
+    sections = {key: _section(settings, key) for key in keys}
+    names = {key: key.rpartition(".")[2] for key in keys}
+    values = {key: getattr(sections[key], names[key]) for key in keys}
+    free = {key for key in keys if names[key] not in sections[key].model_fields_set}
+    if any(values[key] is not None for key in LENGTHS):
+        free -= {STEPS}
+    if isinstance(settings.train.micro_batch_size, int) or settings.data.lanes != "auto":
+        free -= {BATCH}
+    if EVERY in values and settings.evals["val"].every_epochs is not None:
+        free -= {EVERY}
+    planned = settings.data.batch_schedule or settings.train.epoch_samples is not None
+    return values, frozenset() if planned else frozenset(free)
+
+
+def chosen(found: Survey, ranks: int) -> tuple[Settings, tuple[Choice, ...]]:
+    """The settings with the batch of a run that goes on, and with what is chosen by the size of the data."""
+    settings = found.settings if found.batch is None else _with(found.settings, BATCH, found.batch)
+    choices = tuple(_choices(settings, found, ranks))
+    for key, value, _ in choices:
+        settings = _with(settings, key, value)
+    return settings, choices
+
+
+def _choices(settings: Settings, found: Survey, ranks: int) -> Iterator[Choice]:
+    """What is chosen by the size of the data."""
+    values, free = _free(settings)
+    share, samples = settings.data.val_split, found.samples
+    held, usable = (0, None) if found.split is None else split_counts(found.split)
+    if usable is not None:
+        samples = usable - held
+    elif samples is not None and share is not None:
+        samples = round(samples * (1 - share))
+    if not found.chooses or not free or not samples or samples > LARGE:
+        return
+    group = settings.data.groups.samples if settings.data.groups.by is not None else 1
+    evaluated = 0
+    if EVERY in free:
+        most = getattr(settings.evals["val"], "max_samples", None)
+        evaluated = found.evaluated if share is None else round(samples * share / (1 - share))
+        evaluated = min(evaluated, most or evaluated)
+    yield from choose(Facts(samples, ranks, settings.model.is_fresh, values, free, group, evaluated))
+
+
+def _samples(settings: Settings, sources: Mapping[str, Source]) -> int | None:
+    """Samples of the training data; None where there are none, or where counting takes long."""
+    if any(source.keep or source.probability for source in settings.data.sources.values()):
+        return None
+    # Counts are part of the order of a source that is known to have them, which is that of the mode `indexed` alone.
+    own = settings.data.sampling.mode == "indexed"
+    counts = [_count(one if own else one.with_settings(one.settings)) for one in sources.values()]
+    return None if None in counts else sum(one or 0 for one in counts)
+
+
+def _count(source: Source) -> int | None:
+    """Samples of a source; None where counting takes long, or fails, which is raised where they are needed."""
+    if source.samples is not None:
+        return source.samples
+    with suppress(ClipstreamError):
+        return sum(count_samples(source)) if len(source.names) <= COUNTED else None
+    return None
+
+
+def _evaluated(settings: Settings) -> int:
+    """Samples of the data of `val`; 0 if they are not known."""
+    total = 0
+    for key, section in sources_of(settings.evals["val"]).items() if settings.data.val_split is None else ():
+        with suppress(ClipstreamError):
+            total += _count(Source(section, SourceContext(cache=settings.data.cache, key=f"evals.val.{key}"))) or 0
+    return total
+
+
+def with_lanes(data: DataSettings) -> DataSettings:
+    """The settings with the number of lanes that `auto` stands for."""
+    return data if data.lanes != "auto" else _with(data, "lanes", default_lanes(min(data.batch_sizes)))
+
+
+def _in_steps(settings: Settings) -> Settings:
+    """The settings with intervals in steps, and the metric of the best checkpoint where one follows from others."""
+    train, schedule, checkpoint = settings.train, settings.schedule, _every_in_steps(settings.checkpoint, settings)
+    if isinstance(schedule, ConstCooldown.Settings) and schedule.cooldown_epochs is not None:
+        cooldown = settings.data.steps_for(math.ceil(schedule.cooldown_epochs * (train.epoch_samples or 0)))
+        schedule = schedule.model_copy(update={"cooldown": cooldown, "cooldown_epochs": None})
+    if checkpoint.keep_best is None and train.early_stop.metric is not None:
+        # A run that ends because its evaluations get no better has had its best checkpoint before.
+        best = {"keep_best": train.early_stop.metric, "keep_best_by": train.early_stop.metric_by}
+        checkpoint = checkpoint.model_copy(update=best)
+    evals = {key: _every_in_steps(section, settings) for key, section in settings.evals.items()}
+    val = evals.get("val")
+    if checkpoint.keep_best is None and val is not None and val.every and val.best_metric is not None:
+        checkpoint = _with(checkpoint, "keep_best", f"{eval_name('val', val.kinds[0])}/{val.best_metric}")
+    return settings.model_copy(update={"checkpoint": checkpoint, "schedule": schedule, "evals": evals})
+
+
+def _every_in_steps(section: Cadence, settings: Settings) -> Cadence:
+    """The section with its interval in steps, at least one."""
+    if section.every_epochs is None:
+        return section
+    epoch = (settings.train.epoch_samples or 0) / settings.data.global_batch_size
+    return section.model_copy(update={"every": max(1, round(section.every_epochs * epoch)), "every_epochs": None})
+
+
+def _dated_name(settings: Settings) -> str:
+    """As 2026_11_21-10_30_00-model_ViT-B-32-b_512, with a number added if that folder exists."""
+    model = settings.model.name
+    model = Path(model).stem if model.endswith(".json") else re.sub(r"^[a-z-]+:", "", model)
+    model = re.sub(r"[^\w.-]+", "-", model).strip("-")
+    dated = f"{datetime.now():%Y_%m_%d-%H_%M_%S}-model_{model}-b_{settings.data.global_batch_size}"
+    names = (dated if number == 1 else f"{dated}-{number}" for number in count(1))
+    return next(one for one in names if not (Path(settings.run.logs) / one).exists())
+
+
+def _section(settings: Settings, key: str) -> Any:
+    """The section of a key."""
+    found: Any = settings
+    for part in key.split(".")[:-1]:
+        found = found[part] if isinstance(found, Mapping) else getattr(found, part)
+    return found
+
+
+def _with(section: Any, key: str, value: Any) -> Any:
+    """A copy of a section, or of a mapping of sections, with a value at a dotted key."""
+    first, _, rest = key.partition(".")
+    if isinstance(section, Mapping):
+        return {**section, first: _with(section[first], rest, value)}
+    return section.model_copy(update={first: _with(getattr(section, first), rest, value) if rest else value})
