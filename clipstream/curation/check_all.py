@@ -27,7 +27,7 @@ from clipstream.data.image_settings import LARGE_PIXELS
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
 from clipstream.errors import Dropped
-from clipstream.report.pages import Bars, Sheet, render_data, short
+from clipstream.report.pages import SMALL, Bars, Thumbnails, fill, short
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.text import counted, listed, percent, printable, shortened
 from clipstream.utils import atomic_write
@@ -338,16 +338,18 @@ def write_page(found: Examined, path: Path, data: DataSettings, told: Mapping[st
     """Write the page: figures, charts, the worst samples of each problem, and examples. Raises OSError.
 
     Args:
-        told: see `render_data`.
+        told: what `tables` gives, and `yaml`, the settings that train.
     """
     some = spread(found, EXAMPLES)
     groups = [(one.name.replace("_", " "), found.told(one), one.rows) for one in found.problems if one.rows]
     images = load_images(found, sorted({row for _, _, rows in groups for row in rows} | set(some)), data)
+    thumbnails = Thumbnails()
     sheets = [
-        Sheet(title, says, [(images.get(row), found.name(row), *_about(found, row)) for row in rows])
+        (title, says, [(thumbnails(images.get(row), SMALL), found.name(row), *_about(found, row)) for row in rows])
         for title, says, rows in [*groups, ("examples", "spread over the samples that training uses", some)]
     ]
-    atomic_write.replace(path, render_data(found.figures, found.charts, sheets, told).encode(errors="backslashreplace"))
+    page = fill("data", found.figures["data"], figures=found.figures, charts=found.charts, sheets=sheets, **told)
+    atomic_write.replace(path, page.encode(errors="backslashreplace"))
 
 
 def spread(found: Examined, most: int) -> list[int]:

@@ -1,9 +1,6 @@
 """report.html: the folder of a run, or of several, becomes one HTML file that needs no network.
 
 `read_run` reads a run's records, settings and images; `render` makes the page.
-
-`render_gallery` makes that of a search, with the images found and those near them: queries with their hits enter, and a
-function that gives the card of a row. Cards have thumbnails as long as the page stays below 5 MB. Texts are escaped.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ import base64
 import io
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,20 +27,7 @@ from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
 from clipstream.evals.statistics import chance_of, interval, is_minor, is_share, metrics_of
 from clipstream.report.eval_results import Evaluations, conditions, groups, put, with_provenance
-from clipstream.report.pages import (
-    COLOURS,
-    SIDE,
-    SMALL,
-    Chart,
-    Points,
-    Series,
-    StepTimes,
-    Thumbnails,
-    fill,
-    means,
-    short,
-    thumbnail,
-)
+from clipstream.report.pages import Chart, Points, Series, StepTimes, fill, means, short
 from clipstream.report.sinks import (
     LARGEST,
     METRICS_FILE,
@@ -57,13 +41,12 @@ from clipstream.report.sinks import (
 )
 from clipstream.report.terminal import early_stop_line
 from clipstream.storage.shard_url import redact
-from clipstream.text import duration, milliseconds, percent, shortened
+from clipstream.text import duration, milliseconds, percent
 from clipstream.training.settings import AUDIT_FILE
 from clipstream.utils import atomic_write
 from clipstream.utils.section import checked
 
 REPORT_FILE = "report.html"
-TEMPLATE = "page.html"
 TITLES = {  # of curves, in the order of the page; others follow
     "loss": "loss",
     "samples_per_s": "samples a second",
@@ -101,9 +84,6 @@ ROW = 3  # charts side by side
 ODD = 0.05  # share of dropped samples that is marked
 TILES = 8  # metrics shown as large figures
 COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
-MANY = 150  # cards of a gallery
-LONGEST = 500  # characters of a caption
-Hits = Sequence[tuple[int, float]]  # (row, score), best first
 _NO_CURVE = ("step", "samples", "epoch")
 
 
@@ -325,11 +305,12 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         "environment": ("Environment", any(run.starts for run in runs)),
     }
     return fill(
-        TEMPLATE,
-        shown,
-        title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
+        "runs",
+        names[0] if len(runs) == 1 else f"{len(runs)} runs",
+        **shown,
+        names=names,
         runs=list(zip(names, runs, strict=True)),
-        colours=COLOURS,
+        environment=_environment,
         contents={id_: called for id_, (called, there) in sections.items() if there},
         evaluations=evaluations,
         settings=settings,
@@ -337,7 +318,6 @@ def render(runs: Sequence[RunContents], *, trained: bool = True) -> str:
         several=len(runs) > 1,
         trained=trained,
         short=short,
-        percent=percent,
         duration=duration,
         milliseconds=milliseconds,
         early_stop_line=early_stop_line,
@@ -405,6 +385,17 @@ def _training_charts(runs: Sequence[RunContents], names: Sequence[str]) -> dict[
             title = TITLES.get(metric, metric.replace("_", " "))
             charts[metric] = Chart(title, _series(names, points), share=metric in SHARES)
     return charts
+
+
+def _environment(start: Record) -> list[tuple[str, str]]:
+    """Command, code, hardware and versions of a start, by name."""
+    rows = [(key, start[key]) for key in ("command", "folder") if start.get(key)]
+    if git := start.get("git"):
+        rows.append(("git", f"{git.get('commit')}{', with changes that are not committed' * bool(git.get('dirty'))}"))
+    for key, value in (start.get("hardware") or {}).items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        rows += [(key.replace("_gib", ", GiB"), shown)] if value else []
+    return [*rows, *sorted(start["versions"].items())]
 
 
 def loss_kind(run: RunContents) -> str:
@@ -524,43 +515,3 @@ def _distinct(names: Sequence[str]) -> list[str]:
         counts[name] = counts.get(name, 0) + 1
         found.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
     return found
-
-
-@dataclass(frozen=True)
-class Card:
-    name: str
-    caption: str
-    link: str  # URL of its file; '' for none
-    image: bytes | None = None  # the image file; None if it cannot be read
-
-
-def render_gallery(
-    queries: Sequence[tuple[tuple[str, bytes | None], Hits]],
-    near: Mapping[int, Hits],
-    card: Callable[[int], Card],
-    about: str = "",
-) -> str:
-    """The page.
-
-    Args:
-        queries: ((text, image file of a query that is one), what it found).
-        near: of rows that were found, the rows near them, themselves included.
-        card: gives the card of a row; called once for each.
-        about: the data and the model, in words.
-    """
-    shown = dict.fromkeys(row for _, hits in queries for row, _ in hits)
-    order = dict.fromkeys([*shown, *(row for row in shown for row, _ in near.get(row, ()))])
-    side, thumbnails, cards = SIDE if len(order) <= MANY else SMALL, Thumbnails(), {}
-    for row in order:
-        own = card(row)
-        src, width, height = thumbnails(own.image, side)
-        others = [(other, round(score, 4)) for other, score in near.get(row, ()) if other != row]
-        told = {"name": own.name, "caption": shortened(own.caption, LONGEST), "link": own.link, "near": others}
-        cards[row] = {**told, "src": src, "width": width, "height": height}
-    return fill(
-        "gallery.html",
-        queries=[(shortened(text, LONGEST), *thumbnail(image, SMALL), hits) for (text, image), hits in queries],
-        cards=cards,
-        about=about,
-        data={row: {**cards[row], **({"src": ""} if row in shown else {})} for row in cards},  # the page has its image
-    )

@@ -1,7 +1,6 @@
-"""Parts that HTML pages share, templates, thumbnails and charts as SVG, and the page of a data set. Imports no torch.
+"""HTML pages of runs, data sets and searches by one template, their charts as SVG, and thumbnails. Imports no torch.
 
-The latter (`clipstream check --all --html`) is one HTML file of figures, charts and images that needs no network; texts
-are escaped, and thumbnails are left out once they take as much as on a gallery. Charts have no scripts; their colours
+Values enter; a page leaves, one file that needs no network. Texts are escaped. Charts have no scripts; their colours
 are those of the page's style sheet, by the classes s0 to s7.
 """
 
@@ -12,19 +11,19 @@ import itertools
 import math
 import re
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from clipstream import __version__
 from clipstream.data.decode.images import converted, loaded, opaque, opened, orientation_of, turned
 from clipstream.errors import Dropped
-from clipstream.text import percent
+from clipstream.text import percent, shortened
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # which no page has, though names of runs may
 WIDTH, HEIGHT = 360, 190  # of a chart
@@ -39,21 +38,22 @@ SIDE, SMALL = 288, 160  # pixels of a thumbnail's longer side; SMALL where there
 
 
 @cache
-def _template(name: str) -> Any:
-    """A page's template; a process that writes several pages compiles it once."""
+def _template() -> Any:
+    """The pages' template; a process that writes several pages compiles it once."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("clipstream.report", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.globals["hash_of"] = lambda script: f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
-    return environment.get_template(name)
+    return environment.get_template("page.html")
 
 
-def fill(name: str, *values: Any, **more: Any) -> str:
-    """A page from its template. Its content security policy, in `head.html`, allows the template's script by its hash,
-    styles, and images in data: URLs: a browser loads nothing else. Raises as jinja2 does.
+def fill(kind: Literal["runs", "data", "search"], title: str, **values: Any) -> str:
+    """A page. Its content security policy allows the template's script by its hash, styles, and images in data: URLs: a
+    browser loads nothing else. Raises as jinja2 does.
     """
-    page: str = _template(name).render(*values, version=__version__, **more)
+    given = {"several": False, "version": __version__, "percent": percent, "colours": COLOURS, **values}
+    page: str = _template().render(kind=kind, title=title, **given)
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
@@ -88,33 +88,6 @@ def small_jpeg(data: bytes | None, side: int) -> tuple[bytes, int, int]:
     file = io.BytesIO()
     image.save(file, "JPEG", quality=82)
     return file.getvalue(), *image.size
-
-
-class Sheet(NamedTuple):
-    title: str
-    says: str  # a sentence
-    images: Sequence[tuple[bytes | None, str, str, str]]  # (file, SHARD/KEY, caption, note)
-
-
-def render_data(
-    figures: Mapping[str, Any], charts: Sequence[Bars], sheets: Sequence[Sheet], told: Mapping[str, Any]
-) -> str:
-    """The page.
-
-    Args:
-        figures: as `check_all` has them.
-        charts: histograms and counts by name.
-        sheets: images of problems, and examples.
-        told: `yaml`, the settings that train, `command`, `quantiles` (name -> cells) and `needed` (rows of a table).
-    """
-    thumbnails, shown = Thumbnails(), []
-    for sheet in sheets:
-        images = []
-        for data, name, caption, note in sheet.images:
-            src, width, height = thumbnails(data, SMALL)
-            images.append({"src": src, "width": width, "height": height, "key": name, "text": caption, "note": note})
-        shown.append({"title": sheet.title, "says": sheet.says, "images": images})
-    return fill("data.html", told, figures=figures, charts=charts, sheets=shown, percent=percent)
 
 
 def fewer(points: Points, most: int = 400) -> Points:
@@ -201,6 +174,7 @@ def _axes(ticks: dict[float, str], first: float, last: float) -> Iterator[str]:
 class StepTimes:
     """Time of the training step by part, as a stacked chart and a table."""
 
+    title: ClassVar[str] = "time of a step by part"
     parts: dict[str, Points]  # part -> (step, seconds), all of the same steps
 
     @classmethod
@@ -233,7 +207,7 @@ class StepTimes:
             x = LEFT + (steps[n] - steps[0]) / (steps[-1] - steps[0]) * (right - LEFT)
             return f"{x:.1f},{bottom - share * (bottom - TOP):.1f}"
 
-        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="time of a step by part">']
+        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{self.title}">']
         below = [0.0] * len(steps)
         for part, points in lines.items():
             above = [low + points[n][1] / wholes[n] for n, low in enumerate(below)]
@@ -278,8 +252,21 @@ class Bars:
         return cls(title, (*ranked[:most], *([("others", others)] if others else [])))
 
     def svg(self) -> str:
-        assert self.span is not None
-        (low, high), right, bottom = self.span, WIDTH - RIGHT, HEIGHT - BOTTOM
+        return self._by_name() if self.span is None else self._histogram(*self.span)
+
+    def _by_name(self) -> str:
+        """A horizontal bar for each name."""
+        high, most = 17, max(count for _, count in self.bars)
+        parts = [f'<svg viewBox="0 0 {WIDTH} {high * len(self.bars)}" role="img" aria-label="{escape(self.title)}">']
+        for number, (name, count) in enumerate(self.bars):
+            y, wide = high * number, (WIDTH - 180) * count / most
+            parts.append(f'<text class="tick" x="0" y="{y + 12}">{escape(shortened(name, 20))}</text>')
+            parts.append(f'<rect class="bin" x="120" y="{y + 4}" width="{wide:.1f}" height="9"/>')
+            parts.append(f'<text class="tick" x="{WIDTH}" y="{y + 12}" text-anchor="end">{count:,}</text>')
+        return "".join([*parts, "</svg>"])
+
+    def _histogram(self, low: float, high: float) -> str:
+        right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
         ticks = nice_ticks(0, max(count for _, count in self.bars))
         parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">']
         scale = (bottom - TOP) / ticks[-1]

@@ -284,7 +284,7 @@ const seen = [...document.querySelectorAll("table")].map(table => {
   const cut = table.getBoundingClientRect().right > box.getBoundingClientRect().right + 1;
   box.scrollLeft = 1e6;
   const right = last.getBoundingClientRect().right - box.getBoundingClientRect().right;
-  const narrow = [...table.querySelectorAll("td.key + td")].filter(cell => cell.offsetWidth < 90).length;
+  const narrow = [...table.querySelectorAll(".keys td.key + td")].filter(cell => cell.offsetWidth < 90).length;
   return {cut, right, shade: getComputedStyle(box).backgroundImage !== "none", narrow};
 });
 tell({page: document.documentElement.scrollWidth, height: document.documentElement.scrollHeight, seen});

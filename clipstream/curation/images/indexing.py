@@ -26,6 +26,8 @@ from clipstream.config.flags import split
 from clipstream.config.settings import Settings, load
 from clipstream.config.short_flags import SOURCE
 from clipstream.config.validate import validate_sources
+from clipstream.curation.gallery import Card
+from clipstream.curation.gallery import render_gallery as render_gallery
 from clipstream.curation.images.image_index import ImageRow, ImageSearch, root
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.order_plan import reading_of
@@ -37,8 +39,6 @@ from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError
 from clipstream.models.model_config import CONFIG_FILE
 from clipstream.models.pretrained import fetch, preflight
-from clipstream.report.html_report import Card
-from clipstream.report.html_report import render_gallery as render_gallery
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, parts_of, with_variables
 from clipstream.utils.content import file_state

@@ -46,7 +46,7 @@ from clipstream.utils.section import with_home
 
 if TYPE_CHECKING:
     from clipstream.api.run import Run
-    from clipstream.report.html_report import Card
+    from clipstream.curation.gallery import Card
 
 KEPT, KEPT_DAYS = 10, 30  # indexes that stay in the cache
 USAGE = 'clipstream search runs/first images "a red bird" [-k N] [--html FILE]'

@@ -26,6 +26,7 @@ import torch
 from clipstream.api.model import Model, usable_device
 from clipstream.config.flags import output_file
 from clipstream.config.plan import survey
+from clipstream.curation.gallery import Card, render_gallery
 from clipstream.curation.images.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image
 from clipstream.curation.images.indexing import image_row, opened
 from clipstream.curation.images.numpy_text import Floats, NumpyText
@@ -49,7 +50,6 @@ from clipstream.models.settings import ModelSettings
 from clipstream.precompute import CHUNK_ROWS, StoreOptions
 from clipstream.precompute.images import StoredImages
 from clipstream.precompute.run import precompute
-from clipstream.report.html_report import Card, render_gallery
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.text import printable
 from clipstream.utils import atomic_write
