@@ -76,7 +76,7 @@ def asked() -> Iterator[tuple[str, list[str]]]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", paths
         server.shutdown()
 

@@ -130,8 +130,14 @@ def rank_of(launcher: subprocess.Popen[bytes], rank: int) -> int:
     raise AssertionError(f"rank {rank} does not run")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ended", "by"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("ended", "by"),
+    [
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.ci),
+        pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+)
 def test_torchrun_starts_again_when_a_rank_is_ended(place: Path, ended: int, by: signal.Signals) -> None:
     name, hold = f"restarted-{ended}-{by.name}", place / f"hold-{ended}-{by.name}"
     if not (place / "runs/undisturbed").exists():

@@ -210,7 +210,7 @@ def https_site(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "certificate.pem").write_text(CERTIFICATE)
     context.load_cert_chain(tmp_path / "certificate.pem")
     server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     download._tls.cache_clear()
     yield f"https://127.0.0.1:{server.server_port}"
     download._tls.cache_clear()

@@ -50,7 +50,7 @@ def serve(served: Path) -> Iterator[tuple[str, Behaviour]]:
         state = behaviour
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}", behaviour
         finally:

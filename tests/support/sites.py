@@ -67,7 +67,7 @@ class Site:
         self.gates: dict[str, threading.Event] = {}
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, self))
         self.root = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def put(self, name: str, body: bytes) -> str:
         self.bodies[name] = body
