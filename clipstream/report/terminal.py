@@ -23,8 +23,7 @@ from typing import Any, Literal, TextIO
 from rich import get_console
 from rich.console import Console
 from rich.file_proxy import FileProxy
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as RichProgress
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from clipstream.data.decode.key_lists import LEFT_OUT
@@ -36,9 +35,8 @@ from clipstream.utils.logs import Tee, below, loading, log_displayed, logger
 
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step
-IN_NOTEBOOK = 100  # columns of a notebook's cell on a common screen
 REDRAWN = 0.1  # s between two states of the bar of steps, and of one in a notebook, a message to the browser each
-BAR_WIDTHS = 4, 30  # columns of the bar, at least and at most
+WIDEST = 30  # columns of the bar, which gives way to the text beside it
 LOG_FILE = "out.log"
 COUNTS = ("seconds", "n", "dropped")  # of an evaluation, which are in the table alone
 _URL = re.compile(r"\S+://\S+")
@@ -77,18 +75,17 @@ class ProgressDisplay(Sink):
         self._status = ""
         self._problems: Record = {}  # as they were said last
         self._evaluations: dict[str, Record] = {}  # the newest ones
-        self._bar: RichProgress | None = None
+        self._bar: Progress | None = None
         self._above = ExitStack()
         self._notebook: Any = None  # an output of a notebook's cell
         self._drawn = -math.inf  # when the bar was drawn last
         if self.mode == "bar":
             console = get_console() if in_notebook else Console(file=below(self.stream), force_terminal=True)
             logged = isinstance(self.stream, Tee)
-            self._bar_column = BarColumn()
-            self._bar = RichProgress(
-                self._bar_column,
-                MofNCompleteColumn(),
-                TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"), markup=False),
+            text = "{task.completed}/{task.total} {task.description}"
+            self._bar = Progress(
+                BarColumn(None, table_column=Column(max_width=WIDEST)),
+                TextColumn(text, table_column=Column(no_wrap=True, overflow="ellipsis"), markup=False),
                 console=console,
                 auto_refresh=False,  # its thread would not survive a fork of data workers
                 redirect_stdout=not logged,
@@ -200,7 +197,7 @@ class ProgressDisplay(Sink):
         return self._ema
 
     def _draw(self) -> None:
-        """Draw the bar, as wide as the text beside it allows; from then on what is printed appears above it."""
+        """Draw the bar; from then on what is printed appears above it."""
         if self._bar is None:
             return
         if math.isinf(self._drawn) and self._notebook is None:
@@ -209,9 +206,6 @@ class ProgressDisplay(Sink):
             if isinstance(self.stream, Tee):
                 self._above.enter_context(printed_above(self._bar.console))
         text = "  ".join([f"[{self._status}]", *self._parts[:1]] if self._status else self._parts)
-        width = self._bar.console.width if self._notebook is None else IN_NOTEBOOK
-        rest = width - len(text) - 2 * len(str(self.total)) - 5
-        self._bar_column.bar_width = min(max(rest, BAR_WIDTHS[0]), BAR_WIDTHS[1])
         self._bar.update(self._task, description=text, refresh=True)
         if self._notebook is None:
             self._drawn = time.monotonic()

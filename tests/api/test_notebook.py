@@ -67,7 +67,7 @@ def test_a_cell_trains_and_the_run_shows_its_report(kernel: Kernel, place: Path)
     assert cell["error"] == "", cell
     # The bar is one output, redrawn in place; evaluations and notes are lines below it.
     (states,) = cell["redrawn"].values()
-    assert ">0/3<" in states[0]["text/html"] and ">3/3<" in states[-1]["text/html"]
+    assert " 0/3 " in states[0]["text/html"] and " 3/3 " in states[-1]["text/html"]
     assert "samples/s" in states[-1]["text/html"] and states[-1]["text/html"].startswith("<pre ")
     assert re.search("^val at step 3:", cell["stdout"], re.M) and "step 3/3" not in cell["stdout"]
     assert "\x1b" not in cell["stdout"] and "\r" not in cell["stdout"]
