@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 
@@ -25,42 +26,34 @@ REMEMBERED = 1 << 17  # captions by their ids, about 60 MB
 AT_ONCE = 1 << 16  # captions scored against the kept images at once: 128 MiB
 
 
-class Kept:
-    """The first images of rank 0's data; empty on other ranks, and if the context wants no examples.
+class Sample(NamedTuple):
+    """An image that may be shown."""
 
-    Attributes:
-        pixels: uint8 [3, H, W] each.
-        ids: int [T] each.
-        keys: of the samples.
-        captions: of the samples; '' where they are not known.
-    """
+    pixels: torch.Tensor  # uint8 [3, H, W]
+    ids: torch.Tensor  # int [T]
+    key: str
+    caption: str  # '' where it is not known
+
+
+class Kept(list[Sample]):
+    """The first images of rank 0's data; empty on other ranks, and if the context wants no examples."""
 
     def __init__(self, context: EvalContext) -> None:
+        super().__init__()
         self._capacity = KEPT if context.examples_wanted and context.world.is_main else 0
-        self.pixels: list[torch.Tensor] = []
-        self.ids: list[torch.Tensor] = []
-        self.keys: list[str] = []
-        self.captions: list[str] = []
 
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def add(self, batch: Batch) -> bool:
+    def take(self, batch: Batch) -> bool:
         """Copy the batch's first samples, as many as still fit (batch memory is reused); whether any did."""
-        free = self._capacity - len(self)
-        if free <= 0 or batch.pixels is None:
+        free = max(0, self._capacity - len(self))
+        if not free or batch.pixels is None:
             return False
-        self.pixels += batch.pixels[:free].clone().unbind()
-        self.ids += batch.ids[:free].clone().unbind()
-        self.keys += batch.keys[:free]
-        self.captions += (batch.captions or [""] * len(batch))[:free]
+        captions = batch.captions or [""] * len(batch)
+        self += map(Sample, batch.pixels[:free].clone(), batch.ids[:free].clone(), batch.keys[:free], captions)
         return True
 
     def only(self, chosen: torch.Tensor) -> None:
         """Leave out images. `chosen`, bool: one for each, and more."""
-        there = chosen[: len(self)].tolist()
-        for name in ("pixels", "ids", "keys", "captions"):
-            setattr(self, name, [*compress(getattr(self, name), there)])
+        self[:] = compress(self, chosen[: len(self)].tolist())
 
 
 class Wording:
@@ -131,10 +124,10 @@ def show_retrieval(
                 best_of.setdefault(text, score)
             guesses = list(best_of.items())[:GUESSES]
             first, last = int(ahead[i]) + 1, int(ahead[i] + level[i])
-            text = context.shown(kept.captions[i], kept.ids[i][: context.tokenizer.context_length])
+            text = context.shown(kept[i].caption, kept[i].ids[: context.tokenizer.context_length])
             places = f"{first} to {last} (equal scores)" if last > first else f"{first}"
             note = f"its caption is in place {places} of {total}"
-            context.show(Example(kept.pixels[i], text, kept.keys[i], tuple(guesses), group, note))
+            context.show(Example(kept[i].pixels, text, kept[i].key, tuple(guesses), group, note))
 
 
 def show_classes(
@@ -150,7 +143,7 @@ def show_classes(
     if not len(kept):
         return
     values, found = (torch.cat(list(features))[: len(kept)] @ classifier.T).topk(min(GUESSES, len(names)))
-    labels = [int(ids[0]) for ids in kept.ids]
+    labels = [int(one.ids[0]) for one in kept]
     guessed = found.tolist()
     half = context.examples_wanted // 2
     for group, chosen in (
@@ -159,7 +152,7 @@ def show_classes(
     ):
         for i in chosen[:half]:
             guesses = tuple((names[j], v) for j, v in zip(guessed[i], values[i].tolist(), strict=True))
-            context.show(Example(kept.pixels[i], names[labels[i]], kept.keys[i], guesses, group))
+            context.show(Example(kept[i].pixels, names[labels[i]], kept[i].key, guesses, group))
 
 
 class Matches:

@@ -24,8 +24,7 @@ from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating, of_tokenizer
 from clipstream.evals.evaluators.frozen_features import LinearProbe, Neighbours
-from clipstream.evals.evaluators.retrieval import Retrieval
-from clipstream.evals.evaluators.validation_loss import ValidationLoss
+from clipstream.evals.evaluators.pairs import Retrieval, ValidationLoss
 from clipstream.evals.evaluators.zero_shot import ZeroShot
 from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
 from clipstream.evals.statistics import metrics_of

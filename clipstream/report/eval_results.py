@@ -72,19 +72,6 @@ def read_evaluations(folder: Path) -> list[Record]:
     return list(with_provenance(found, folder).values())
 
 
-def conditions(evaluation: Record) -> tuple[Any, Any]:
-    """What the metrics of an evaluation depend on besides the model: data and settings.
-
-    Paths of the data are left out, as a data set may be staged elsewhere.
-    """
-    data = [(part["pictures"], part["pairs"]) for part in evaluation.get("data", [])]
-    settings = {key: value for key, value in evaluation.get("settings", {}).items() if key not in NO_PART}
-    return (data, evaluation.get("texts")), {
-        key: {k: v for k, v in value.items() if k not in ("shards", "index", "folder")} if _is_source(value) else value
-        for key, value in settings.items()
-    }
-
-
 def add(path: Path, *records: Record) -> None:
     """Append records to a file: a line per metric to a `.csv` or `.md` file, else a JSON line each.
 

@@ -26,7 +26,7 @@ from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
 from clipstream.evals.statistics import chance_of, interval, is_minor, is_share, metrics_of
-from clipstream.report.eval_results import Evaluations, conditions, groups, put, with_provenance
+from clipstream.report.eval_results import Evaluations, differences, groups, put, with_provenance
 from clipstream.report.pages import Chart, Points, Series, StepTimes, fill, means, short
 from clipstream.report.sinks import (
     LARGEST,
@@ -110,13 +110,13 @@ class Evaluated:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Evaluated:
-        """Evaluations by `clipstream evaluate` belong to the curves if they used the same data and settings as those of
-        the run itself, or else as the newest one; of a step, the run's own counts.
+        """The run's own evaluations, and those by `clipstream evaluate` that may be compared with the newest of them, or
+        else with the newest of all. Of a step, the run's own counts.
         """
         own = [record for record in records if "checkpoint" not in record]
         others = [record for record in records if "checkpoint" in record]
         newest = next((one for one in (*own[::-1], *others[::-1]) if "error" not in one), None)
-        alike = [one for one in others if "error" in one or (newest and conditions(one) == conditions(newest))]
+        alike = [one for one in others if "error" in one or not differences(newest, one)]
         values: dict[str, dict[float, float]] = {}
         failed = None
         for group in (alike, own):

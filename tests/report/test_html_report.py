@@ -106,17 +106,18 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
 def test_what_was_evaluated_afterwards_is_in_it_if_it_was_made_alike(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "mine")
 
-    def told(step: int, name: str, top1: float, pictures: str, **more: Any) -> None:
+    def told(step: int, name: str, top1: float, pictures: str, texts: str = "plain") -> None:
         data = [{"shards": f"{step}.tar", "samples": 9, "pictures": pictures, "pairs": "cd"}]
-        section = {"type": "zero_shot", "every": step, "templates": "plain", "data": {"shards": f"{step}.tar"}, **more}
+        section = {"type": "zero_shot", "every": step, "data": {"shards": f"{step}.tar"}}
         record = {"step": step, "eval": name, "top1": top1, "metrics": ["top1"], "data": data, "settings": section}
+        record["texts"] = texts
         own = step % 500 == 0 and name == "animals"
         add(folder / METRICS_FILE, record if own else {**record, "checkpoint": "c"})
 
     told(500, "animals", 0.4, "ab")
     told(700, "animals", 0.6, "ab")
     told(800, "animals", 0.9, "other data")
-    told(900, "animals", 0.9, "ab", templates="openai")
+    told(900, "animals", 0.9, "ab", texts="openai")
     told(1200, "animals", 0.7, "ab")
     told(1300, "animals", 0.9, "other data")
     for step, top1, pictures in ((1000, 0.1, "ab"), (1000, 0.2, "newer data"), (500, 0.3, "newer data")):

@@ -54,7 +54,7 @@ class ZeroShot:
             labels = batch.ids[:, 0].to(classifier.device, torch.int64)
             images = context.encode_image(batch.images)
             tally.index_add_(0, labels, score(images, classifier, labels))
-            if kept.add(batch):
+            if kept.take(batch):
                 first.append(images)
             matches.add(images, batch, partial(self._words, batch))
             if context.examples_wanted:
