@@ -167,7 +167,7 @@ def build_model(plan: Plan, world: World) -> Model:
         )
     if stored is not None:
         check_stores(stored, settings.data, towers, tokenizer)
-        tell_stored(settings, world, stored.views)
+        tell_stored(plan, world, stored.views)
     # Any rank may have to save, where others are lost.
     keep = world.is_main or train.rescue_seconds > 0
     prepare_towers(towers, train.arithmetic, model, world.device, tf32=train.tf32, keep=keep)

@@ -258,9 +258,9 @@ def build_loader(
     if chosen is None:
         raise SettingsError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     with on_terminal():
-        settings = settings_from(*_source(data, overrides, flags), ranks=world.size)
-        seen = validate_sources(settings)
-        if settings.data.texts > 1:
+        written = settings_from(*_source(data, overrides, flags), ranks=world.size)
+        seen = validate_sources(written)
+        if written.settings.data.texts > 1:
             raise SettingsError(
                 "data.sources: build_loader gives one text of a sample: remove caption.per_image, caption.negatives "
                 "and caption.short"

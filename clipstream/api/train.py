@@ -73,11 +73,11 @@ def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -
         world.barrier()  # rank 0 writes the folder that every rank returns
 
     with on_terminal():
-        settings = settings_from(config, overrides, flags)
-        set_level(settings.log.level)
-        found = prepare_run(settings)
+        written = settings_from(config, overrides, flags)
+        set_level(written.settings.log.level)
+        found = prepare_run(written)
         try:
-            run_embedded(settings.run, body)
+            run_embedded(found.settings.run, body)
         except Stopped as stopped:
             if stopped.signal != "SIGINT":
                 raise

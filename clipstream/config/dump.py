@@ -19,7 +19,7 @@ import braceexpand
 
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.plan import Plan
-from clipstream.config.settings import Settings, by_key, changed, shown
+from clipstream.config.settings import Settings, Written, by_key, changed, shown
 from clipstream.data.settings import SPLIT_FILE, SourceSettings
 from clipstream.data.text_settings import PathTokenizer
 from clipstream.distributed.world import World
@@ -178,14 +178,14 @@ def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:
     return value == ALL, rest
 
 
-def print_config(settings: Settings, verb: str, every: bool, comments: Sequence[str] = ()) -> int:
+def print_config(written: Written, verb: str, every: bool, comments: Sequence[str] = ()) -> int:
     """Print the settings on rank 0, and return the exit code, 0. A password is printed too, with a warning on stderr.
 
     Args:
         every: print all settings, and not only those that differ from the defaults.
         comments: lines that stand before them.
     """
-    world = World.from_env()
+    settings, world = written.settings, World.from_env()
     if not world.is_main:
         return 0
     if keys := secrets(settings):
@@ -195,7 +195,7 @@ def print_config(settings: Settings, verb: str, every: bool, comments: Sequence[
         )
     what = "all settings" if every else f"settings that differ from the defaults ({FLAG} {ALL} prints all)"
     print(f"# clipstream {verb}: {what}")
-    if settings.places.place_of(("data", "global_batch_size")) == "--batch-size":
+    if written.places.place_of(("data", "global_batch_size")) == "--batch-size":
         print(f"# data.global_batch_size is --batch-size x --accum-freq x {counted(world.size, 'rank')}")
     tree = settings.model_dump(mode="json") if every else changed(settings)
     print("".join(f"# {line}\n" for line in comments) + to_yaml(tree), end="")

@@ -30,7 +30,7 @@ from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
 from clipstream.config.help import help_text
 from clipstream.config.plan import chosen, survey
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, Written, load, read
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
@@ -56,26 +56,26 @@ class CommandLine:
     flags: list[str]  # the rest
     print_all: bool | None  # whether --print-config prints all settings; None without it
 
-    def load(self, flags: Sequence[str] | None = None, ranks: int | None = None, run: Path | None = None) -> Settings:
+    def load(self, flags: Sequence[str] | None = None, ranks: int | None = None, run: Path | None = None) -> Written:
         """The settings of flags, `self.flags` unless given. Sets the level of messages, and logs notices.
 
         Raises:
             SettingsError: as `load`.
             Printed: by --print-config.
         """
-        settings = load(self.flags if flags is None else flags, ranks=ranks, run=run)
-        set_level(settings.log.level)
-        settings.log_notices()
-        self.print_settings(settings)
-        return settings
+        written = read(self.flags if flags is None else flags, ranks=ranks, run=run)
+        set_level(written.settings.log.level)
+        written.log_notices()
+        self.print_settings(written)
+        return written
 
-    def print_settings(self, settings: Settings) -> None:
+    def print_settings(self, written: Written) -> None:
         """Print the settings and raise `Printed`, if --print-config was given."""
         if self.print_all is not None:
             ranks = World.from_env().size
-            values, choices = chosen(survey(settings), ranks) if self.verb == "train" else (settings, ())
+            values, choices = chosen(survey(written), ranks) if self.verb == "train" else (written.settings, ())
             lines = [f"chosen: {reason} sets it" for *_, reason in choices]
-            print_config(values, self.verb, self.print_all, lines)
+            print_config(Written(values, written.places), self.verb, self.print_all, lines)
             raise Printed
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from clipstream.checkpoint import store
-from clipstream.config.settings import Settings
+from clipstream.config.config_sources import Node
+from clipstream.config.settings import Settings, Written
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, split_counts
 from clipstream.data.sources import Source, SourceContext
@@ -125,6 +126,7 @@ class Survey:
     """What the settings of a run name, looked at once on this rank, before the ranks meet."""
 
     settings: Settings  # as they were written
+    places: Node  # where
     sources: Mapping[str, Source]  # of training by name, sorted, listed; without those that cannot be
     error: ClipstreamError | None = None  # why the training data cannot be listed
     samples: int | None = None  # of the training data; None where counting takes long, or they are not all used
@@ -159,12 +161,13 @@ class Plan:
         return self.recorded if known else _with(self.recorded, EPOCH, self.survey.settings.train.epoch_samples)
 
 
-def survey(settings: Settings, *, count: bool = True) -> Survey:
+def survey(written: Written | Settings, *, count: bool = True) -> Survey:
     """List the training data of the settings; errors are kept in the result.
 
     Args:
         count: whether settings follow from the numbers of samples, as those of a run do.
     """
+    settings, places = written if isinstance(written, Written) else (written, Node())
     train, data = settings.train, settings.data
     sources: dict[str, Source] = {}
     error: ClipstreamError | None = None
@@ -174,7 +177,7 @@ def survey(settings: Settings, *, count: bool = True) -> Survey:
         except ClipstreamError as found:
             error = error or found
     if not count:
-        return Survey(settings, sources, error, chooses=False)
+        return Survey(settings, places, sources, error, chooses=False)
     if error is None and train.steps is train.samples is train.epochs is None:  # else training counts missing shards
         for source in sources.values():
             if missing := source.missing:
@@ -183,7 +186,7 @@ def survey(settings: Settings, *, count: bool = True) -> Survey:
     _, free = _free(settings)
     samples = None if error is not None or not free else _samples(settings, sources)
     evaluated = _evaluated(settings) if samples is not None and EVERY in free else 0
-    return Survey(settings, sources, error, samples, evaluated)
+    return Survey(settings, places, sources, error, samples, evaluated)
 
 
 def draft(found: Survey, ranks: int) -> Plan:
@@ -335,7 +338,7 @@ def keep_batch(found: Survey, world: World) -> Survey:
     """
     settings = found.settings
     resume, now = settings.checkpoint.resume, settings.data.global_batch_size
-    node = settings.places.at(tuple(BATCH.split(".")))
+    node = found.places.at(tuple(BATCH.split(".")))
     if resume is None or node is None or node.place != "--batch-size" or settings.checkpoint.resume_approximate:
         return found
     by_name = resume in ("latest", "auto")

@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, ValidationError
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError
 from pydantic_core import InitErrorDetails, PydanticUndefined
 
 from clipstream.checkpoint.store import named, with_own_config
@@ -99,18 +99,6 @@ class Settings(Section):
     evals: dict[str, SerializeAsAny[EvalSettings]] = Field(default_factory=dict, description="evaluators by name")
     log: LogSettings = Field(default_factory=LogSettings)
 
-    _places: Node = PrivateAttr(default_factory=Node)
-
-    @property
-    def places(self) -> Node:
-        """The settings as they were written, with their places."""
-        return self._places
-
-    def log_notices(self) -> None:
-        """Log the lines about flags of open_clip that have no effect, on rank 0."""
-        for text in self.places.notices if World.from_env().is_main else ():
-            logger.info(f"notice: {text}")
-
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, from steps, samples or epochs. Raises SettingsError: none of them is set."""
@@ -124,14 +112,31 @@ class Settings(Section):
         return FilePath(self.run.logs) / self.run.name
 
 
-def load(
+class Written(NamedTuple):
+    """Settings as they were written."""
+
+    settings: Settings
+    places: Node  # where each value was written, for messages
+
+    def log_notices(self) -> None:
+        """Log the lines about flags of open_clip that have no effect, on rank 0."""
+        for text in self.places.notices if World.from_env().is_main else ():
+            logger.info(f"notice: {text}")
+
+
+def load(argv: Sequence[str], **how: Any) -> Settings:
+    """The settings of a command line, as `read` takes it, for who tells nothing about single values."""
+    return read(argv, **how).settings
+
+
+def read(
     argv: Sequence[str],
     *,
     trees: Sequence[Node] = (),
     ranks: int | None = None,
     trains: bool = True,
     run: FilePath | None = None,
-) -> Settings:
+) -> Written:
     """The settings of a command line: defaults, then each `--config` file in order, then flags.
 
     Args:
@@ -176,8 +181,7 @@ def load(
     files_used = [*configs, *([model.name] if by_path else [])]
     shipped = [f"{file} is used, of the installed package" for file in files_used if file.startswith(SHIPPED)]
     places.notices = list(dict.fromkeys([*flags.notices, *shipped]))
-    settings._places = places
-    return settings
+    return Written(settings, places)
 
 
 def by_key(settings: Settings) -> dict[str, object]:
@@ -270,21 +274,21 @@ def load_settings(config: Config = None, overrides: Overrides = None, /, **flags
         >>> settings.data.global_batch_size, settings.optim.lr
         (64, 0.001)
     """
-    return settings_from(config, overrides, flags)
+    return settings_from(config, overrides, flags).settings
 
 
 def settings_from(
     config: Config, overrides: Overrides, flags: Mapping[str, Any], *, ranks: int | None = None, trains: bool = True
-) -> Settings:
-    """As `load_settings`; `ranks` and `trains` are as `config.settings.load` takes them."""
+) -> Written:
+    """As `load_settings`; `ranks` and `trains` are as `read` takes them. Of `Settings`, keys are the places."""
     if not isinstance(overrides, Mapping | None):
         raise wrong_type("overrides", "a mapping of keys such as 'optim.lr' to values", overrides)
     files: list[str] = []
     trees: list[Node] = []
     if isinstance(config, Settings):
         if not overrides and not flags:
-            return config
-        trees.append(config.places if config.places.value else tree_of(changed(config)))
+            return Written(config, Node())
+        trees.append(tree_of(config.model_dump(mode="json", exclude_unset=True)))
     elif isinstance(config, Mapping):
         trees.append(tree_of(config))
     elif config is not None:
@@ -299,7 +303,7 @@ def settings_from(
             own[name] = value
         elif value is not None:
             argv.append(f"--{name.replace('_', '-')}={_text(name, value)}")
-    return load(argv, trees=[*trees, tree_of(own)] if own else trees, ranks=ranks, trains=trains)
+    return read(argv, trees=[*trees, tree_of(own)] if own else trees, ranks=ranks, trains=trains)
 
 
 def tree_of(values: Mapping[str, Any]) -> Node:

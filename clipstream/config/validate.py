@@ -15,9 +15,9 @@ from typing import Any
 
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.store import holds_a_run
-from clipstream.config.config_sources import enumerate_words, format_problem
-from clipstream.config.plan import Survey, draft, hold_out, keep_batch, survey
-from clipstream.config.settings import Settings
+from clipstream.config.config_sources import Node, enumerate_words, format_problem
+from clipstream.config.plan import Plan, Survey, draft, hold_out, keep_batch, survey
+from clipstream.config.settings import Settings, Written
 from clipstream.data.decode.class_names import unreadable_names
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import SourceSettings
@@ -206,14 +206,14 @@ PAIRS = (
 )  # fmt: skip
 
 
-def prepare_run(settings: Settings) -> Survey:
+def prepare_run(written: Written) -> Survey:
     """What a training run is planned from: its settings and data, checked together with the files that they name.
 
     Raises SettingsError: they are wrong, or files of a model are missing.
     """
     world = World.from_env()
-    seen = validate_run(settings, world)
-    preflight_models(settings)
+    seen = validate_run(written, world)
+    preflight_models(written.settings)
     seen = hold_out(seen, world)
     for _, _, reason in draft(seen, world.size).choices if world.is_main else ():
         announce(f"chosen   {reason} sets it")
@@ -229,7 +229,7 @@ def preflight_models(settings: Settings) -> None:
     preflight(settings.model, settings.tokenizer, loss_type=loss_type, teacher=teacher, ask=ask)
 
 
-def validate_run(written: Settings, world: World) -> Survey:
+def validate_run(written: Written, world: World) -> Survey:
     """Check the settings of a training run, before torch is imported and anything is written; what they name leaves.
 
     Every rank looks for an existing run folder: rank 0 must not make it before all of them have been here.
@@ -240,14 +240,14 @@ def validate_run(written: Settings, world: World) -> Survey:
     settings = draft(seen, world.size).settings
     parts = _length(seen, settings), _batches(settings, world), _shards(seen), _val_split(settings), _evals(settings)
     rest = found(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
-    _conclude(settings, world, *parts, _short(settings), *rest)
+    _conclude(Written(settings, seen.places), world, *parts, _short(settings), *rest)
     if seen.error is not None:
         raise seen.error
-    tell(settings, world, (*_notices(settings), *found(PAIRS, settings, notices=True)))
+    tell(seen.places, world, (*_notices(settings), *found(PAIRS, settings, notices=True)))
     return seen
 
 
-def validate_evals(settings: Settings, *, shown: bool) -> None:
+def validate_evals(written: Written, *, shown: bool) -> None:
     """Check the settings of evaluators where nothing is trained, before torch is imported.
 
     Args:
@@ -255,47 +255,48 @@ def validate_evals(settings: Settings, *, shown: bool) -> None:
 
     Raises SettingsError: with one line for each mistake.
     """
-    world = World.from_env()
-    _conclude(settings, world, _evals(settings), found((PROMPTS,) if shown else (), settings))
-    tell(settings, world, _notices(settings.evals, ("evals",)))
+    settings, world = written.settings, World.from_env()
+    _conclude(written, world, _evals(settings), found((PROMPTS,) if shown else (), settings))
+    tell(written.places, world, _notices(settings.evals, ("evals",)))
 
 
-def validate_sources(settings: Settings) -> Survey:
+def validate_sources(written: Written) -> Survey:
     """Check the settings of the training data where nothing is trained or evaluated; what they name leaves.
 
     Raises SettingsError: with one line for each mistake.
     """
     world = World.from_env()
-    seen = survey(settings, count=False)
-    alone = settings.model_copy(update={"evals": {}})
-    _conclude(settings, world, _shards(replace(seen, settings=alone)), _val_split(alone))
+    seen = survey(written, count=False)
+    alone = written.settings.model_copy(update={"evals": {}})
+    _conclude(Written(alone, written.places), world, _shards(replace(seen, settings=alone)), _val_split(alone))
     if seen.error is not None:
         raise seen.error
     return seen
 
 
-def _conclude(settings: Settings, world: World, *parts: Problems) -> None:
+def _conclude(written: Written, world: World, *parts: Problems) -> None:
     """Raise all problems at once; without any, warn on rank 0 about class names that are given more than once."""
-    if lines := [format_problem(settings.places, path, text) for problems in parts for path, text in problems]:
+    if lines := [format_problem(written.places, path, text) for problems in parts for path, text in problems]:
         raise SettingsError(enumerate_words(lines))
-    for name, section in settings.evals.items() if world.is_main else ():
+    for name, section in written.settings.evals.items() if world.is_main else ():
         if isinstance(section, LabelledSettings) and (text := repeated(section)):
-            logger.warning(format_problem(settings.places, ("evals", name, "classes"), text))
+            logger.warning(format_problem(written.places, ("evals", name, "classes"), text))
 
 
-def tell(settings: Settings, world: World, notices: Iterable[tuple[Path, str]]) -> None:
+def tell(places: Node, world: World, notices: Iterable[tuple[Path, str]]) -> None:
     for path, text in notices if world.is_main else ():
-        logger.info(f"notice: {format_problem(settings.places, path, text)}")
+        logger.info(f"notice: {format_problem(places, path, text)}")
 
 
-def tell_stored(settings: Settings, world: World, views: int) -> None:
+def tell_stored(plan: Plan, world: World, views: int) -> None:
     """Log the settings that have no effect beside stored features of images, on rank 0.
 
     Args:
         views: augmented views of each image in the store.
     """
-    if settings.data.image_features is not None:
-        tell(settings, world, found(AS_EVALUATED, settings, notices=True, **{"the features of images": views}))
+    if plan.settings.data.image_features is not None:
+        facts = {"the features of images": views}
+        tell(plan.survey.places, world, found(AS_EVALUATED, plan.settings, notices=True, **facts))
 
 
 def _notices(section: Any, path: Path = ()) -> Problems:

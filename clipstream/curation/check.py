@@ -32,7 +32,7 @@ from clipstream.config.dump import portable, print_config, secrets, take_flag
 from clipstream.config.entry import entry_point
 from clipstream.config.flags import output_file
 from clipstream.config.plan import LARGE, batch_of
-from clipstream.config.settings import PathLike, Settings, changed, load, tree_of
+from clipstream.config.settings import PathLike, Settings, changed, load, read, tree_of
 from clipstream.curation import check_all as whole
 from clipstream.curation.byte_pairs import BytePairs
 from clipstream.curation.duplicates import caption_hash, file_hash
@@ -146,9 +146,9 @@ def main(argv: list[str]) -> int:
     if options.all and options.samples is not None:
         parser.error("--samples does not go with --all, which reads all samples")
     shards, flags = "::".join(in_braces(options.shards)), [*_flags(vars(options)), *reading]
-    settings = load(["--train-data", shards, *flags])
+    settings = (written := read(["--train-data", shards, *flags])).settings
     if every is not None:
-        return print_config(settings, "check", every)
+        return print_config(written, "check", every)
     command = ["clipstream", "train", "--train-data", redact(shards), *flags]
     if options.all:
         check_all(settings, ["--train-data", shards, *flags], command, options)

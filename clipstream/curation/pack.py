@@ -177,7 +177,7 @@ def arguments(argv: Sequence[str]) -> Asked:
         raise SettingsError("missing OUT: clipstream pack OUT SOURCE…")
     if names[1:]:
         flags = ["--train-data", "::".join(in_braces(names[1:])), *flags]
-    settings = command.load(flags)
+    settings = command.load(flags).settings
     if not settings.data.sources:
         raise SettingsError("missing SOURCE: clipstream pack OUT SOURCE…, or --config with data.sources")
     recipe = _recipe(own)

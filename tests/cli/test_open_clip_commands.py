@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from clipstream.cli.verbs import evaluate, train
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -226,10 +226,10 @@ def value(settings: Settings, key: str) -> Any:
 
 @pytest.mark.parametrize(("command", "expected", "notices"), READ)
 def test_commands_are_read_as_they_stand(command: str, expected: dict[str, Any], notices: list[str]) -> None:
-    settings = load(arguments(command), ranks=2)
+    settings, places = read(arguments(command), ranks=2)
     assert {key: value(settings, key) for key in expected} == expected
-    assert sorted(line.partition(":")[0] for line in settings.places.notices) == sorted(notices)
-    assert all("\n" not in line for line in settings.places.notices)
+    assert sorted(line.partition(":")[0] for line in places.notices) == sorted(notices)
+    assert all("\n" not in line for line in places.notices)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_an_epoch_of_open_clip_is_evaluated_and_trained_on(
     small |= {"pretrained": f"{place}/epoch_2.pt", "val_data": f"{place}/validation_data.csv"}
     argv = arguments(LOCAL_CHECKPOINT, **{key: text for key, text in small.items() if key != "warmup"})
     with pytest.raises(SettingsError, match=r"^data.sources: no training data.*clipstream evaluate[^\n]*$"):
-        validate_run(load(argv), World())
+        validate_run(read(argv), World())
     assert evaluate.main(argv) == 0
     assert "image_to_text_R@1" in capsys.readouterr().out
     hosted = load(arguments(HOSTED_CHECKPOINT, cache_dir=str(place / "empty")), trains=False).model

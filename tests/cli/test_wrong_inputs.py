@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.config.settings import load
+from clipstream.config.settings import read
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -179,7 +179,7 @@ def test_a_wrong_input_is_told(line: str | list[str], told: str) -> None:
 )
 def test_what_a_run_needs(line: str, told: str) -> None:
     with pytest.raises(SettingsError, match=told):
-        validate_run(load(line.split()), World())
+        validate_run(read(line.split()), World())
 
 
 @pytest.mark.parametrize(

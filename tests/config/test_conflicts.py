@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clipstream.cli.verbs.train import main
-from clipstream.config.settings import load
+from clipstream.config.settings import read
 from clipstream.config.validate import records, validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -149,11 +149,11 @@ def test_what_does_not_go_together(
     world = World(rank=0, size=3 if {"ranks", "run.timeout"} & pair.when.keys() else 1)
     if pair.notice:
         caplog.set_level(logging.INFO, "clipstream")
-        validate_run(load(argv, ranks=world.size), world)
+        validate_run(read(argv, ranks=world.size), world)
         assert reason in caplog.text and "notice: " in caplog.text
         return
     with pytest.raises(SettingsError) as caught:
-        validate_run(load(argv, ranks=world.size), world)
+        validate_run(read(argv, ranks=world.size), world)
     assert reason in str(caught.value)
 
 

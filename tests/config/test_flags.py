@@ -11,7 +11,7 @@ import pytest
 
 from clipstream.config.dump import dump
 from clipstream.config.flags import advice
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_run
 from clipstream.data.text_settings import JsonCaption, TextCaption
 from clipstream.distributed.world import World
@@ -188,9 +188,9 @@ SETS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("words", "expected"), SETS, ids=[words[:50] for words, _ in SETS])
 def test_what_flags_set(words: str, expected: dict[str, Any]) -> None:
-    settings = load(shlex.split(words), ranks=2)
+    settings, places = read(shlex.split(words), ranks=2)
     assert {key: at(settings, key) for key in expected if key != "notices"} | {
-        "notices": [line.partition(":")[0] for line in settings.places.notices]
+        "notices": [line.partition(":")[0] for line in places.notices]
     } == {"notices": [], **expected}
 
 
@@ -244,8 +244,7 @@ def test_epochs_become_steps(tmp_path: Path) -> None:
     assert (resolved.checkpoint.every, resolved.evals["val"].every) == (40, 80)  # steps of 256 samples
     run += ["--epochs=5", "--lr-scheduler=const-cooldown"]
     more = ["--epochs-cooldown=2", "--lr-cooldown-end=1e-5", "--lr-cooldown-power=0.5"]
-    settings = load([*run, *more], ranks=1)
-    validate_run(settings, World())
+    settings = validate_run(read([*run, *more], ranks=1), World()).settings
     schedule = planned(settings).schedule
     assert (schedule.type, schedule.cooldown, schedule.cooldown_epochs) == ("const-cooldown", 160, None)
     assert (schedule.min_lr, schedule.cooldown_power) == (1e-5, 0.5)

@@ -12,7 +12,7 @@ from open_clip_train.params import get_default_params, parse_args
 
 from clipstream.cli import main
 from clipstream.config.flags import DEFAULTS
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, load, read
 from clipstream.config.short_flags import BY_FLAG, UNNEEDED, notice, refusal
 from clipstream.utils.section import leaves
 from tests.support.settings_files import problems
@@ -64,13 +64,13 @@ def test_the_page_says_of_every_flag_what_becomes_of_it(monkeypatch: pytest.Monk
 
 def test_flags_without_work_are_answered_by_one_line() -> None:
     words = "--local-loss --gather_with_grad --dist-url tcp://a:1 --local-loss --bucket-pool 7 --no-set-device-rank"
-    settings = load(words.split())
+    settings, places = read(words.split())
     assert settings == load([])
-    assert [line.partition(":")[0] for line in settings.places.notices] == [
+    assert [line.partition(":")[0] for line in places.notices] == [
         "--local-loss", "--gather_with_grad", "--dist-url", "--bucket-pool", "--no-set-device-rank"
     ]  # fmt: skip
     for flag in (flag for flag in UNNEEDED if "*" not in flag):
-        assert load([flag]).places.notices == [f"{flag}: not needed: see docs/from-open_clip.md"]
+        assert read([flag]).places.notices == [f"{flag}: not needed: see docs/from-open_clip.md"]
 
 
 def test_notices_are_shown_on_rank_0_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from clipstream.config.plan import (
     plan,
     survey,
 )
-from clipstream.config.settings import load
+from clipstream.config.settings import load, read
 from clipstream.config.validate import prepare_run
 from clipstream.data.order_plan import epoch_plan
 from clipstream.data.sources import indexes
@@ -141,7 +141,7 @@ def test_large_data_and_data_of_unknown_size_have_the_usual_defaults(
 def test_a_run_has_them_and_its_configuration_repeats_them(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--train-data", f"{place}/pairs/*.tar", "--val-data", f"{place}/val/*.tar"]
     argv += ["--model", f"{place}/model.json"]
-    settings = draft(prepare_run(load(argv)), 1).settings
+    settings = draft(prepare_run(read(argv)), 1).settings
     assert (settings.data.global_batch_size, settings.data.sampling.mode) == (32, "resampled")
     assert (settings.total_steps, settings.schedule.warmup, settings.evals["val"].every) == (80, 4, 8)
     file = place / "config.yaml"
@@ -158,7 +158,7 @@ def test_choices_count_the_samples_that_are_not_held_out(place: Path, monkeypatc
     monkeypatch.setattr(plan_module, "BATCHES", (2, 512))
     monkeypatch.setattr(plan_module, "_samples", lambda *_: 100)  # more than there are
     split = ["--train-data", f"{place}/pairs/*.tar", "--model", f"{place}/model.json", "--val-split", "0.1"]
-    found = prepare_run(load([*split, "--name", "x", "--data.sampling.mode", "indexed"]))
+    found = prepare_run(read([*split, "--name", "x", "--data.sampling.mode", "indexed"]))
     left = draft(found, 1)
     assert left.settings.data.global_batch_size == batch_of(62 - 6) == 4
     assert left.settings.train.epoch_samples == 4 * (62 // 4)
@@ -185,7 +185,7 @@ def test_a_source_is_listed_and_its_indexes_are_read_once(
     monkeypatch.setattr(TarSource, "list_shards", list_shards)
     monkeypatch.setattr(indexes, "_by_index", count)
     argv = ["--train-data", f"{place}/pairs/*.tar", "--model", f"{place}/model.json", "--workers", "0"]
-    found = prepare_run(load([*argv, "--precision", "fp32", "--name", "x", "--data.sampling.mode", mode]))
+    found = prepare_run(read([*argv, "--precision", "fp32", "--name", "x", "--data.sampling.mode", mode]))
     made = plan(agree(found, World()), World())
     with build_loader(made, World(), build_model(made, World())) as loader:
         assert len(next(loader)) == 32
@@ -220,5 +220,5 @@ def test_data_that_cannot_be_read_come_first(
     (tmp_path / "pairs.csv").write_text("\n".join(["picture,title", *rows, ""]))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ClipstreamError) as error:
-        prepare_run(load([*flags.split(), "--model", f"{place}/model.json", "--val-split", "0.2"]))
+        prepare_run(read([*flags.split(), "--model", f"{place}/model.json", "--val-split", "0.2"]))
     assert told in str(error.value) and "length" not in str(error.value)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clipstream.config.config_sources import NULLS
 from clipstream.config.dump import dump, portable
 from clipstream.config.plan import agree, survey, with_lanes
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_evals, validate_run
 from clipstream.data.text_settings import JsonCaption
 from clipstream.distributed.world import World
@@ -154,7 +154,7 @@ def test_a_missing_key_is_named_and_no_flag_of_another(tmp_path: Path) -> None:
         (["--evals.a={type: zero_shot, batch_size: 8, data: {shards: a}}"], "--evals.a: "),
     ):
         with pytest.raises(SettingsError) as caught:
-            validate_evals(load(argv, trains=False), shown=True)
+            validate_evals(read(argv, trains=False), shown=True)
         assert str(caught.value).startswith(f"{place}evals.a.classes: missing: ")
 
 
@@ -163,25 +163,25 @@ def test_classes_given_twice_are_named(tmp_path: Path, capsys: pytest.CaptureFix
     zero_shot = ["--evals.a.type=zero_shot", "--evals.a.data.shards=a"]
     train = [*BASE, "--name=x", *zero_shot]
     for classes in (f"--evals.a.classes={file}", "--evals.a.classes=[cat, dog, Cat]"):
-        validate_evals(load([*zero_shot, classes], trains=False), shown=True)
+        validate_evals(read([*zero_shot, classes], trains=False), shown=True)
         told = capsys.readouterr().err
         assert told.startswith("warning: --evals.a.classes: duplicate class names: 'cat'") and told.count("\n") == 1
-        validate_run(load([*train, classes]), World())
+        validate_run(read([*train, classes]), World())
         assert capsys.readouterr().err == told
-        validate_run(load([*train, classes]), World(size=2, rank=1))
+        validate_run(read([*train, classes]), World(size=2, rank=1))
     for classes in ("--evals.a.classes=[cat, dog]", "--evals.a.classes=imagenet"):
-        validate_evals(load([*zero_shot, classes], trains=False), shown=True)
+        validate_evals(read([*zero_shot, classes], trains=False), shown=True)
     assert capsys.readouterr().err == "", "told on rank 0 alone, and of the user's own names alone"
 
 
 def test_an_existing_run_is_not_written_over(tmp_path: Path) -> None:
     argv = [*BASE, "--logs", str(tmp_path)]
     (tmp_path / "x").mkdir()
-    validate_run(load(argv), World())
+    validate_run(read(argv), World())
     (tmp_path / "x" / "config.yaml").touch()
     with pytest.raises(SettingsError, match=r"--resume auto, or .* --name"):
-        validate_run(load(argv), World(rank=1, size=2))
-    validate_run(load([*argv, "--resume", "auto"]), World())
+        validate_run(read(argv), World(rank=1, size=2))
+    validate_run(read([*argv, "--resume", "auto"]), World())
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_models_of_the_package_are_named_from_any_folder(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small").mkdir()  # a folder that is no model
     for name in ("small", "small-vit", "lite0-minilm"):
-        by_name, by_path = (load(["--model", one]) for one in (name, f"configs/models/{name}.json"))
-        assert by_name.model == by_path.model and Path(by_name.model.name).is_file()
+        by_name, by_path = (read(["--model", one]) for one in (name, f"configs/models/{name}.json"))
+        assert by_name.settings == by_path.settings and Path(by_name.settings.model.name).is_file()
         assert [name in notice for notice in by_path.places.notices] == [True] and not by_name.places.notices
     assert load(["--model", "ViT-B-32"]).model.name == "ViT-B-32"

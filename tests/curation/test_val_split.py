@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipstream.cli.main import main
-from clipstream.config.settings import load
+from clipstream.config.settings import read
 from clipstream.config.validate import validate_run
 from clipstream.curation.duplicates import NEAR, caption_hash, hashes_of, look_of, near_pairs
 from clipstream.curation.val_split import choose, held_out
@@ -192,7 +192,7 @@ def test_runs_hold_out_the_same_samples(
 )
 def test_what_does_not_go_together_is_told(more: list[str], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
-        validate_run(load(["--train-data=a.tar", "--steps=2", "--val-split=0.1", *more]), World())
+        validate_run(read(["--train-data=a.tar", "--steps=2", "--val-split=0.1", *more]), World())
 
 
 def test_captions_are_compared_by_their_characters() -> None:

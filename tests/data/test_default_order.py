@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_run
 from clipstream.data.loader.workers import resolve_workers
 from clipstream.data.order import default_lanes
@@ -59,7 +59,7 @@ def test_the_number_of_lanes_follows_the_batch_alone() -> None:
     assert int(large.data.lanes) % 1024 == 0
     argv = ["--train-data=a.tar", "--name=x", "--steps=1", "--data.global-batch-size=512"]
     with pytest.raises(SettingsError, match=r"data.lanes: .*512 cannot be divided among 193 ranks: set 193 or a mult"):
-        validate_run(load(argv, ranks=193), World(size=193))
+        validate_run(read(argv, ranks=193), World(size=193))
 
 
 @pytest.mark.parametrize(("batch", "limit"), [(64, 1.5), (512, 4.7), (4096, 2.2), (16_384, 1.4)])

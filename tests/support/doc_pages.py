@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.cli.main import VERBS, verb_module
-from clipstream.config.settings import load
+from clipstream.config.settings import read
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from tests.support import model_files
@@ -166,8 +166,7 @@ class Session:
         path.write_text(block.text, encoding="utf-8")
         more = [] if "sources:" in block.text else ["--train-data", "shards/00000.tar"]
         steps = [] if re.search(r"^train:", block.text, re.M) else ["--steps", "9"]
-        settings = load(["--config", str(path), "--warmup", "0", *steps, *more])
-        validate_run(settings, World())
+        validate_run(read(["--config", str(path), "--warmup", "0", *steps, *more]), World())
         text = block.text.replace("00099}", "00001}")
         path.write_text(re.sub("|".join(map(re.escape, MODELS)), lambda name: MODELS[name[0]], text))
 
@@ -180,8 +179,8 @@ class Session:
         found = verb_of(words)
         if block.reason is not None:
             if found is not None and found[0] == "train" and words[0] != "srun" and not {"$", "…"} & set(command):
-                settings = load([flag for flag in small("train", found[1]) if flag], ranks=found[2])
-                validate_run(settings, World(size=found[2]))
+                written = read([flag for flag in small("train", found[1]) if flag], ranks=found[2])
+                validate_run(written, World(size=found[2]))
             return
         self.ran.append(command)
         if found is None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clipstream.config.plan import draft, plan, survey
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_run
 from clipstream.data.text_settings import CaptionSettings
 from clipstream.distributed.world import World
@@ -32,8 +32,8 @@ def problems(argv: list[str], **more: Any) -> list[str]:
 def start(line: str | list[str]) -> Settings:
     """What a run with these flags does before it imports torch, less its look at the network."""
     flags = [f"--{flag}" for flag in f" {line}".split(" --")[1:]] if isinstance(line, str) else line
-    settings = load(["--train-data=a.tar", "--steps=10", *flags], ranks=1)
-    settings = draft(validate_run(settings, World()), 1).settings
+    written = read(["--train-data=a.tar", "--steps=10", *flags], ranks=1)
+    settings = draft(validate_run(written, World()), 1).settings
     preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=False)
     return settings
 

@@ -16,7 +16,7 @@ import torch
 from clipstream.cli.verbs.evaluate import ROOT as VARIABLE
 from clipstream.cli.verbs.evaluate import main
 from clipstream.config.dump import dump
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
@@ -176,13 +176,13 @@ def test_a_run_takes_a_suite_as_settings(sets: Path, monkeypatch: pytest.MonkeyP
     """And is told before it starts what is missing of it."""
     monkeypatch.setenv(VARIABLE, str(sets))
     flags = ["--config", RETRIEVAL, "--train-data", f"benchmark:{sets}/wds_flickr30k", "--steps", "1", "--model", "x"]
-    settings = load([*flags, "--evals.mscoco.captions", "all"])
-    validate_run(settings, World())
+    written = read([*flags, "--evals.mscoco.captions", "all"])
+    settings = validate_run(written, World()).settings
     runner = EvalRunner(settings.evals, context_of(World()))
     assert runner.dry_run()["retrieval"] == ["mean", "sets"], "a mean is tried like what it is of"
     with pytest.raises(SettingsError, match=r"objectnet.*does not exist.*fetch it: hf download clip-ben"):
         shutil.rmtree(sets / "wds_objectnet")
-        validate_run(load([*flags, "--config", ROBUSTNESS]), World())
+        validate_run(read([*flags, "--config", ROBUSTNESS]), World())
 
 
 class Given:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from clipstream.cli.verbs.train import main
-from clipstream.config.settings import load
+from clipstream.config.settings import read
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -160,7 +160,7 @@ EVALS = ["--val-data", "b.tar", "--evals.val.every", "5", "--train.ema", "0.9"]
 def test_what_cannot_be_meant_is_told(evals: list[str], metric: str, said: str | None) -> None:
     argv = ["--train-data", "a.tar", "--steps", "10", *evals, "--train.early-stop.metric", metric]
     with nullcontext() if said is None else pytest.raises(SettingsError, match=said):
-        validate_run(load(argv), World())
+        validate_run(read(argv), World())
 
 
 def test_a_metric_that_an_evaluator_does_not_give(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from clipstream.checkpoint import store
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, output_file
 from clipstream.config.plan import Survey, agree, plan, survey
-from clipstream.config.settings import Settings, require_equal
+from clipstream.config.settings import Settings, Written, require_equal
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.distributed.launch import FailureWatch, run_ranks
@@ -47,12 +47,12 @@ def main(argv: list[str]) -> int:
         if not (run / "config.yaml").is_file():
             raise SettingsError(f"--run: {own['--run']} is not a run folder: config.yaml is missing")
     output_file(own, "--json")
-    settings = command.load(run=run)
+    settings, places = command.load(run=run)
     if _synthetic(own, settings):
         settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": {}})})
         found = survey(settings, count=False)
     else:
-        found = validate_sources(settings)
+        found = validate_sources(Written(settings, places))
     preflight_models(settings)
     return run_ranks(settings.run, partial(audit, found, own))
 

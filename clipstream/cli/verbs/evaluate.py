@@ -19,7 +19,7 @@ from clipstream.checkpoint.store import Subject, locate, model_at, model_in, nam
 from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import CommandLine, command_line, entry_point
 from clipstream.config.flags import choice_flag, output_file, own_flags, split
-from clipstream.config.settings import Config, Settings, changed, load, require_equal, settings_from
+from clipstream.config.settings import Config, Settings, Written, changed, load, read, require_equal, settings_from
 from clipstream.config.validate import validate_evals
 from clipstream.data import sources as of_data
 from clipstream.data.decode.class_names import number_of
@@ -109,11 +109,11 @@ def evaluate(
         if config[0] is None:  # shards
             model = model if isinstance(model, Model) else load_model(model)[0]
             config = ({"data.sources": changed(model.context.data).get("sources", {})}, *config[1:])
-        settings = settings_from(*config, trains=False)
-        if not settings.evals:
+        written = settings_from(*config, trains=False)
+        if not written.settings.evals:
             raise SettingsError("no evaluators: set shards, or a section evals with at least one evaluator")
-        validate_evals(settings, shown=False)
-        return evaluate_model(model, settings)
+        validate_evals(written, shown=False)
+        return evaluate_model(model, written.settings)
 
 
 def _config(evaluators: Any, flags: Mapping[str, Any]) -> tuple[Config, None, dict[str, Any]]:
@@ -151,7 +151,7 @@ class Suites:
             os.environ[ROOT] = root.rstrip("/") if ShardURL(root).scheme else str(Path(root))
         return cls(files, missing == "skip")
 
-    def load(self, run: Path | None, flags: Sequence[str]) -> Settings:
+    def load(self, run: Path | None, flags: Sequence[str]) -> Written:
         """The settings, with the suites' evaluators whose data sets exist, and without those of the run itself.
 
         Args:
@@ -161,16 +161,17 @@ class Suites:
         skipped.
         """
         configs = [word for file in self.files for word in ("--config", file)]
-        settings = load([*configs, *flags], trains=False, run=run)
+        written = read([*configs, *flags], trains=False, run=run)
+        settings, place_of = written.settings, written.places.place_of
         set_level(settings.log.level)
-        settings.log_notices()
+        written.log_notices()
         own = () if run is None else (f"{run / 'config.yaml'}:",)
         if not self.files:  # beside evaluators with data of the command line, those of the run are not wanted
-            data = {name: settings.places.place_of(("evals", name, "data", "shards")) for name in settings.evals}
+            data = {name: place_of(("evals", name, "data", "shards")) for name in settings.evals}
             given = {name: settings.evals[name] for name, place in data.items() if not place.startswith(own)}
             alone = any(section.data is not None for section in given.values())
-            return settings.model_copy(update={"evals": given}) if alone else settings
-        places = {name: settings.places.place_of(("evals", name)) for name in settings.evals}
+            return written._replace(settings=settings.model_copy(update={"evals": given})) if alone else written
+        places = {name: place_of(("evals", name)) for name in settings.evals}
         evals = {name: section for name, section in settings.evals.items() if not places[name].startswith(own)}
         sources = {name: list(sources_of(section).values()) for name, section in evals.items()}
         specs = " ".join(str(source.shards) for of in sources.values() for source in of)
@@ -188,15 +189,16 @@ class Suites:
         for name, section in [*evals.items()]:
             if isinstance(section, MeanSettings) and section.of.keys() & gone.keys():
                 of = {part: metric for part, metric in section.of.items() if part not in gone}
-                left = f"the mean of {len(of)} of {len(section.of)} sets" if of else "left out"
-                warnings.append(f"{name} is {left}")
+                rest = f"the mean of {len(of)} of {len(section.of)} sets" if of else "left out"
+                warnings.append(f"{name} is {rest}")
                 evals[name] = section.model_copy(update={"of": of})
                 if not of:
                     del evals[name]
         if World.from_env().rank == 0:
             for text in warnings:
                 logger.warning(text)
-        return settings.model_copy(update={"evals": {name: one for name, one in evals.items() if name not in gone}})
+        left = {name: one for name, one in evals.items() if name not in gone}
+        return written._replace(settings=settings.model_copy(update={"evals": left}))
 
 
 def _missing(source: SourceSettings) -> str | None:
@@ -230,11 +232,11 @@ def _evaluate(command: CommandLine) -> int:
         else:
             subject = locate(checkpoint)
     trained = [] if subject.run is None else [str(subject.run / "config.yaml")]
-    settings = suites.load(subject.run, flags)
+    settings, places = suites.load(subject.run, flags)
     settings = settings if label is None else _with_classes(settings, label)
-    command.print_settings(settings)
+    command.print_settings(Written(settings, places))
     report = Path(own["--report"]) if "--report" in own else None
-    _check_settings(settings, trained, report)
+    _check_settings(Written(settings, places), trained, report)
     model = settings.model
     if subject.checkpoint is not None:
         fits = subject.run is not None and has_own_tokenizer(settings, subject.run, flags)
@@ -315,18 +317,19 @@ def _with_classes(settings: Settings, label: str) -> Settings:
     return settings.model_copy(update={"evals": {**settings.evals, "val": own}})
 
 
-def _check_settings(settings: Settings, trained: Sequence[str], report: Path | None) -> None:
+def _check_settings(written: Written, trained: Sequence[str], report: Path | None) -> None:
     """Check the settings of an evaluation. Raises SettingsError: they are wrong, or there are no evaluators."""
+    settings = written.settings
     if not settings.evals:
         raise SettingsError(
             "no evaluation data: name a run and data (clipstream evaluate RUN DATA), or set --val-data, --suite or "
             "--config with a section evals"
         )
     for name, section in settings.evals.items() if report is None else ():
-        place = settings.places.place_of(("evals", name, "prompts"))  # those in a run's own settings are for its report
+        place = written.places.place_of(("evals", name, "prompts"))  # those in a run's own settings are for its report
         if isinstance(section, PromptedSettings) and section.prompts and place.rpartition(":")[0] not in trained:
             raise SettingsError(f"{place}: evals.{name}.prompts requires --report FILE.html")
-    validate_evals(settings, shown=report is not None)
+    validate_evals(written, shown=report is not None)
 
 
 class _Results:

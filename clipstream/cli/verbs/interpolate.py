@@ -48,10 +48,11 @@ def main(argv: list[str]) -> int:
         raise SettingsError(f"expected clipstream interpolate {wanted}")
     subjects = [locate(name) for name in (names if kind else names[-1:])]
     end = subjects[0]
-    settings = command.load(words, run=end.run)
+    written = command.load(words, run=end.run)
+    settings = written.settings
     if not settings.evals:
         raise SettingsError(f"{names[-1]} has no evaluators: add --val-data SHARDS, or --config with a section evals")
-    validate_evals(settings, shown=False)
+    validate_evals(written, shown=False)
     if kind and (given := own.keys() & {"--alphas", "--guard-kept"}):
         raise SettingsError(f"{min(given)} is not of --soup, which has no start: remove one of them")
     rule = _rule(own)

@@ -14,7 +14,7 @@ from typing import Any
 from clipstream.checkpoint.store import named, with_own_config
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, number_flag
-from clipstream.config.settings import Settings
+from clipstream.config.settings import Written
 from clipstream.config.validate import validate_sources
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
@@ -43,8 +43,8 @@ OWN_FLAGS = {
 
 @entry_point
 def main(argv: list[str]) -> int:
-    settings, options, teachers = arguments(argv)
-    found = validate_sources(settings)
+    written, options, teachers = arguments(argv)
+    settings, found = written.settings, validate_sources(written)
     ask = World.from_env().local_rank == 0
     if options.towers:
         preflight(settings.model, settings.tokenizer, loss_type=chosen_loss_type(settings.loss), ask=ask)
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     return run_ranks(settings.run, partial(precompute, found, options, teachers))
 
 
-def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, ModelSettings]]:
+def arguments(argv: Sequence[str]) -> tuple[Written, StoreOptions, dict[str, ModelSettings]]:
     """Settings, the store to write, and teachers by name. Raises SettingsError: a flag or a setting is wrong."""
     pairs = zip(argv, [*argv[1:], "--"], strict=False)
     bare = ("--zstd", "--random-weights")
@@ -69,7 +69,8 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
         raise SettingsError("missing STORE: clipstream precompute STORE --towers image --train-data …")
     flags += [f"--model={own['--checkpoint']}"] if "--checkpoint" in own else []
     claim_output(own_path(store), "STORE")
-    settings = command.load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
+    written = command.load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
+    settings = written.settings
     teachers = _teachers(own.get("--teacher", ""), settings.model.cache_dir)
     towers = choice_flag(own, "--towers", ("image", "text", "both"), "")
     if not towers and not teachers:
@@ -92,7 +93,7 @@ def arguments(argv: Sequence[str]) -> tuple[Settings, StoreOptions, dict[str, Mo
         random_weights=choice_flag(own, "--random-weights", ("true", "false"), "false") == "true",
         batch_size=min(micro if isinstance(micro, int) else settings.data.global_batch_size, chunk_rows),
     )
-    return settings, options, teachers
+    return written, options, teachers
 
 
 def _teachers(lines: str, cache_dir: str | None) -> dict[str, ModelSettings]:

@@ -28,7 +28,7 @@ from urllib.parse import quote
 
 from rich.filesize import decimal
 
-from clipstream.config.config_sources import to_yaml
+from clipstream.config.config_sources import Node, to_yaml
 from clipstream.config.entry import command_line, entry_point, working_in
 from clipstream.config.flags import split
 from clipstream.config.settings import Settings, load
@@ -62,6 +62,7 @@ class Asked:
     executor: str  # what copies the shards
     flags: list[str]  # of the settings
     settings: Settings  # by those flags
+    places: Node  # of the settings
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def arguments(argv: Sequence[str]) -> Asked:
     if inside:
         raise SettingsError(f"{folder}: a folder's name cannot contain braces, brackets, * or ::")
     atomic_write.claim_output(folder / PARTS, "FOLDER", holds=True)
-    return Asked(folder, checked(own.get(FLAG), COPYING), flags, command.load(flags))
+    return Asked(folder, checked(own.get(FLAG), COPYING), flags, *command.load(flags))
 
 
 def plan(settings: Settings, folder: Path) -> list[StagedSource]:
@@ -306,7 +307,7 @@ def _write_settings(asked: Asked, staged: Sequence[StagedSource]) -> None:
     """Write the settings that name the copies in place of the originals, and print the command that uses them."""
     # The same settings without the flags that name staged shards.
     configs, given = split(asked.flags, [])
-    flags = {source.name: asked.settings.places.place_of((*source.path, "shards")) for source in staged}
+    flags = {source.name: asked.places.place_of((*source.path, "shards")) for source in staged}
     words = ["python", "-m", "clipstream.train"]
     words += [word for file in configs for word in ("--config", file)]
     for flag, text in given:

@@ -12,10 +12,10 @@ from clipstream.utils.logs import loading
 
 @entry_point
 def main(argv: list[str]) -> int:
-    settings = command_line("train", argv).load()
+    written = command_line("train", argv).load()
     loading.show("loading the data")
-    found = prepare_run(settings)
+    found = prepare_run(written)
     loading.show("loading torch")
     from clipstream.api.train import train_rank  # imports torch
 
-    return run_ranks(settings.run, partial(train_rank, found))
+    return run_ranks(found.settings.run, partial(train_rank, found))

@@ -23,7 +23,7 @@ from pydantic import SerializeAsAny
 from clipstream.checkpoint.store import locate, model_at, model_in
 from clipstream.config.config_sources import Node
 from clipstream.config.flags import split
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, Written, load
 from clipstream.config.short_flags import SOURCE
 from clipstream.config.validate import validate_sources
 from clipstream.curation.gallery import Card
@@ -100,7 +100,7 @@ def opened(call: ImageSearch) -> tuple[Settings, Source]:
     upright = {"orientation": "exif"} if section.orientation == "auto" else {}  # as in training, and on the page
     sources = {NAME: section.model_copy(update={"caption": caption, **upright})}
     settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": sources}), "evals": {}})
-    source = validate_sources(settings).sources[NAME]
+    source = validate_sources(Written(settings, Node())).sources[NAME]
     source.begin(ShardCache(settings.data.cache, fetcher=settings.data.fetcher))
     return settings, source
 

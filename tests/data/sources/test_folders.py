@@ -10,7 +10,7 @@ import yaml
 
 from clipstream.config.dump import dump
 from clipstream.config.plan import draft, survey
-from clipstream.config.settings import load, load_settings
+from clipstream.config.settings import load, load_settings, read
 from clipstream.config.validate import validate_run
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source
@@ -91,7 +91,7 @@ def test_the_length_of_an_epoch_is_taken_from_the_data_or_summed_over_the_named_
     make_shards(tmp_path, [3, 4])
     run = ["--train-data", f"{tmp_path}/{{00000..00001}}.tar", "--epochs=3", "--save-frequency=1", "--batch-size=2"]
     with pytest.raises(SettingsError, match="the length of an epoch is unknown"):
-        validate_run(load(run), World())
+        validate_run(read(run), World())
     (tmp_path / "__len__").write_text("7\n")
     known = draft(survey(load(run)), 1)
     assert known.settings.total_steps == 11  # 21 samples, 2 a step
@@ -115,8 +115,8 @@ def test_flags_of_imagenet(tmp_path: Path) -> None:
         one = settings.evals[name]
         assert one.type == "zero_shot" and one.every_epochs == 2
         assert one.data is not None and one.data.shards == f"imagenet:{tmp_path}"
-    idle = load(["--zeroshot-frequency=1", "--val-frequency=1"])
-    assert not idle.evals
+    idle = read(["--zeroshot-frequency=1", "--val-frequency=1"])
+    assert not idle.settings.evals
     assert [line.partition(" without ")[0] for line in idle.places.notices] == [
         f"--{name}-frequency: has no effect" for name in ("val", "zeroshot")
     ]

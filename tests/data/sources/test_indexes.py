@@ -22,6 +22,7 @@ from clipstream.cli.main import main as clipstream
 from clipstream.cli.verbs.index import Indexed, index_shard, main
 from clipstream.config.plan import draft, survey
 from clipstream.config.settings import load
+from clipstream.config.settings import read as read_settings
 from clipstream.config.validate import validate_run
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
@@ -334,4 +335,4 @@ def test_an_epoch_is_known_from_the_indexes(tmp_path: Path) -> None:
         settings = load([*flags, "--epochs=5", f"--data.sampling.remainder={tail}"])
         assert draft(survey(settings), 1).settings.total_steps == 5 * steps
     with pytest.raises(SettingsError, match="not supported in mode indexed, where the data determine"):
-        validate_run(load([*flags, "--epochs=5", "--train-num-samples=40"]), World())
+        validate_run(read_settings([*flags, "--epochs=5", "--train-num-samples=40"]), World())

@@ -20,6 +20,7 @@ from rich.console import Console
 from clipstream.config.entry import CommandLine, command_line, entry_point
 from clipstream.config.flags import choice_flag, number_flag, output_file
 from clipstream.config.plan import with_lanes
+from clipstream.config.settings import Written
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.loader.stage_timing import IDLE
 from clipstream.data.settings import DataSettings, SourceSettings
@@ -90,13 +91,13 @@ def main(argv: list[str]) -> int:
 
 def _bench_train(command: CommandLine) -> int:
     """Raises ClipstreamError: wrong settings, or the baseline cannot run."""
-    options, settings = train_options(command.own), command.load()
+    options, (settings, places) = train_options(command.own), command.load()
     if not settings.data.sources:
         options = replace(options, rungs=tuple(name for name in options.rungs if name != "shards"))
         source = SourceSettings.model_validate({"shards": GENERATED})
         data = settings.data.model_copy(update={"sources": {"train": source}})
         settings = settings.model_copy(update={"data": data})
-    found = validate_sources(settings)
+    found = validate_sources(Written(settings, places))
     preflight_models(settings)
     from clipstream.cli.verbs.bench.ladder import run
 
@@ -154,7 +155,7 @@ def _bench_input(command: CommandLine) -> int:
     own = command.own
     seconds, gpus = number_flag(own, "--seconds", 10.0), number_flag(own, "--gpus", 1.0)
     rates = (number_flag(own, "--gpu-rate", 0.0),) if "--gpu-rate" in own else USUAL_RATES
-    settings = command.load()
+    settings = command.load().settings
     if not settings.data.sources:
         raise SettingsError("bench requires shards: --train-data SHARDS")
     settings = settings.model_copy(update={"data": with_lanes(settings.data)})
