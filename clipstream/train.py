@@ -54,7 +54,7 @@ from clipstream.models.execution.flops import Throughput, build_throughput
 from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import ADAPTER, AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.models.towers import Towers
-from clipstream.report.html_report import REPORT_FILE, Report
+from clipstream.report.html_report import REPORT_FILE
 from clipstream.report.outputs import Ending, Outputs
 from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import RunInfo
@@ -83,6 +83,7 @@ class Run:
     folder: Path  # of the run
     signals: StopSignals  # that ask it to stop
     watch: FailureWatch  # ends all ranks where one fails
+    ending: Ending | None = None  # writes the end of the process, on rank 0
 
     @property
     def settings(self) -> Settings:
@@ -104,7 +105,8 @@ def recipe(run: Run) -> None:
     settings, world = run.settings, run.world
 
     # Settings: a resumed run keeps what was resolved when it began.
-    resumed = find(settings.checkpoint, run.folder, world).with_meta(settings.train, settings.data, world)
+    resumed = find(settings.checkpoint, run.folder, world, run.signals.is_stopping)
+    resumed = resumed.with_meta(settings.train, settings.data, world)
     run = replace(run, plan=plan(run.plan.survey, world, resumed.state))
     settings = run.settings
 
@@ -120,7 +122,7 @@ def recipe(run: Run) -> None:
     if world.is_main:
         print_summary(run.plan, world, model.towers, resumed)
     loading.show("loading the data")
-    with build_loader(run.plan, world, model, resumed.state) as loader:
+    with build_loader(run.plan, world, model, resumed.state, run.signals.is_stopping) as loader:
         run.watch.on_exit(loader.close)
 
         # Optimizer, step, loop.
@@ -181,8 +183,17 @@ def build_model(plan: Plan, world: World) -> Model:
     return Model(towers, tokenizer, teacher, stored)
 
 
-def build_loader(plan: Plan, world: World, model: Model, state: TrainState | None = None) -> Loader:
+def build_loader(
+    plan: Plan,
+    world: World,
+    model: Model,
+    state: TrainState | None = None,
+    interrupt: Callable[[], bool] = lambda: False,
+) -> Loader:
     """The loader of this rank's batches, at the position of `state`. Collective.
+
+    Args:
+        interrupt: see Loader.
 
     Raises SettingsError: the ranks find different shards.
     """
@@ -196,6 +207,7 @@ def build_loader(plan: Plan, world: World, model: Model, state: TrainState | Non
         start=None if state is None else state.data,
         approximate=settings.checkpoint.resume_approximate,
         views=True,
+        interrupt=interrupt,
     )
 
     def own() -> dict[str, object]:
@@ -243,10 +255,13 @@ def build_step(settings: Settings, world: World, model: Model) -> TrainStep:
     if teacher is not None:
         scales[NAME] = teacher.scale
     if scales:
-        loss = DistilledLoss(loss, settings.distill, scales, add_features=teacher)
+
+        def add_teacher(batch: Batch) -> Batch:
+            assert teacher is not None
+            return teacher(batch, step.gradcache.size)
+
+        loss = DistilledLoss(loss, settings.distill, scales, add_features=None if teacher is None else add_teacher)
     step = TrainStep(layout, loss, optimizer, world, train, clip_norm=settings.optim.grad_clip_norm, caches=caches)
-    if teacher is not None:
-        teacher.chunk = lambda: step.gradcache.size
     return step
 
 
@@ -269,7 +284,7 @@ def fit(
     done = None if start is None else state.step
     ended = done is not None and (done >= total or early_stop.should_stop)
     info = RunInfo(run.folder, total, done, world.size, ended, state.evaluation_pending, redacted(settings))
-    outputs = Outputs(log, world, info)
+    outputs = Outputs(log, world, info, run.ending)
     evals = build_evals(run, step, tokenizer, outputs)
     writer = build_writer(run, step, resumed, outputs)
     acted_on = {
@@ -303,7 +318,7 @@ def fit(
         loader,
         writer,
         Length(total, lr, log.every, train.epoch_samples),
-        Hooks(outputs.write, evaluate, evals.due, show, outputs.step),
+        Hooks(outputs.write, evaluate, evals.due, show, watch.note_step, outputs.step),
         run.signals,
         Rollback(train, partial(resumed.restore, writer, step), state.rollback),
         early_stop,
@@ -313,11 +328,7 @@ def fit(
         profiler=build_profiler(log, info, world),
     )
     watch.on_exit(writer.close)
-    watch.step = lambda: trainer.step
-    if isinstance(ending := watch.on_end, Ending):
-        outputs.stamped, ending.step = ending.stamped, lambda: trainer.step
-        if isinstance(report := outputs.sinks.get(REPORT_FILE), Report):
-            ending.report = report  # which has read most of the lines
+    watch.note_step(trainer.step)
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
         write_config(run.plan)
     loading.show("loading the first batch")
@@ -331,8 +342,10 @@ def build_evals(run: Run, step: TrainStep, tokenizer: tokenizers.Tokenizer, outp
     settings, world, full = run.settings, run.world, step.layout.full
     loss = build_loss(settings.loss, full.loss_type)
     examples = settings.log.pictures
-    context = EvalContext(full, tokenizer, world, settings.data, settings.train.arithmetic, loss, examples)
-    context.interrupt = lambda: run.signals.received is not None
+    context = EvalContext(
+        full, tokenizer, world, settings.data, settings.train.arithmetic, loss, examples,
+        interrupt=run.signals.is_stopping,
+    )  # fmt: skip
     weights: dict[Any, Any] = {"trained": step.whole_weights}
     if step.averages is not None:
         weights["averaged"] = partial(step.whole_weights, step.averages.tensors)
@@ -353,8 +366,6 @@ def build_profiler(settings: LogSettings, run: RunInfo, world: World) -> StepPro
 def build_writer(run: Run, step: TrainStep, resumed: Resumed, outputs: Outputs) -> AsyncWriter:
     """The writer of checkpoints, with averaged weights and adapters as further files."""
     averages, towers = step.averages, step.towers
-    if resumed.remote_sync is not None:
-        resumed.remote_sync.is_stopping = lambda: run.signals.received is not None
     tensors: dict[str, Callable[[], Tensors]] = {}
     if averages is not None:
         tensors[AVERAGED_FILE] = partial(towers.saved_tensors, averages.tensors)

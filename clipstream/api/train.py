@@ -99,17 +99,18 @@ def train_rank(found: Survey, world: World, watch: FailureWatch) -> Path:
     watch.on_stop(signals.receive)
     try:
         with signals:
+            ending = None
             watch.held.enter_context(lossy_output())  # nobody has to look on while a run trains
             if world.is_main:  # the folder is locked until the process ends
                 watch.held.enter_context(occupied(folder))
                 atomic_write.require_space(folder, FREE_SPACE)
                 watch.held.enter_context(run_log(folder))
-                watch.on_end = Ending(folder, report=settings.log.report)
+                watch.on_end = ending = Ending(folder, lambda: watch.steps, report=settings.log.report)
             if settings.log.local:
                 world.barrier()  # rank 0 has made the folder
                 if world.local_rank == 0 and not world.is_main:
                     watch.held.enter_context(run_log(folder, f"out-{world.rank}.log"))
-            recipe(RankRun(plan, world, folder, signals, watch))
+            recipe(RankRun(plan, world, folder, signals, watch, ending))
             return folder
     except Interrupted:
         raise Stopped.before_training(signals.received) from None

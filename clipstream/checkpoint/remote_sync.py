@@ -262,13 +262,18 @@ def _fetch(candidate: RemoteDir, marker: Marker, draft: Path) -> str | None:
 class RemoteSync:
     """The remote copy of a run's folder.
 
-    Attributes:
+    Args:
         is_stopping: returns whether the run was asked to stop, so that its end waits for `PATIENCE` alone.
     """
 
-    def __init__(self, remote: RemoteDir, folder: Path, settings: CheckpointSettings) -> None:
-        self.remote = remote
-        self.is_stopping: Callable[[], bool] = lambda: False
+    def __init__(
+        self,
+        remote: RemoteDir,
+        folder: Path,
+        settings: CheckpointSettings,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.remote, self.is_stopping = remote, is_stopping
         self._folder, self._checkpoints, self._settings = folder, folder / CHECKPOINTS, settings
         self._lock = threading.Lock()
         self._wanted = False

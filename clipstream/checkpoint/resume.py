@@ -103,17 +103,21 @@ def load_into(step: TrainStep, checkpoint: Path, start: TrainState | None = None
     return state
 
 
-def find(settings: CheckpointSettings, run_folder: Path, world: World) -> Resumed:
+def find(
+    settings: CheckpointSettings, run_folder: Path, world: World, is_stopping: Callable[[], bool] = lambda: False
+) -> Resumed:
     """The checkpoint that `--resume` names, on a local disk, and the run's remote copy. Collective.
+
+    Args:
+        is_stopping: see RemoteSync.
 
     Raises SettingsError: there is none, it is damaged, or some rank does not see it; the remote copy cannot be read, or
     holds a run, and this is a new one.
     """
     resume, folder, remote_sync = settings.resume, run_folder / CHECKPOINTS, None
     if settings.remote_sync is not None and world.is_main:
-        remote_sync = RemoteSync(
-            RemoteDir(settings.remote_sync, "--remote-sync") / run_folder.name, run_folder, settings
-        )
+        remote = RemoteDir(settings.remote_sync, "--remote-sync") / run_folder.name
+        remote_sync = RemoteSync(remote, run_folder, settings, is_stopping)
 
     def on_main() -> Path | None:
         if remote_sync is not None:

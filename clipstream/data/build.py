@@ -6,7 +6,7 @@ the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from clipstream.data.batch import ImageSpec
@@ -55,6 +55,7 @@ def training_loader(
     start: DataState | None = None,
     approximate: bool = False,
     views: bool = False,
+    interrupt: Callable[[], bool] = lambda: False,
 ) -> Loader:
     """The endless stream of this rank's parts of the global batches.
 
@@ -65,6 +66,7 @@ def training_loader(
         start: the run's position (all ranks' lanes) to resume from.
         approximate: where `start` belongs to another order of samples, restart the order at its step, with a warning.
         views: see Hosting; for callers that have finished with a batch when they ask for the next one.
+        interrupt: see Loader.
 
     Raises SettingsError: no sample for this rank, a `start` of another order, or a store of other sources or tokens.
     """
@@ -123,7 +125,7 @@ def training_loader(
         )  # fmt: skip
         hosting = hosting if hosting.workers else replace(hosting, depth=1)
     found = _empty_shards(sources) if world.is_main else None
-    return Loader(stream, batches, hosting, _budget(settings, sources), found)
+    return Loader(stream, batches, hosting, _budget(settings, sources), found, interrupt)
 
 
 def _shard_cache(settings: DataSettings, *, wanted: int = 0) -> ShardCache:
@@ -323,7 +325,13 @@ class EvalSource:
 
 
 def evaluation_loader(
-    source: EvalSource, inputs: ModelInputs, *, batch_size: int, world: World, data: DataSettings
+    source: EvalSource,
+    inputs: ModelInputs,
+    *,
+    batch_size: int,
+    world: World,
+    data: DataSettings,
+    interrupt: Callable[[], bool] = lambda: False,
 ) -> Loader:
     """This rank's part of every sample of `source`, once, in batches of at most `batch_size`; then it ends.
 
@@ -331,6 +339,7 @@ def evaluation_loader(
 
     Args:
         data: the run's settings of workers, cache and time limits.
+        interrupt: see Loader.
 
     Raises DataError: local shards are missing.
     """
@@ -361,7 +370,8 @@ def evaluation_loader(
     hint = (section.image_key, None if source.target is not None else section.caption, source.place)
     budget = Budget({name: len(set(shards_of.names))}, {name: hint}, 0.0, 1.0)
     depth = 2 if workers else 1
-    return Loader(stream, batches, Hosting(workers, depth, stall_timeout=data.stall_timeout), budget)
+    hosting = Hosting(workers, depth, stall_timeout=data.stall_timeout)
+    return Loader(stream, batches, hosting, budget, interrupt=interrupt)
 
 
 def chunk_loader(

@@ -195,7 +195,7 @@ class FailureWatch:
     Attributes:
         on_end: called as on_end(code, message) after the cause is printed, on rank 0; it must not raise.
         held: contexts to close last, after the cause is printed: a lock, a log file.
-        step: returns the number of steps done, for messages; 0 where there are none.
+        steps: number of steps begun, as `note_step` was told; None before training.
         limit: seconds without a new collective, after which this rank may have waited too long for others.
         rescue_seconds: how long the main thread has, once a cause is known, to save what other ranks lost; collectives
             in progress then raise. 0: it ends.
@@ -207,7 +207,7 @@ class FailureWatch:
         self.world, self.debug, self.embedded = world, debug, embedded
         self.on_end: Callable[[int, str], object] | None = None
         self.held = contextlib.ExitStack()
-        self.step: Callable[[], int] = lambda: 0
+        self.steps: int | None = None
         self.limit = math.inf
         self.rescue_seconds = 0.0
         self.owns_group = True
@@ -241,6 +241,10 @@ class FailureWatch:
         self._keys.meet(self.world.rank, self.world.size)
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
+
+    def note_step(self, steps: int) -> None:
+        """Note that so many steps have begun."""
+        self.steps = steps
 
     def on_exit(self, cleanup: Callable[[], object]) -> None:
         """Register a function to call before the thread ends the process, e.g. to kill data workers."""
@@ -410,7 +414,7 @@ class FailureWatch:
 
     def _compare(self) -> Cause | None:
         """In the thread: the cause if this rank waits longer than `limit` for ranks that called fewer collectives."""
-        called = self._backend._get_sequence_number_for_group(), self.step()
+        called = self._backend._get_sequence_number_for_group(), self.steps or 0
         if called != self._called:
             self._called, self._looks = called, 0
             self._keys.set(_CALLED.format(self.world.rank), f"{called[0]} {called[1]}")

@@ -129,6 +129,10 @@ class StopSignals:
         self._noted = self._installed = False
         self._over, self._announced = threading.Event(), threading.Event()
 
+    def is_stopping(self) -> bool:
+        """Whether some rank was asked to stop."""
+        return self.received is not None
+
     def __enter__(self) -> StopSignals:
         self._installed = threading.current_thread() is threading.main_thread()
         if not self._installed:

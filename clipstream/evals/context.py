@@ -157,13 +157,13 @@ class EvalContext:
             batch_size=batch_size,
             world=self.world,
             data=self.data,
+            interrupt=self.interrupt,
         )
         specs = [source.shards] if isinstance(source.shards, str) else source.shards
         reading = Reading(" ".join(map(redact, specs)))
         self.readings.append(reading)
         with loader:
             require_same(self.world, loader.source.sources[0].contents, "shards", "copy those of one host to all")
-            loader.interrupt = self.interrupt
             try:
                 for batch in map(Batch.without_padding, loader):
                     if self.interrupt():

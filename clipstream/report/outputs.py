@@ -197,11 +197,13 @@ class Outputs(SinkGroup):
 
     Args:
         world: ranks other than 0 write nothing.
+        ending: of the process, on rank 0.
     """
 
-    def __init__(self, settings: LogSettings, world: World, run: RunInfo) -> None:
+    def __init__(self, settings: LogSettings, world: World, run: RunInfo, ending: Ending | None = None) -> None:
         super().__init__(settings.sinks)
         self._world, self._examples, self._run = world, settings.pictures, run
+        self._ending = Ending(run.folder, report=settings.report) if ending is None else ending
         if not world.is_main:
             return
         folder, done = run.folder, run.resume_step
@@ -212,14 +214,17 @@ class Outputs(SinkGroup):
             "pictures": ImageFiles(folder),
             "data_stall_warning": DataStallWarning(world.size),
         }
-        if settings.report:
-            self.sinks[REPORT_FILE] = Report(folder)  # last: it reads what the others have written
+        if self._ending.report is not None:
+            self.sinks[REPORT_FILE] = self._ending.report  # last: it reads what the others have written
 
     def begin(self) -> None:
         """Write the record that this process starts or resumes the run: step, time, command, hardware."""
         if self._world.is_main:
             command = [redact_value(part) for part in command_line()]
             self.write(start_record(self._run.resume_step or 0, self._world.size, self._world.device, command))
+
+    def write(self, record: Record) -> None:
+        super().write(self._ending.stamp(record))
 
     def show_batch(self, step: int, batch: Batch, tokenizer: Tokenizer) -> None:
         """Show the first samples of a training batch as the model sees them."""
@@ -245,17 +250,16 @@ TAIL = 1 << 20  # bytes at the end of metrics.jsonl in which there is a line
 class Ending:
     """Writes the end of this process, on rank 0.
 
-    Attributes:
-        step: returns the steps done; None until there is a trainer, and the last step in metrics.jsonl counts.
-        report: makes the report anew; None for none.
+    Args:
+        steps: returns the steps done; None until there is a trainer, and the last step in metrics.jsonl counts.
+        report: whether to make the report anew.
     """
 
-    def __init__(self, folder: Path, *, report: bool) -> None:
+    def __init__(self, folder: Path, steps: Callable[[], int | None] = lambda: None, *, report: bool) -> None:
         self.folder, self.report = folder, Report(folder) if report else None
-        self.step: Callable[[], int] | None = None
-        self._began = time.monotonic()
+        self._steps, self._began = steps, time.monotonic()
 
-    def stamped(self, record: Record) -> Record:
+    def stamp(self, record: Record) -> Record:
         """The record; if it is an end, with the seconds that this process took."""
         return {**record, "seconds": round(time.monotonic() - self._began, 1)} if "end" in record else record
 
@@ -267,10 +271,11 @@ class Ending:
             begin = Position(max(0, path.stat().st_size - TAIL)) if path.is_file() else None
             for _, record in () if begin is None else lines(path, begin):
                 last = last if "checkpoint" in record else record  # of the run, not of `clipstream evaluate`
-            if self.step is None and last.get("end", {}).get("status") == "done":
-                return
-            step = int(last.get("step", 0)) if self.step is None else self.step()
-            add(path, self.stamped(end_record(step, code, error)))
+            if (step := self._steps()) is None:
+                if last.get("end", {}).get("status") == "done":
+                    return
+                step = int(last.get("step", 0))
+            add(path, self.stamp(end_record(step, code, error)))
             if self.report is not None:
                 self.report.close()
         except Exception as failure:  # the process ends with the first error

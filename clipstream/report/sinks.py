@@ -94,7 +94,6 @@ class SinkGroup(Sink):
     """Passes everything to several sinks, and keeps a failing one from ending the run.
 
     Attributes:
-        stamped: adds the duration of the process to the record of its end, and returns other records unchanged.
         failures: why the last failed call of a sink failed, by its name.
 
     Args:
@@ -103,13 +102,11 @@ class SinkGroup(Sink):
 
     def __init__(self, plugins: Collection[str]) -> None:
         self.sinks: dict[str, Sink] = {}  # by name, in the order in which they are called
-        self.stamped: Callable[[Record], Record] = lambda record: record
         self.failures: dict[str, str] = {}
         self._plugins = plugins
         self._failing: set[str] = set()  # sinks whose last call failed
 
     def write(self, record: Record) -> None:
-        record = self.stamped(record)
         for name, sink in self.sinks.items():
             own = deepcopy(record) if name in self._plugins else record  # which a user's sink may change
             self.call(name, partial(sink.write, own))

@@ -156,7 +156,8 @@ class Hooks:
     evaluate: Callable[[int, bool], object]  # (steps done, last) after each step; runs the evaluators that are due
     evaluation_due: Callable[[int], object] = lambda step: False  # whether `evaluate` does something after a step
     show: Callable[[int, Batch], None] | None = None  # (step, batch) before every SHOW_EVERY steps
-    step: Callable[[int], object] = lambda done: None  # takes the number of steps done after each
+    begun: Callable[[int], object] = lambda step: None  # takes the number of steps after each is started
+    step: Callable[[int], object] = lambda done: None  # the same, once the step before is settled
 
 
 @dataclass(eq=False)
@@ -219,7 +220,6 @@ class Trainer:
             self._save()
         if self.rescue is not None:
             self.rescue.begin(self.step, self.loader.state(), len(self.loader.stream.names))
-        self.loader.interrupt = self._stop_requested
         if self._evaluation_pending:
             self._evaluate(last=False)
             self._evaluation_pending = False
@@ -257,6 +257,7 @@ class Trainer:
                 self.throughput.add(batch)
             result = self.train_step.start(batch, lr)
             self.step += 1
+            self.hooks.begun(self.step)
             self._started.append(_Started(self.step, result, batch.keys, lr))
             self.loader.mark_trained()
             if self.rescue is not None:
@@ -334,9 +335,6 @@ class Trainer:
                     self._write({"step": self.step, "profile": profile})
                 self.world.barrier()
 
-    def _stop_requested(self) -> bool:
-        return self.signals.received is not None
-
     def _next_batch(self) -> Batch:
         """The next batch, once every rank has one and none was asked to stop.
 
@@ -349,14 +347,14 @@ class Trainer:
         before, batch = self.loader.state() if self.rescue is None else self.rescue.position, None
         error: ClipstreamError | None = None
         try:
-            batch = None if self._stop_requested() else next(self.loader)
+            batch = None if self.signals.is_stopping() else next(self.loader)
         except Interrupted:
             pass
         except StopIteration:
             error = DataError(f"the training data ended after {self.step} of {self.total_steps} steps")
         except ClipstreamError as raised:
             error = raised
-        flags = batch is None or self._stop_requested(), error is not None
+        flags = batch is None or self.signals.is_stopping(), error is not None
         if self.rescue is None:
             stop, failed = self.world.any(*flags)
         else:

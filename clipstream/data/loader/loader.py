@@ -94,27 +94,33 @@ class Loader:
         hosting: where.
         budget: failures that end the run.
         found: faults of shards that are known before any is opened; given to one rank only, which counts them.
+        interrupt: called while a batch is waited for; if it returns True, `Interrupted` is raised, and only `state` and
+            `close` may be called afterwards.
 
     Attributes:
         health: counts of this rank since the start, with those of batches that are filled ahead.
         trained: the same of the batches that `mark_trained` was called for, as checkpoints keep them.
         wait_seconds: total time that the caller waited for batches.
         parts: what the workers reported of the batch that was handed out last.
-        interrupt: called while a batch is waited for; if it returns True, `Interrupted` is raised, and only `state` and
-            `close` may be called afterwards.
 
     Raises DataError: a worker died, stalled or cannot be started, or the budget of failures is exceeded.
     """
 
     def __init__(
-        self, stream: Stream, source: BatchSource, hosting: Hosting, budget: Budget, found: Health | None = None
+        self,
+        stream: Stream,
+        source: BatchSource,
+        hosting: Hosting,
+        budget: Budget,
+        found: Health | None = None,
+        interrupt: Callable[[], bool] = lambda: False,
     ) -> None:
         self.stream, self.source, self.hosting, self.budget = stream, source, hosting, budget
         self._pid = os.getpid()
         self.health, self.trained = Health(stream.names), Health(stream.names)
         self._early: dict[int, Health] = {}  # by worker, counts of the batch that it is filling
         self.wait_seconds = 0.0
-        self.interrupt: Callable[[], bool] = lambda: False
+        self._interrupt = interrupt
         self._times = StageTimes()  # since the last `take_times`
         self._intervals: list[StageIntervals] = []  # still to be added to them
         self._uncounted = 0  # stages in these
@@ -263,7 +269,7 @@ class Loader:
         began, warn_after = time.monotonic(), WAIT_WARNING
         now = began
         while not self._receive_all(timeout=POLL):
-            if self.interrupt():
+            if self._interrupt():
                 raise Interrupted
             owing = [worker for worker in self._workers if worker.asked_last >= step > worker.filled_last]
             limit = self.hosting.stall_timeout

@@ -159,14 +159,10 @@ class Teacher:
     Args:
         towers: frozen here, in evaluation mode, and moved to `device`.
         autocast: returns the context of a forward pass.
-
-    Attributes:
-        chunk: returns the samples of a forward pass; None for all.
     """
 
     def __init__(self, towers: Towers, device: str, autocast: Callable[[], AbstractContextManager[None]]) -> None:
         self.towers = towers.requires_grad_(False).eval().to(device)
-        self.chunk: Callable[[], int | None] = lambda: None
         self._autocast = autocast
 
     @property
@@ -176,12 +172,16 @@ class Teacher:
         return float(scale)
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> Batch:
-        """The batch with the teacher's features of its pixels and ids, or of its own where they differ."""
+    def __call__(self, batch: Batch, size: int | None = None) -> Batch:
+        """The batch with the teacher's features of its pixels and ids, or of its own where they differ.
+
+        Args:
+            size: samples of a forward pass; None for all.
+        """
         pixels = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
         ids = batch.ids if batch.teacher_ids is None else batch.teacher_ids
         assert pixels is not None, "a live teacher needs pixels"
-        size = self.chunk() or len(batch)
+        size = size or len(batch)
         chunks = [slice(start, start + size) for start in range(0, len(batch), size)]
         with self._autocast():
             images = [self.towers.encode_image(pixels[chunk]) for chunk in chunks]
