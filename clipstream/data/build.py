@@ -23,7 +23,7 @@ from clipstream.data.loader.health import FIRST_SAMPLES, FIRST_SLOTS, Budget, He
 from clipstream.data.loader.loader import BatchSource, Hosting, Loader
 from clipstream.data.loader.pipeline import ModelInputs, Reader, SampleBatches
 from clipstream.data.loader.sampler import ChunkPlan, ChunkSampler, LaneSampler, OnceSampler, OpenShards, WindowSampler
-from clipstream.data.loader.stored import BatchRows, StoredData, StoredSamples
+from clipstream.data.loader.stored import StoredData, StoredSamples
 from clipstream.data.loader.workers import auto_workers
 from clipstream.data.order.lanes import Cursor, DataState, Fingerprint, LaneSlots, SourceMix, Stream, lanes_of_rank
 from clipstream.data.order.rng import mix
@@ -107,9 +107,8 @@ def training_loader(
         hosting = replace(hosting, workers=0, depth=settings.prefetch + 1)  # one is in use while the others are filled
         batches = FeatureBatches(stream, inputs, list(stored.values()), order.sources, most)
     else:
-        known = {} if features is None else _stored(features, settings, sources, inputs.tokenizer, rows=False)
         readers = [
-            _reader(name, settings.sources[name], inputs, settings, stored=known.get(name), shards=source)
+            _reader(name, settings.sources[name], inputs, settings, stored=stored.get(name), shards=source)
             for name, source in sources.items()
         ]
         _check_lists(readers, world)
@@ -120,7 +119,6 @@ def training_loader(
 
         batches = SampleBatches(
             stream, inputs, list(sources.values()), readers, make_sampler, store, most, hosting.workers,
-            rows=None if features is None else BatchRows(features, list(stored.values())),
             traced=settings.trace if world.is_main else 0,
         )  # fmt: skip
         hosting = hosting if hosting.workers else replace(hosting, depth=1)
@@ -148,13 +146,9 @@ def _slots(settings: DataSettings, lanes: int, world: World) -> LaneSlots:
 
 
 def _stored(
-    features: StoredData, settings: DataSettings, sources: Mapping[str, Source], tokenizer: Tokenizer, rows: bool = True
+    features: StoredData, settings: DataSettings, sources: Mapping[str, Source], tokenizer: Tokenizer
 ) -> dict[str, StoredSamples]:
-    """The samples of each source in the stores; sets the counts of sources that cannot be counted without.
-
-    Args:
-        rows: see StoredSamples.
-    """
+    """The samples of each source in the stores; sets the counts of sources that cannot be counted without."""
     if features.replaces_loader and settings.trace:
         raise SettingsError("data.trace is not supported with data.image_features: remove it")
     if features.ids is not None:
@@ -169,7 +163,7 @@ def _stored(
         section = settings.sources[name]
         weights = section.caption.weights if isinstance(section.caption, JsonCaption) else None
         own = build_filter(section, f"data.sources.{name}", source) if features.replaces_loader else None
-        samples = found[name] = StoredSamples(features, name, source, weights, own, rows=rows)
+        samples = found[name] = StoredSamples(features, name, source, weights, own)
         if not features.replaces_loader:
             continue
         _check_first_shard(source, samples)
@@ -179,7 +173,7 @@ def _stored(
             except SettingsError:  # the shards themselves need not be there
                 source.counts = samples.counts.tolist()
                 source.empty = {i: samples.fault(i) for i, count in enumerate(source.counts) if not count}
-    check_lists([samples.filter for samples in found.values()], told=rows)
+    check_lists([samples.filter for samples in found.values()])
     return found
 
 

@@ -57,9 +57,6 @@ class BufferShape:
             "sources": (np.int32, (n,)),
             "pictures": (np.int64, (n,)),
             "groups": (np.int64, (n,)),
-            "stored_numbers": (np.int64, (n,)),
-            "stored_captions": (np.int64, (n,)),
-            "stored_views": (np.int64, (n,)),
             "teacher_pixels": (np.uint8, (n, self.teacher_height, self.teacher_width, 3)),
             "teacher_ids": (np.int32, (n, self.teacher_text_width)),
             "roles": (np.int32, (n, self.roles)),
@@ -88,9 +85,6 @@ class BatchBuffer:
     teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
     teacher_ids: np.ndarray[Any, Any]  # int32 [n, T']
     roles: np.ndarray[Any, Any]  # int32 [n, M], of several texts
-    stored_numbers: np.ndarray[Any, Any]  # int64 [n], numbers of the samples in a feature store
-    stored_captions: np.ndarray[Any, Any]  # int64 [n], which of their captions
-    stored_views: np.ndarray[Any, Any]  # int64 [n], which of their views
     features: dict[str, np.ndarray[Any, Any]]  # stored rows by name, uint8 [n, bytes]
 
     def __init__(self, memory: mmap.mmap, offset: int, shape: BufferShape) -> None:

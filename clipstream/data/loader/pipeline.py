@@ -39,7 +39,7 @@ from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, Buffer
 from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health, SampleTrace
 from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals, Stopwatch
-from clipstream.data.loader.stored import BatchRows, StoredChoice, StoredData, StoredSamples
+from clipstream.data.loader.stored import StoredChoice, StoredData, StoredSamples
 from clipstream.data.order.lanes import LaneState, Stream
 from clipstream.data.order.rng import SampleRNG, is_drawn, mix
 from clipstream.data.order.windows import NO_SAMPLE
@@ -406,7 +406,8 @@ class Pipeline:
         return [text for texts in by_path for text in texts][slot.stored.caption]
 
     def _decode(self, slots: list[Slot], again: list[Slot], buffer: BatchBuffer) -> None:
-        """Write the pixels of the slots; those that want another sample are added to `again`."""
+        """Write the pixels and stored features of the slots; those that want another sample are added to `again`."""
+        decoded: dict[int, list[Slot]] = {}  # by source, those with stored features
         for slot in slots:
             assert slot.sample is not None
             self.stopwatch.at("decode", slot.timed_as)
@@ -427,9 +428,7 @@ class Pipeline:
                 continue
             buffer.pictures[slot.index], buffer.groups[slot.index] = checksum(slot.data), slot.group
             if slot.stored is not None:
-                number, caption, view = slot.stored
-                buffer.stored_numbers[slot.index] = number
-                buffer.stored_captions[slot.index], buffer.stored_views[slot.index] = caption, view
+                decoded.setdefault(slot.source, []).append(slot)
             if slot.trace:
                 slot.trace.image(slot.data, pixels.reshape(-1, *pixels.shape[-3:])[0])
                 slot.trace.end("used", f"slot {slot.index} of this rank's batch")
@@ -445,6 +444,8 @@ class Pipeline:
                 if slot.rng is not None:
                     health.captions.add(slot.name, slot.caption or "", pixels)
             self.report_early(source)
+        for some in decoded.values():
+            _gather(some, buffer)
 
     def _drop(self, slot: Slot, drop: Dropped, again: list[Slot]) -> None:
         """Count a sample that cannot be used; its slot wants another one, unless slots are kept."""
@@ -470,6 +471,15 @@ class Pipeline:
             slot.name = slot.sample.name
         else:
             again.append(slot)
+
+
+def _gather(slots: Sequence[Slot], buffer: BatchBuffer) -> None:
+    """Copy stored rows of samples of a source, whose shards are open until their lanes take the next samples."""
+    stored, index = slots[0].reader.stored, [slot.index for slot in slots]
+    assert stored is not None
+    numbers, captions, views = np.array([slot.stored for slot in slots], dtype=np.int64).T
+    for name, rows in buffer.features.items():
+        rows[index] = stored.gather(name, numbers, captions, views).view(torch.uint8).numpy()
 
 
 def _draw(slot: Slot, probability: SampleProbability, sample: RawSample) -> None:
@@ -502,7 +512,6 @@ class SampleBatches:
     store: ShardCache
     slots: int  # of this rank in the largest batch
     workers: int = 0  # processes that share the rank's lanes; 0 for a thread that has them all
-    rows: BatchRows | None = None  # reads stored features; None where there are none
     traced: int = 0  # samples whose stages are printed
     image_views: int | None = None  # see Pipeline
     opened: list[OpenShards] = field(default_factory=list)  # by this process
@@ -562,7 +571,7 @@ class SampleBatches:
             sources=torch.from_numpy(buffer.sources[rows]),
             step=step,
             global_size=self.stream.slots.batch_size(step),
-            features={} if self.rows is None else self.rows.fill(buffer, len(order)),
+            features={} if (stored := self.inputs.features) is None else stored.typed(buffer.features, len(order)),
             pictures=torch.from_numpy(buffer.pictures[rows]),
             groups=None if self.inputs.groups is None else torch.from_numpy(buffer.groups[rows]),
             teacher_pixels=pixels(buffer.teacher_pixels) if self.inputs.teacher_image else None,
@@ -575,8 +584,6 @@ class SampleBatches:
 
     def close(self) -> None:
         """Release what this process holds."""
-        if self.rows is not None:
-            self.rows.close()
         for shards in self.opened:
             shards.prefetcher.close()
         self.store.close()

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -29,10 +29,6 @@ from clipstream.features.manifest import DTYPES, IDS, IMAGE, TEXT
 from clipstream.features.store import FeatureStore, StoredSource
 from clipstream.storage.shard_url import redact
 
-if TYPE_CHECKING:
-    from clipstream.data.loader.batch_buffers import BatchBuffer
-
-MOST_HELD = 1024  # shards that stay open between batches
 TEACHER = "teacher"  # name of a teacher whose store names it image and text
 Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 _SHIFT = 40  # a sample that no store has: -1 - (shard << 40 | position in it)
@@ -174,7 +170,6 @@ class StoredSamples:
         source: its shards; a manifest has their stable names, or URLs where names are not unique.
         weights: of the caption paths.
         filter: says which samples are used; None for all.
-        rows: whether features are read, and not only what is known of the samples.
 
     Attributes:
         counts: samples of each shard, dropped ones included, int64.
@@ -193,7 +188,6 @@ class StoredSamples:
         source: Source,
         weights: Sequence[float] | None = None,
         filter: SampleLists | None = None,
-        rows: bool = True,
     ) -> None:
         shards = list(zip(stable_names(source.names), source.names, strict=True))
         self.name, self.shown = name, [redact(url) for url in source.names]
@@ -207,7 +201,7 @@ class StoredSamples:
         self._parts: dict[str, tuple[_Stored, str]] = {}
         self._by_view: _Stored | None = None  # that has the keys of views
         for store, parts in stored.parts:
-            held = store.source(name, list(dict.fromkeys(parts)) if rows else [])
+            held = store.source(name, list(dict.fromkeys(parts)))
             numbers = {shard.name: number for number, shard in enumerate(held.shards)}
             mine = [numbers.get(stable, numbers.get(redact(url), -1)) for stable, url in shards]
             if -1 in mine:
@@ -455,10 +449,6 @@ class StoredSamples:
         shard = int(self._shard_of_chunk[number // self._chunk_rows])
         return shard, number - int(self.base[shard])
 
-    def shards_of(self, numbers: Numbers) -> Numbers:
-        """The numbers of the shards that hold some of the samples, each once."""
-        return np.unique(self._shard_of_chunk[numbers // self._chunk_rows])
-
     @cached_property
     def _shard_of_chunk(self) -> Numbers:
         found: Numbers = np.full(self.primary.n_chunks, -1, dtype=np.int64)
@@ -531,52 +521,3 @@ class StoredSamples:
                 if reason and position not in found:
                     found[position] = keys[position], reason
         return found
-
-
-class BatchRows:
-    """Reads the stored rows of batches whose samples were read from their shards.
-
-    Shards stay held until `MOST_HELD` others were used since.
-    """
-
-    def __init__(self, stored: StoredData, samples: Sequence[StoredSamples]) -> None:
-        self._stored, self._samples = stored, samples
-        self._held: dict[tuple[int, int], None] = {}  # source and shard, the one used last at the end
-
-    def fill(self, buffer: BatchBuffer, count: int) -> dict[str, torch.Tensor]:
-        """Fill the rows of the first `count` slots of a buffer: by name, views of them in their stored type.
-
-        Raises DataError: a chunk of a store is damaged.
-        """
-        weights, sources = buffer.weights[:count] > 0, buffer.sources[:count]
-        for source, samples in enumerate(self._samples):
-            (slots,) = np.nonzero(weights & (sources == source))
-            numbers, choices, views = (
-                values[slots] for values in (buffer.stored_numbers, buffer.stored_captions, buffer.stored_views)
-            )
-            self._hold(source, samples.shards_of(numbers))
-            for name, rows in buffer.features.items():
-                rows[slots] = samples.gather(name, numbers, choices, views).view(torch.uint8).numpy()
-        for name in buffer.features:
-            buffer.features[name][:count][~weights] = 0
-        while len(self._held) > MOST_HELD:
-            self._release(next(iter(self._held)))
-        return self._stored.typed(buffer.features, count)
-
-    def _hold(self, source: int, shards: Numbers) -> None:
-        for shard in shards.tolist():
-            if (source, shard) in self._held:
-                del self._held[source, shard]
-            else:
-                self._samples[source].hold(shard)
-            self._held[source, shard] = None
-
-    def _release(self, held: tuple[int, int]) -> None:
-        source, shard = held
-        del self._held[held]
-        self._samples[source].release(shard)
-
-    def close(self) -> None:
-        """Release all shards."""
-        for held in list(self._held):
-            self._release(held)
