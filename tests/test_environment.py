@@ -101,9 +101,13 @@ def drawn_in(folder: Path, constant: int, *flags: str) -> str:
     return (folder / "drawn").read_text()
 
 
-def test_examples_are_the_same_in_every_run_and_fuzz_draws_by_its_seed(tmp_path: Path) -> None:
+def test_examples_are_the_same_in_every_run(tmp_path: Path) -> None:
     """Whatever modules are loaded: Hypothesis 6.170 draws numbers and texts that occur in them."""
     assert drawn_in(tmp_path / "one", 1_000_000) == drawn_in(tmp_path / "two", 2_000_000)
+
+
+@pytest.mark.ci
+def test_fuzz_draws_by_its_seed(tmp_path: Path) -> None:
     fuzz = "--hypothesis-profile=fuzz"
     first = drawn_in(tmp_path / "fuzz", 1_000_000, fuzz, "--hypothesis-seed=1")
     assert first == drawn_in(tmp_path / "again", 1_000_000, fuzz, "--hypothesis-seed=1")

@@ -22,7 +22,7 @@ import clipstream
 from clipstream.checkpoint.store import is_occupied
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
-from tests.support.forks import ROOT, TIMEOUT, Fork
+from tests.support.forks import ROOT, TIMEOUT, Fork, run_fork
 from tests.support.ranks import end_ranks, run_python
 from tests.support.runs import wait_for_step
 
@@ -157,7 +157,7 @@ def test_a_script_needs_no_guard_and_closes_no_loader(place: Path) -> None:
         loader = clipstream.build_loader("{place}/val/*.tar", 16, batch_size=5, workers=2, device="cpu")
         print(sum(len(texts) for images, texts in loader), *loader._loader.worker_pids())
     """
-    out = run_python(script(place, "script", body), PYTHONPATH=str(ROOT))
+    out = run_fork(script(place, "script", body), env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert out.count("begins") == 1 and "step 3/3" in out
     *_, done, last = out.splitlines()
     count, *pids = last.split()

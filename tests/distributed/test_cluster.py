@@ -78,21 +78,6 @@ def same_run(place: Path, one: str, other: str, rel: float | None = None) -> Non
         assert same_weights(weights(place, one, last), weights(place, other, last))
 
 
-@pytest.mark.ci
-def test_a_signal_to_one_of_four_ranks_stops_all_and_two_go_on(place: Path) -> None:
-    name = "SIGUSR1"
-    exact = ["--precision", "fp64", "--checkpoint.every", "100"]
-    ends = end_ranks(4, train_on, flags(place, name, *exact, *stopping(at=3, signal=name), steps=8))
-    assert [end.code for end in ends] == [75] * 4, ends[0].stderr
-    assert re.search(rf"stopped by {name}, step [345] is saved", ends[0].stderr)
-    assert all("Traceback" not in end.stderr for end in ends)
-    ends = end_ranks(2, train_on, flags(place, name, *exact, *stopping(), "--resume", "auto", steps=8))
-    assert [end.code for end in ends] == [0] * 2, ends[0].stderr
-    whole = f"{name}-whole"
-    assert [end.code for end in end_ranks(1, train_on, flags(place, whole, *exact, *stopping(), steps=8))] == [0]
-    same_run(place, name, whole, rel=1e-9)
-
-
 def test_who_is_waited_for_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipstream.distributed.launch.SILENT", 0.01)
     said = ""
