@@ -54,5 +54,6 @@ def render_gallery(
         queries=[(shortened(text, LONGEST), *thumbnail(image, SMALL), hits) for (text, image), hits in queries],
         cards=cards,
         about=about,
-        data={row: {**cards[row], **({"src": ""} if row in shown else {})} for row in cards},  # the page has its image
+        others=[row for row in order if row not in shown],
+        near={row: card["near"] for row, card in cards.items() if card["near"]},
     )

@@ -110,8 +110,8 @@ class Evaluated:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Evaluated:
-        """The run's own evaluations, and those by `clipstream evaluate` that may be compared with the newest of them, or
-        else with the newest of all. Of a step, the run's own counts.
+        """The run's own evaluations, and those by `clipstream evaluate` that may be compared with the newest of them,
+        or else with the newest of all. Of a step, the run's own counts.
         """
         own = [record for record in records if "checkpoint" not in record]
         others = [record for record in records if "checkpoint" in record]
