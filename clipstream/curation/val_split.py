@@ -26,8 +26,8 @@ from clipstream.data.decode.sample_profile import TRIED, Profile
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
-from clipstream.data.scan import ShardPass, ShardSamples, cached, identity
 from clipstream.data.settings import DataSettings, SourceSettings, split_counts
+from clipstream.data.shard_pass import SamplePass, ShardSamples, cached, identity
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.text_settings import LabelCaption
 from clipstream.distributed.world import World
@@ -91,7 +91,7 @@ def _nothing_usable(source: Source, data: DataSettings, drops: Counter[str]) -> 
             if not isinstance(sample, Dropped):
                 profile.add(sample)
 
-    with closing(ShardPass(source, data, None, look)) as one:
+    with closing(SamplePass(source, data, None, look)) as one:
         one(0)
     why = ", ".join(f"{count:,} x {reason}" for reason, count in drops.most_common())
     said = f"data.val_split: none of {counted(drops.total(), 'sample', ',')} is usable: {why}"

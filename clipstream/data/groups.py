@@ -21,8 +21,8 @@ from clipstream.data.decode.labels import GroupField, LabelField, SampleProbabil
 from clipstream.data.order.lanes import Numbers, share_of
 from clipstream.data.order.rng import mix, permutation
 from clipstream.data.order.windows import EpochPlan, Order, WindowSamples
-from clipstream.data.scan import ShardPass, ShardSamples, scanned
 from clipstream.data.settings import DataSettings
+from clipstream.data.shard_pass import SamplePass, ShardSamples, scanned
 from clipstream.data.sources import Source
 from clipstream.errors import Dropped, SettingsError
 from clipstream.text import counted
@@ -106,7 +106,7 @@ def label_names(source: Source, label: str, data: DataSettings) -> tuple[str, li
                 found.update([] if isinstance(sample, Dropped) else [field(sample, None).strip()])
         return found
 
-    each = ShardPass(source, data, field.members, do).run("labels", Counter.total)
+    each = SamplePass(source, data, field.members, do).run("labels", count=Counter.total)
     found = sum((one for one in each if not isinstance(one, Failed)), Counter[str]())
     if not found and field.of_member:
         return label_names(source, f"json:{label}", data)

@@ -16,7 +16,6 @@ import itertools
 import queue
 import random
 import re
-import shutil
 import ssl
 import threading
 import time
@@ -34,8 +33,6 @@ from urllib.request import HTTPSHandler, OpenerDirector, Request, build_opener
 from clipstream.errors import ClipstreamError, DataError, absent
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import scan
-from clipstream.utils import atomic_write
-from clipstream.utils.processes import Failed
 
 CHUNK = 1 << 20
 GIB = 1 << 30
@@ -94,17 +91,6 @@ def disk_error(path: str | Path, error: OSError) -> ShardError:
     """The error of a local file or folder that cannot be written."""
     advice = ": set --data.cache to a folder with more space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     return ShardError("disk", f"cannot write to {path}: {error.strerror or error}{advice}")
-
-
-def failed(error: ShardError | OSError, shown: str, folder: Path) -> Failed:
-    """The result for a shard that could not be read or written."""
-    # The message of a command that could not write is unknown.
-    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-    space = shutil.disk_usage(there).free
-    if atomic_write.is_full(error) or space < DISK_FULL or getattr(error, "reason", None) == "disk":
-        return Failed(f"{shown}: the disk of {folder} is full", full=True)
-    said = str(error) if isinstance(error, (ShardError, ClipstreamError)) else f"disk: {redact(str(error))}"
-    return Failed(said if shown in said else f"{shown}: {said}")
 
 
 class FileInfo(NamedTuple):

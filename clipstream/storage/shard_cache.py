@@ -31,13 +31,10 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from rich.filesize import decimal
 
 from clipstream.errors import SettingsError, errors_as
 from clipstream.storage.download import GIB, Monitor, ShardError, disk_error, unreadable
@@ -470,9 +467,3 @@ def _remove_folder(folder: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-
-
-def written(done: Sequence[Any], parts: Path, began: float) -> str:
-    """Progress in words: bytes of the shards written since `began`, and of the drafts in `parts`, and their rate."""
-    size = sum(one.size for one in done if one.made) + total_size(parts.glob("*.part"))
-    return f"{decimal(size)}  {decimal(int(size / max(time.monotonic() - began, 1e-3)))}/s"

@@ -17,19 +17,24 @@ import json
 import math
 import mmap
 import os
+import re
 import secrets
+import socket
 import struct
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, errors_as
 from clipstream.utils.logs import logger
 
 if TYPE_CHECKING:
     import torch
 
+LOCK = ".lock"
+WORKERS_END = 30.0  # s for a dead process's data workers to end; they hold its lock as well
 CHUNK = 16 << 20  # bytes of one write: large enough for other threads to run and the disk to work meanwhile
 BLOCK = 4096  # bytes: content that begins at a multiple of it can be mapped
 DTYPES = {  # torch's name -> safetensors'
@@ -259,6 +264,50 @@ def try_lock(handle: int, kind: int, *, wait: bool = False, posix: bool = False)
     except OSError as error:
         _tell(1, f"files cannot be locked ({error.strerror}): let no two runs write to the same folder or cache")
         return None
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, called: str, advice: str) -> Iterator[None]:
+    """Make the folder, and lock it while the context is open.
+
+    Args:
+        called: describes the folder, for messages.
+        advice: what to do while another process has it.
+
+    Raises SettingsError: the folder cannot be made, or another process holds the lock.
+    """
+    with errors_as(SettingsError, f"{called} {folder} cannot be created", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        limit = time.monotonic() + WORKERS_END
+        while try_lock(lock, fcntl.LOCK_EX) is False:
+            holder = ""
+            with contextlib.suppress(OSError):  # a CIFS share lets nobody else read a locked file
+                holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+            if not _is_dead(holder) or time.monotonic() > limit:
+                raise SettingsError(f"{folder} is in use by {holder or 'another process'}: {advice}") from None
+            time.sleep(0.1)
+        with contextlib.suppress(OSError):  # the disk is full: the holder stays unnamed
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_dead(holder: str) -> bool:
+    """Whether the process named in a lock file ran on this machine and has ended."""
+    match = re.fullmatch(r"process (\d+) on (.+)", holder)
+    if match is None or match[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's process
+        pass
+    return False
 
 
 def _tell(number: int, text: str) -> None:

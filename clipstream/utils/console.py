@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from clipstream.text import printable_lines
+from clipstream.text import MESSAGE, printable, printable_lines
 from clipstream.utils.logs import drop_output, loading
 
 LINES_EVERY, REFRESH = 10.0, 0.2  # s between two lines of progress, and between two redraws of a bar
@@ -36,6 +37,14 @@ class ResultConsole(Console):
         """See rich's Console, whose own method ends the program."""
         self.quiet = True
         drop_output(sys.stdout)
+
+
+def print_training(words: Iterable[str]) -> str:
+    """Print the command that trains on what a verb has checked or made; returns it."""
+    command = printable(shlex.join(words), MESSAGE)
+    ResultConsole(markup=False).print(f"train on them with: {command}", soft_wrap=True)
+    sys.stdout.flush()
+    return command
 
 
 def result_table(title: str, columns: Sequence[str], numbers: Collection[str]) -> Table:

@@ -28,10 +28,9 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from clipstream import __version__
-from clipstream.errors import DataError, SettingsError, WorkInterrupted
-from clipstream.text import counted, duration, lines, listed_lines
+from clipstream.errors import DataError, SettingsError
+from clipstream.text import counted, lines, listed_lines
 from clipstream.utils import processes
-from clipstream.utils.console import ProgressBar
 from clipstream.utils.cores import cores
 from clipstream.utils.processes import PATIENCE, PULSE, RETRIES, Ended, Failed
 
@@ -103,55 +102,6 @@ def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tup
     connect = _ray if kind == "ray" else _dask
     with connect(executor, do) as cluster:
         yield from _run_on(cluster, count)
-
-
-def work_off(
-    label: str,
-    do: Callable[[int], Result | Failed],
-    names: Sequence[str],
-    executor: str,
-    words: Callable[[list[Result]], str],
-) -> list[Result | Failed]:
-    """The results of a task for each shard, in order, with a bar. What failed is told at once, and stops no other task.
-
-    Args:
-        label: what is done, for people, as 'packing'.
-        do: as `run` takes it.
-        names: of the shards, for people.
-        words: more about the progress, from the results so far.
-
-    Raises:
-        DataError: the disk is full.
-        WorkInterrupted: by a signal.
-    """
-    done, began, again = dict[int, Result | Failed](), time.monotonic(), "rerun the same command to continue"
-
-    def whole() -> list[Result]:
-        return [one for one in done.values() if not isinstance(one, Failed)]
-
-    def count() -> str:
-        return f"{len(whole()):,} of {len(names):,} shards"
-
-    def progress() -> str:
-        left = (time.monotonic() - began) * (len(names) / max(1, len(done)) - 1)
-        return "  ".join([count(), words(whole()), *([f"{duration(left)} left"] if done and left else [])])
-
-    try:
-        with ProgressBar(label) as bar, contextlib.closing(run(do, len(names), executor)) as events:
-            for event in events:
-                if event is not None:
-                    number, result = event
-                    if isinstance(result, Failed):
-                        if result.full:
-                            raise DataError(f"{result.error}; {count()} are done: free some space, and {again}")
-                        if names[number] not in result.error:
-                            result = Failed(f"{names[number]}: {result.error}")
-                        bar.say(f"failed: {result.error}")
-                    done[number] = result
-                bar.update(len(done), len(names), progress)
-    except KeyboardInterrupt:
-        raise WorkInterrupted(f"interrupted while {label}; {count()} are done: {again}") from None
-    return [done[number] for number in range(len(names))]
 
 
 def require_all(label: str, results: Sequence[Result | Failed], advice: str) -> list[Result]:

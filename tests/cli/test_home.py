@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from pydantic import create_model
 
-from clipstream.cli.verbs import bench, compare, evaluate, index, stage
+from clipstream.cli.verbs import bench, check, compare, evaluate, index, stage
 from clipstream.config.config_sources import accepts_text
 from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
-from clipstream.curation import check
 from clipstream.data.sources import expand
 from clipstream.data.text_settings import PathTokenizer
 from clipstream.utils.section import leaves, names_path
@@ -73,7 +72,7 @@ def test_flags_and_files_alike(home: Path) -> None:
 def test_flags_of_the_verbs_own(verb: ModuleType, home: Path) -> None:
     argv = [f"{flag}=~/x" for flag in verb.OWN_FLAGS]
     assert own_flags(argv, verb.OWN_FLAGS)[0] == dict.fromkeys(verb.OWN_FLAGS, f"{home}/x")
-    assert stage.arguments(["~/staged", "--train-data=a.tar"]).folder == home / "staged"
+    assert stage.folder_of("~/staged") == home / "staged"
 
 
 def test_shards_in_all_their_forms(home: Path) -> None:

@@ -27,7 +27,7 @@ def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom clipstream.cli.verbs.train import main\nassert main(['--help']) == 0\n"
         f"found = [name for name in {heavy} if name in sys.modules]\n"
-        "from clipstream.curation.check import main\nassert main(['synthetic:']) == 0\n"
+        "from clipstream.cli.verbs.check import main\nassert main(['synthetic:']) == 0\n"
         "sys.exit(', '.join(found) or 'torch' in sys.modules)"
     )
     ended = python("-c", code)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from open_clip import list_models
 
-from clipstream.cli.verbs import compare, evaluate, stage, train
+from clipstream.cli.verbs import check, compare, evaluate, pack, stage, train
 from clipstream.config.settings import load
-from clipstream.curation import check, pack
 from clipstream.models.model_config import ModelConfig, builtin, check_config
 from tests.support.runs import MODEL, flags
 from tests.support.savers import fill, small_disk

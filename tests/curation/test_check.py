@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from clipstream.curation.check import look, main
+from clipstream.cli.verbs.check import main
+from clipstream.curation.check import look
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.decode.train_transform import TrainTransform
@@ -175,7 +176,7 @@ def test_images_under_other_suffixes_are_named(
 def test_large_images_are_counted_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("check", "check_all"):
+    for module in ("check", "problems"):
         monkeypatch.setattr(f"clipstream.curation.{module}.LARGE_PIXELS", 1000)
     monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
     large = save(Image.fromarray(smooth(50, 40)))

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from clipstream.cli.verbs.check import main
 from clipstream.config.settings import load
-from clipstream.curation.check import check, main
+from clipstream.curation.check import check
 from clipstream.curation.sample_table import detector
 from clipstream.report.pages import Bars
 from tests.support.browser import look, needs_browser

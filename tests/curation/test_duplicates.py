@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipstream.curation.check import main as check
+from clipstream.cli.verbs.check import main as check
 from clipstream.data.batch import Batch
 from clipstream.data.decode.sample_profile import share_of_equal
 from clipstream.distributed.world import World

@@ -25,14 +25,14 @@ import pytest
 from PIL import Image
 
 from clipstream.cli.verbs.filter import main as filtered
+from clipstream.cli.verbs.pack import main
 from clipstream.config.settings import load
 from clipstream.curation import pack as pack_module
 from clipstream.curation.check import check
 from clipstream.curation.duplicates import hashes_of, look_of, near_pairs
-from clipstream.curation.pack import main
-from clipstream.curation.packing.lists import PARTS
-from clipstream.curation.packing.shards import Packed, PackShard, Plan
+from clipstream.curation.pack_shards import Packed, PackShard, Plan
 from clipstream.data.decode.captions import build_caption, candidates
+from clipstream.data.shard_pass import PARTS
 from clipstream.data.sources import indexes
 from clipstream.storage.tar import Shard, scan
 from clipstream.utils import atomic_write

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from clipstream.cli.verbs.check import main as check
 from clipstream.cli.verbs.index import main as index
-from clipstream.curation.check import main as check
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.text_settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import DataError

@@ -22,8 +22,7 @@ from typing import Any
 
 import pytest
 
-from clipstream.cli.verbs import index, stage
-from clipstream.curation import pack
+from clipstream.cli.verbs import index, pack, stage
 from clipstream.curation.sample_table import sample_table
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source

@@ -16,9 +16,8 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from clipstream.cli.verbs import check, pack, precompute, search
 from clipstream.cli.verbs import filter as filter_verb
-from clipstream.cli.verbs import precompute, search
-from clipstream.curation import check, pack
 from clipstream.data.groups import look_up
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source, SourceContext

@@ -17,12 +17,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from clipstream.checkpoint.store import held
 from clipstream.cli.verbs.stage import main
 from clipstream.config.settings import load
 from clipstream.data.sources import expand, indexes
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import scan
+from clipstream.utils.atomic_write import lock_folder
 from tests.support.forks import ROOT, TIMEOUT, wait_until
 from tests.support.loaders import data, digests, loader
 from tests.support.pictures import make_shards
@@ -249,7 +249,10 @@ def test_a_broken_shard_is_fetched_again_and_then_taken_as_it_is(
     assert main(argv) == 0
     assert gets(site) == {"00000.tar": 1, "00001.tar": 2, "00002.tar": 2}
     out = capsys.readouterr().out
-    assert re.search(r"warning: .*00002\.tar: truncated_member", out) and "00001.tar" not in out
+    assert (
+        re.search(r"damaged shards, which are copied as they are: 1\n  .*00002\.tar: truncated_member", out)
+        and "00001.tar" not in out
+    )
     assert tars(tmp_path)["sources/train/00002.tar"] == site.bodies["00002.tar"]
 
 
@@ -278,7 +281,7 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_wrong_usage(argv: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with held(tmp_path / "busy", "the folder", str):
+    with lock_folder(tmp_path / "busy", "the folder", "wait"):
         assert main([word.replace("{tmp}", str(tmp_path)) for word in argv]) == 2
     assert told in capsys.readouterr().err
 

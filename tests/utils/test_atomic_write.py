@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.checkpoint.store import LATEST, Marker, begin, commit, held, is_occupied
-from clipstream.curation.packing.shards import TarWriter
+from clipstream.checkpoint.store import LATEST, Marker, begin, commit, is_occupied
+from clipstream.curation.pack_shards import TarWriter
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.world import World
 from clipstream.storage.shard_cache import ShardCache, file_lock
 from clipstream.utils import atomic_write
-from clipstream.utils.atomic_write import CHUNK
+from clipstream.utils.atomic_write import CHUNK, lock_folder
 from tests.support.savers import damage, small_disk
 
 
@@ -93,7 +93,7 @@ def test_what_a_file_system_lacks_is_done_without_and_said_once(
     """
     number = request.node.callspec.params["lacking"]
     flushes = number != errno.ENOLCK  # which fsync does not give
-    with held(tmp_path / "run", "--logs", str), held(tmp_path / "run", "--logs", str):
+    with lock_folder(tmp_path / "run", "--logs", ""), lock_folder(tmp_path / "run", "--logs", ""):
         assert is_occupied(tmp_path / "run")
         if flushes:
             for name in ("step_00000001", "step_00000001", "step_00000002"):

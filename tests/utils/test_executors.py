@@ -11,8 +11,9 @@ import pytest
 
 from clipstream import __version__
 from clipstream.config.entry import run_main
+from clipstream.data.shard_pass import ShardPass
 from clipstream.errors import SettingsError
-from clipstream.utils.executors import _work, checked, run, work_off
+from clipstream.utils.executors import _work, checked, run
 from tests.support.ranks import reserved_port
 
 
@@ -66,9 +67,10 @@ def test_an_interrupt_is_one_for_callers_and_tells_users_how_to_go_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("clipstream.utils.executors.run", interrupted)
+    walk = ShardPass(["a", "b"], abs)
     with pytest.raises(KeyboardInterrupt, match="while packing; 1 of 2 shards are done: rerun the same command"):
-        work_off("packing", abs, ["a", "b"], "local:1", str)
-    assert run_main(lambda _: len(work_off("packing", abs, ["a", "b"], "local:1", str)), []) == 75
+        walk.run("packing", "local:1", abs)
+    assert run_main(lambda _: len(walk.run("packing", "local:1", abs)), []) == 75
     assert "interrupted while packing; 1 of 2" in capsys.readouterr().err
 
 

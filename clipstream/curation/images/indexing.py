@@ -31,7 +31,7 @@ from clipstream.curation.gallery import render_gallery as render_gallery
 from clipstream.curation.images.image_index import ImageRow, ImageSearch, root
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.order_plan import reading_of
-from clipstream.data.scan import ImageReader
+from clipstream.data.shard_pass import ImageReader
 from clipstream.data.sources import OpenShard, SampleRef, Source
 from clipstream.data.sources.folders import levels
 from clipstream.data.text_settings import CaptionSettings

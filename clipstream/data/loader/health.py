@@ -69,13 +69,13 @@ class Captions:
         self.flat: dict[int, str] = {}
         self.multilingual: dict[int, str] = {}
 
-    def add(self, name: str, caption: str, pixels: np.ndarray[Any, Any]) -> None:
-        """Add a sample with its pixels uint8 [..., H, W, 3], unless there are enough or it was added before."""
+    def add(self, name: str, caption: str, pixels: np.ndarray[Any, Any] | None, *, flat: bool = False) -> None:
+        """Add a sample with its pixels uint8 [..., H, W, 3], or with whether they are of one colour, unless there are
+        enough or it was added before."""
         if len(self.seen) < FIRST_SAMPLES:
             key = zlib.crc32(name.encode(errors="replace"))
             self.seen.setdefault(key, (zlib.crc32(caption.encode()), caption[:SHOWN_CAPTION]))
-            looks = (pixels[..., ::step, ::step, :].reshape(-1, 3) for step in (8, 1))  # few need the second one
-            if pixels.size and all((np.ptp(some, axis=0) <= FLAT_RANGE).all() for some in looks):
+            if flat or (pixels is not None and is_flat(pixels)):
                 self.flat[key] = name
             if is_multilingual(caption):
                 self.multilingual[key] = name
@@ -131,6 +131,12 @@ class Captions:
             f"the captions of {number:,} samples are {', and '.join(found)}. If these are not the captions, choose "
             f"another field with --caption-json or another member with --caption-key (`clipstream check` lists them)"
         )
+
+
+def is_flat(pixels: np.ndarray[Any, Any]) -> bool:
+    """Whether pixels uint8 [..., H, W, C] have (nearly) one colour."""
+    looks = (pixels[..., ::step, ::step, :].reshape(-1, pixels.shape[-1]) for step in (8, 1))  # few need the second
+    return bool(pixels.size) and all((np.ptp(some, axis=0) <= FLAT_RANGE).all() for some in looks)
 
 
 class DroppedSample(NamedTuple):

@@ -170,13 +170,13 @@ def read_head(path: Path) -> Head:
         ValueError: it is damaged, or of another format.
     """
     with open(path, "rb") as file:
-        return _head(file.readline(LONGEST_HEAD))
+        return parse_head(file.readline(LONGEST_HEAD))
 
 
 def read(path: Path, size: int | None = None) -> tuple[Head, ShardIndex]:
     """A whole index; `size` is that of its tar, in which all members must end. Raises as `read_head`."""
     with open(path, "rb") as file:
-        head = _head(file.readline(LONGEST_HEAD))
+        head = parse_head(file.readline(LONGEST_HEAD))
         body = file.read()
     if len(body) != head.length or zlib.crc32(body) != head.crc32:
         raise ValueError("its checksum is wrong")
@@ -216,7 +216,8 @@ def opened_by(name: str, folder: str | None) -> ShardIndex | None:
     return None
 
 
-def _head(line: bytes) -> Head:
+def parse_head(line: bytes) -> Head:
+    """The first line of an index, with its end. Raises ValueError: it is damaged, or of another format."""
     checksum, _, text = line.removeprefix(MAGIC).rstrip(b"\n").partition(b" ")
     if not line.startswith(MAGIC) or not line.endswith(b"\n") or b"%08x" % zlib.crc32(text) != checksum:
         raise ValueError("damaged, or not an index of this version")

@@ -19,15 +19,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.cli.main import main as clipstream
-from clipstream.cli.verbs.index import Indexed, index_shard, main
+from clipstream.cli.verbs.index import main
 from clipstream.config.plan import draft, survey
 from clipstream.config.settings import load
 from clipstream.config.settings import read as read_settings
 from clipstream.config.validate import validate_run
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
-from clipstream.data.sources.indexes import count_samples, identity_of, opened_by, path_of, read, read_head, write
+from clipstream.data.sources.indexes import (
+    count_samples,
+    identity_of,
+    opened_by,
+    path_of,
+    read,
+    read_head,
+    write,
+)
 from clipstream.data.sources.tars import TarSource
+from clipstream.data.staging import index_shard
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import ShardCache
@@ -196,7 +205,7 @@ def test_two_workers_index_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyP
         found = plain(path, parts)
         if not more:  # before this worker renames its index, another one is done
             more.append(True)
-            assert isinstance(index_shard([f"{tmp_path}/00000.tar"], ShardCache(None), None, True, 0), Indexed)
+            assert index_shard(f"{tmp_path}/00000.tar", ShardCache(None), None, True).made
         return found
 
     for name, age in (("0" * 16, 9000), ("1" * 16, 0)):

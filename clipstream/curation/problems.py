@@ -1,7 +1,7 @@
-"""`clipstream check --all`: figures of all samples of a data set, and what is wrong with them.
+"""Figures of all samples of a data set, and what is wrong with them, for `clipstream check --all`.
 
-A source enters, whose sample table is made unless it is there; its figures leave, as JSON values (`Examined.figures`)
-and as a page (`report.pages`). Imports no torch.
+A source enters, whose sample table is made unless it is there; its figures leave, as JSON values (`Examined.figures`),
+as tables, and as a page (`report.pages`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -23,6 +23,7 @@ from clipstream.curation.duplicates import near_groups
 from clipstream.curation.sample_table import EMPTY, NULL, Columns, SampleTable, detector, sample_table
 from clipstream.data.decode.images import FACTORS, decode, read_header
 from clipstream.data.decode.key_lists import NOT_KEPT
+from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.image_settings import LARGE_PIXELS
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
@@ -32,6 +33,7 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.text import counted, listed, percent, printable, shortened
 from clipstream.utils import atomic_write
 from clipstream.utils.content import IMAGE_NAME
+from clipstream.utils.cores import cores
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,6 +50,14 @@ RATES = {"ViT-B-32": 850, "ViT-B-16": 390, "ViT-L-14": 79}
 _ODD = r"(?i)^\S+$|^[a-z][a-z+.-]*://|\.(?:jpe?g|png|webp|gif|bmp|tiff?|avif)\s*$"  # captions that are looked into
 _CODE = re.compile(r"(?i:true|false|none|null|nan)|(?=.*[\d_=/\\@:])[!-~]+|[!-~]{25,}|[\W\d_]+")
 _ADDRESS = re.compile(r"(?i)\s*(?:[a-z][a-z+.-]*://|www\.)\S+\s*$")
+
+
+class Table(NamedTuple):
+    """A table of a report: rows of text."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 @dataclass
@@ -87,6 +97,71 @@ class Examined:
             return problem.says
         share = percent(problem.samples / max(1, self.rows.num_rows))
         return f"{counted(problem.samples, 'sample', ',')} ({share}) {problem.says}"
+
+    @property
+    def skipped(self) -> str:
+        """What was not looked at, and how it is; '' for nothing."""
+        if "duplicates" not in self.figures or detector() is not None:
+            return ""
+        return "languages of captions were not detected: pip install 'clipstream[languages]'"
+
+    @property
+    def listings(self) -> dict[str, dict[str, int]]:
+        """Names with their counts: formats of images, languages of captions."""
+        counts = {"formats": self.figures["images"]["formats"], "languages": self.figures["captions"]["languages"]}
+        return {title: some for title, some in counts.items() if some}
+
+    def tables(self, profile: Profile) -> dict[str, Table]:
+        """Tables of the figures: `members`, `fields`, `sizes`, `stages`, `cores` and `problems`.
+
+        Args:
+            profile: of some samples, for examples.
+        """
+        figures, (texts, values) = self.figures, profile.fields()
+        shown = {suffix: one.example for suffix, one in texts.items()}
+        shown |= {suffix: "image" for suffix in figures["members"] if profile.images[suffix]}
+        examples = {f"{one.member}.{one.path}": one.example for one in values.values()}
+        lengths = {
+            "characters of a caption": figures["captions"]["characters"],
+            "tokens of a caption": figures["captions"]["tokens"],
+            "width, pixels": figures["images"]["width"],
+            "height, pixels": figures["images"]["height"],
+            "width / height": figures["images"]["aspect"],
+            "bytes of an image file": figures["images"]["file_bytes"],
+        }
+        stages = {
+            "read": "read members",
+            "caption": "captions and tokens",
+            "language": "languages",
+            "image": "decode and hash the image" if "duplicates" in figures else "read the header of the image",
+            "crop": f"decode and resize for training, {SIDE} px",
+        }
+        members = [
+            (name, f"{count:,}", shown.get(name, "JSON" * name.endswith("json")))
+            for name, count in figures["members"].items()
+        ]
+        fields = [
+            (name, percent(one["filled"]), ", ".join(one["types"]), examples.get(name, ""))
+            for name, one in figures["json_fields"].items()
+        ]
+        sizes = [(name, *map(short, values.values())) for name, values in lengths.items() if values]
+        speeds = [(stages[name], f"{1 / took:,.0f}") for name, took in figures["stages"].items() if took]
+        problems = []
+        for one in self.problems:
+            share = (f"{one.samples:,}", percent(one.samples / max(1, figures["samples"]))) if one.samples else ("", "")
+            example = self.name(one.rows[0]) if one.rows else ""
+            problems.append((*share, one.says, "note" if one.is_note else "problem", example))
+        models = ("model", "samples/s of an A100, published", "cores for 1 GPU", "cores for 8 GPUs")
+        needed = list(_needed(figures["stages"])) if figures["used"] else []
+        columns = ("samples", "share", "problem", "kind", "example")
+        return {
+            "members": Table("Members", ("suffix", "samples", "content"), members),
+            "fields": Table("JSON fields", ("field", "filled", "types", "example"), fields),
+            "sizes": Table("Lengths and sizes", ("", "least", "5%", "median", "95%", "most"), sizes),
+            "stages": Table("Speed of one core", ("stage", "samples/s"), speeds),
+            "cores": Table(f"Cores that feed GPUs (here are {cores()})", models, needed),
+            "problems": Table("Problems: samples that …", columns, problems),
+        }
 
 
 def examine(
@@ -271,7 +346,7 @@ def _duplicates(found: Examined) -> None:
 
 def _crop_seconds(found: Examined, data: DataSettings) -> dict[str, float]:
     """The measured time of one core for an image of SIDE pixels, decoded at the scale that training takes."""
-    images = load_images(found, spread(found, TIMED), data)
+    images = load_images(found, _used_rows(found, TIMED), data)
     began, count = time.thread_time(), 0
     for image in images.values():
         with suppress(Dropped):
@@ -291,56 +366,21 @@ def load_images(found: Examined, rows: Sequence[int], data: DataSettings) -> dic
         return found.table.images(source, rows)
 
 
-def needed(stages: Mapping[str, float]) -> Iterator[tuple[str, ...]]:
+def _needed(stages: Mapping[str, float]) -> Iterator[tuple[str, ...]]:
     """(model, its samples/s on one GPU, cores for one, for eight) by the measured stages of training."""
     a_sample = sum(stages.get(stage, 0.0) for stage in ("read", "caption", "crop"))
     for model, rate in RATES.items():
         yield model, f"{rate:,}", *(f"{math.ceil(gpus * rate * a_sample):,}" for gpus in (1, 8))
 
 
-def tables(found: Examined, examples: Mapping[str, str]) -> dict[str, Any]:
-    """Rows of text: `quantiles`, `members`, `fields`, `stages` and `needed`; and `skipped`, a sentence or ''.
-
-    Args:
-        examples: JSON field -> one of its values.
-    """
-    figures = found.figures
-    lengths = {
-        "characters of a caption": figures["captions"]["characters"],
-        "tokens of a caption": figures["captions"]["tokens"],
-        "width, pixels": figures["images"]["width"],
-        "height, pixels": figures["images"]["height"],
-        "width / height": figures["images"]["aspect"],
-        "bytes of an image file": figures["images"]["file_bytes"],
-    }
-    stages = {
-        "read": "read members",
-        "caption": "captions and tokens",
-        "language": "languages",
-        "image": "decode and hash the image" if "duplicates" in figures else "read the header of the image",
-        "crop": f"decode and resize for training, {SIDE} px",
-    }
-    fields = figures["json_fields"].items()
-    skipped = "duplicates" in figures and detector() is None
-    return {
-        "quantiles": [[name, *map(short, values.values())] for name, values in lengths.items() if values],
-        "members": [(name, f"{count:,}") for name, count in figures["members"].items()],
-        "fields": [
-            (name, percent(one["filled"]), ", ".join(one["types"]), examples.get(name, "")) for name, one in fields
-        ],
-        "stages": [(stages[name], f"{1 / took:,.0f}") for name, took in figures["stages"].items() if took],
-        "needed": list(needed(figures["stages"])) if figures["used"] else [],
-        "skipped": "languages of captions were not detected: pip install 'clipstream[languages]'" if skipped else "",
-    }
-
-
-def write_page(found: Examined, path: Path, data: DataSettings, told: Mapping[str, Any]) -> None:
+def write_page(found: Examined, path: Path, data: DataSettings, profile: Profile, yaml: str) -> None:
     """Write the page: figures, charts, the worst samples of each problem, and examples. Raises OSError.
 
     Args:
-        told: what `tables` gives, and `yaml`, the settings that train.
+        profile: see `Examined.tables`.
+        yaml: settings that train.
     """
-    some = spread(found, EXAMPLES)
+    some = _used_rows(found, EXAMPLES)
     groups = [(one.name.replace("_", " "), found.told(one), one.rows) for one in found.problems if one.rows]
     images = load_images(found, sorted({row for _, _, rows in groups for row in rows} | set(some)), data)
     thumbnails = Thumbnails()
@@ -348,11 +388,12 @@ def write_page(found: Examined, path: Path, data: DataSettings, told: Mapping[st
         (title, says, [(thumbnails(images.get(row), SMALL), found.name(row), *_about(found, row)) for row in rows])
         for title, says, rows in [*groups, ("examples", "spread over the samples that training uses", some)]
     ]
+    told = {"tables": found.tables(profile), "skipped": found.skipped, "yaml": yaml}
     page = fill("data", found.figures["data"], figures=found.figures, charts=found.charts, sheets=sheets, **told)
     atomic_write.replace(path, page.encode(errors="backslashreplace"))
 
 
-def spread(found: Examined, most: int) -> list[int]:
+def _used_rows(found: Examined, most: int) -> list[int]:
     """Rows that training uses, spread evenly."""
     import pyarrow.compute as pc
 
