@@ -1,36 +1,31 @@
 """What a fault costs a run on two hosts, which are network namespaces: `make test-cluster`.
 
 Every fault takes a run that saves at its end alone; the same command goes on, and its weights, moments, random states
-and lines are those of a run that nothing happened to, bit by bit.
+and lines are those of a run that nothing happened to, bit by bit. What is measured is printed: who is named, when all
+end, and what is lost.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.support.faults import (
-    STEPS,
-    Moment,
-    command,
-    differences,
-    finish,
-    kill,
-    last_step,
-    saved_step,
-    strike,
-    wait_for_steps,
-)
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.hosts import Cluster, Rank, missing, seconds_until, two_hosts
-from tests.support.runs import MODEL, furnish, lines
+from tests.support.runs import MODEL, flags, furnish, lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -39,6 +34,176 @@ RESTART = 60.0  # s; torchrun gives a stopped rank 30 s more to end
 HSDP = ("--train.parallel", "fsdp", "--train.fsdp-replicas", "2")
 # What a step draws and keeps beside weights and moments.
 VARIANTS = ((), ("--train.ema", "0.9"), ("--model", "{place}/drawing.json"), ("--train.micro-batch-size", "4"))
+
+STEPS = 40
+WEIGHTS, MOMENTS, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"
+
+
+@dataclass
+class Outcome:
+    """What became of a run with a fault. Times are seconds since the fault; None: not within the limit."""
+
+    last: int  # the last step in the run's metrics when the survivors had ended
+    named: float | None = None  # until a survivor printed each dead rank
+    host_named: float | None = None  # until a survivor printed the dead ranks' host
+    ended: float | None = None  # until all survivors had ended
+    codes: list[int | None] = field(default_factory=list)  # of all ranks
+    saved: int = 0  # step of the latest checkpoint
+    said: str = ""  # what the survivors printed after the fault
+
+    @property
+    def lost(self) -> int:
+        """Steps that the next start does again."""
+        return max(0, self.last - self.saved)
+
+    def __str__(self) -> str:
+        def shown(seconds: float | None) -> str:
+            return "never" if seconds is None else f"{seconds:.1f} s"
+
+        return (
+            f"rank named {shown(self.named)}, host named {shown(self.host_named)}, ended {shown(self.ended)}, "
+            f"codes {self.codes}, trained {self.last}, saved {self.saved}, lost {self.lost}"
+        )
+
+
+def command(place: Path, name: str, *more: str, steps: int = STEPS) -> list[str]:
+    """A run's command line, which is also that of its next start; it saves at its end alone."""
+    return flags(
+        place, name, "--resume", "auto", "--run.deterministic", "true", "--checkpoint.every", "1000000", *more,
+        steps=steps,
+    )  # fmt: skip
+
+
+def last_step(place: Path, name: str) -> int:
+    """The last step in the run's metrics."""
+    path = place / "runs" / name / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return max((int(step) for step in re.findall(r'^\{"step": (\d+), "samples"', text, re.M)), default=0)
+
+
+def saved_step(place: Path, name: str) -> int:
+    """The step of the checkpoint that the next start goes on from; 0 if there is none."""
+    path = place / "runs" / name / "checkpoints/latest"
+    return int(path.read_text().strip()[-8:]) if path.exists() else 0
+
+
+def wait_for_steps(place: Path, name: str, ranks: Sequence[Rank], steps: int) -> None:
+    """Wait until a run has done some steps; an error if a rank ends before."""
+    for rank in ranks:
+        wait_until(lambda: last_step(place, name) >= steps, rank.process)
+
+
+def strike(
+    place: Path,
+    name: str,
+    ranks: Sequence[Rank],
+    dead: Collection[int],
+    fault: Callable[[], object],
+    *,
+    at: int,
+    delay: float = 0.0,
+    limit: float = 120.0,
+    named: Collection[int] | None = None,
+) -> Outcome:
+    """Wait until the run has done `at` steps and `delay` seconds, let the fault happen, and measure.
+
+    Args:
+        dead: the ranks that the fault takes; the others are the survivors.
+        named: the ranks that are to be named, if others than these.
+    """
+    survivors = [rank for rank in ranks if rank.number not in dead]
+    wait_for_steps(place, name, ranks, at)
+    time.sleep(delay)
+    output = {rank.number: Path(rank.process.stderr.name) for rank in survivors}
+    before = {number: len(path.read_bytes()) for number, path in output.items()}
+    fault()
+    found = Outcome(last_step(place, name))
+    named = dead if named is None else named
+    hosts = {rank.host.name for rank in ranks if rank.number in named}
+    began = time.monotonic()
+
+    def look() -> bool:
+        found.said = "".join(path.read_bytes()[before[number] :].decode() for number, path in output.items())
+        if found.named is None and all(re.search(rf"\brank {number}\b", found.said) for number in named):
+            found.named = time.monotonic() - began
+        if found.host_named is None and all(re.search(rf"\b{host}\b", found.said) for host in hosts):
+            found.host_named = time.monotonic() - began
+        return all(rank.process.poll() is not None for rank in survivors)
+
+    found.ended = seconds_until(look, limit)
+    look()
+    found.codes = [rank.process.poll() for rank in ranks]
+    found.last, found.saved = max(found.last, last_step(place, name)), saved_step(place, name)
+    return found
+
+
+def finish(cluster: Cluster, argv: Sequence[str], ranks: int, **env: str) -> float:
+    """Start the run's command again on a sound cluster, take the run to its end; the seconds until then."""
+    cluster.end()
+    cluster.mend()
+    began = time.monotonic()
+    started = cluster.start(argv, ranks, **env)
+    codes = [rank.process.wait() for rank in started]
+    assert codes == [0] * ranks, [rank.process.stderr.read().decode() for rank in started]
+    cluster.end()
+    return time.monotonic() - began
+
+
+def differences(place: Path, one: str, other: str, step: int = STEPS) -> list[str]:
+    """What differs between two runs' checkpoints of a step and their lines until then, bit by bit.
+
+    The line of a step that was saved by survivors may be missing; the next one counts both then.
+    """
+    folders = [place / "runs" / name / "checkpoints" / f"step_{step:08d}" for name in (one, other)]
+    found = []
+    for file in (WEIGHTS, MOMENTS):
+        mine, theirs = (load_file(folder / file) for folder in folders)
+        if mine.keys() != theirs.keys():
+            found.append(f"{file}: names")
+        found += [f"{file}: {name}" for name in mine.keys() & theirs.keys() if not same(mine[name], theirs[name])]
+    if not same(*(torch.load(folder / RANDOM, weights_only=False) for folder in folders)):
+        found.append(RANDOM)
+    states = [json.loads((folder / STATE).read_text())["train"] for folder in folders]
+    found += [f"{STATE}: {key}" for key in ("step", "samples", "data") if states[0][key] != states[1][key]]
+    mine, theirs = ({line["step"]: line for line in lines(place, name)} for name in (one, other))
+    again = {line["step"] for line in lines(place, one, "start")}
+    merged = again | {number + 1 for number in again}
+    differing = [number for number in range(1, step + 1) if mine.get(number) != theirs.get(number)]
+    return found + [f"line of step {number}" for number in differing if number not in merged]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested values are equal, tensors bit by bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool((one == other) if not hasattr(one, "shape") else (one == other).all())
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a rank is killed: drawn, and the same for each number."""
+
+    ranks: int
+    rank: int
+    at: int  # steps done
+    delay: float  # s after them
+
+    @classmethod
+    def draw(cls, number: int, sizes: Sequence[int] = (2, 2, 3, 4)) -> Moment:
+        draw = random.Random(number)
+        ranks = draw.choice(sizes)
+        return cls(ranks, draw.randrange(ranks), draw.randrange(1, STEPS - 8), draw.uniform(0, 0.25))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.ranks}, {self.delay * 1e3:.0f} ms after step {self.at}"
+
+
+def kill(rank: Rank, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(rank.process.pid, number)
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +249,16 @@ def check(place: Path, cluster: Cluster, name: str, ranks: int, other: str, *mor
     assert differences(place, name, other) == []
 
 
-@pytest.mark.parametrize("number", range(30))
+@pytest.mark.parametrize("number", range(40))
 def test_a_killed_rank_costs_no_step(
     place: Path, cluster: Cluster, undisturbed: Callable[..., str], number: int
 ) -> None:
-    moment = Moment.draw(number)
-    more = [word.format(place=place) for word in VARIANTS[number % len(VARIANTS)]]
-    other, name = undisturbed(moment.ranks, *more), f"killed-{number}"
+    """The last ten runs keep two replicas of four shards."""
+    replicas, name = number >= 30, f"killed-{number}"
+    moment = Moment.draw(number, sizes=[4]) if replicas else Moment.draw(number)
+    variant = HSDP if replicas else VARIANTS[number % len(VARIANTS)]
+    more = [word.format(place=place) for word in variant]
+    other = undisturbed(moment.ranks, *more)
     ranks = cluster.start(command(place, name, *more), moment.ranks)
     fault = ranks[moment.rank]
     found = strike(place, name, ranks, [moment.rank], lambda: kill(fault), at=moment.at, delay=moment.delay)
@@ -99,20 +267,6 @@ def test_a_killed_rank_costs_no_step(
     assert (found.lost, found.codes) == (0, wanted), found.said
     assert found.named is not None and found.host_named is not None, found.said
     check(place, cluster, name, moment.ranks, other, *more)
-
-
-@pytest.mark.parametrize("number", range(10))
-def test_a_killed_rank_of_two_replicas_costs_no_step(
-    place: Path, cluster: Cluster, undisturbed: Callable[..., str], number: int
-) -> None:
-    moment, name = Moment.draw(100 + number, sizes=[4]), f"replicas-{number}"
-    other = undisturbed(4, *HSDP)
-    ranks = cluster.start(command(place, name, *HSDP), 4)
-    fault = ranks[moment.rank]
-    found = strike(place, name, ranks, [moment.rank], lambda: kill(fault), at=moment.at, delay=moment.delay)
-    print(f"{moment}: {found}")
-    assert (found.lost, [code for code in found.codes if code != -signal.SIGKILL]) == (0, [75] * 3), found.said
-    check(place, cluster, name, 4, other, *HSDP)
 
 
 def stop(ranks: list[Rank], cluster: Cluster) -> None:
@@ -218,39 +372,25 @@ def test_a_second_kill_during_the_rescue_leaves_a_whole_checkpoint(
     check(place, cluster, name, moment.ranks, other)
 
 
-def lose_rank(cluster: Cluster) -> None:
-    os.kill(cluster.ranks_of_torchrun()[1], signal.SIGKILL)
-
-
-def lose_first_rank(cluster: Cluster) -> None:
-    os.kill(cluster.ranks_of_torchrun()[0], signal.SIGKILL)
-
-
-def stop_rank(cluster: Cluster) -> None:
-    os.kill(cluster.ranks_of_torchrun()[1], signal.SIGSTOP)
-
-
-@pytest.mark.parametrize(
-    ("fault", "limit"), [(lose_rank, RESTART), (lose_first_rank, RESTART), (stop_rank, RESTART + 30)]
-)
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_torchrun_goes_on_by_itself(
     place: Path,
     cluster: Cluster,
     undisturbed: Callable[..., str],
     tmp_path: Path,
-    fault: Callable[[Cluster], None],
-    limit: float,
+    rank: int,
+    number: signal.Signals,
 ) -> None:
-    name, other = f"torchrun-{fault.__name__}", undisturbed(2)
+    name, other = f"torchrun-{rank}-{number.name}", undisturbed(2)
     logs = cluster.torchrun(command(place, name), 1, 3, tmp_path)
     for launcher in cluster.started:
         wait_until(lambda: last_step(place, name) >= 12, launcher)
     last = last_step(place, name)
-    fault(cluster)
+    os.kill(cluster.ranks_of_torchrun()[rank], number)
     again = seconds_until(lambda: last_step(place, name) > last + 2, 4 * RESTART)
     said = "".join(log.read_text() for log in logs)
     print(f"{name}: again after {again}")
-    assert again is not None and again < RESTART, said
+    assert again is not None and again < RESTART + 30 * (number == signal.SIGSTOP), said
     for launcher in cluster.started:
         assert launcher.wait(TIMEOUT) == 0, said
     (_, second) = [line["step"] for line in lines(place, name, "start")]
