@@ -26,6 +26,15 @@ from tests.support.steps import assert_close
 RESNET = {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8}
 
 
+class Tokens:
+    """Settings of the model's own tokenizer, with another length of texts."""
+
+    type = "model"
+
+    def __init__(self, context_length: int) -> None:
+        self.context_length = context_length
+
+
 def images(n: int, size: int) -> tuple[torch.Tensor, list[Image.Image]]:
     """Random images of the model's size: as uint8 pixels, and for open_clip's transform."""
     arrays = np.random.default_rng(5).integers(0, 256, (n, size, size, 3), dtype=np.uint8)
@@ -104,16 +113,12 @@ def test_a_size_that_the_tower_does_not_take_is_an_error(
 
 def test_image_size_and_context_length_change_the_model(tmp_path: Path) -> None:
     """Positions of the weights are resampled, of a saved model and of a file alone."""
-
-    class Tokens:
-        type, context_length = "model", 20
-
     saved, name = tmp_path / "saved", write(tmp_path)
     towers = build(name)
     towers.save_pretrained(saved)
     file = save(towers, tmp_path / "plain")
     for chosen in ({"name": f"local-dir:{saved}"}, {"name": name, "pretrained": str(file)}):
-        towers = build(**chosen, image_size=48, tokenizer=Tokens())
+        towers = build(**chosen, image_size=48, tokenizer=Tokens(20))
         assert towers.image.size == (48, 48) and towers.context_length == 20
         assert towers.clip.positional_embedding.shape[0] == 20
         assert towers.open_clip_tokenizer()(["a"]).shape == (1, 20)
@@ -131,13 +136,6 @@ def test_weights_of_other_projects_are_named(tmp_path: Path) -> None:
 
 def test_weights_of_longer_texts_are_cut_only_where_it_is_asked_for(tmp_path: Path) -> None:
     """Also those of Long-CLIP, whose `positional_embedding_res` has the positions from the 21st on."""
-
-    class Tokens:
-        type = "model"
-
-        def __init__(self, context_length: int) -> None:
-            self.context_length = context_length
-
     name, longer = write(tmp_path), build(write(tmp_path), tokenizer=Tokens(60))
     state = dict(longer.clip.state_dict())
     whole = state["positional_embedding"]
@@ -154,13 +152,6 @@ def test_weights_of_longer_texts_are_cut_only_where_it_is_asked_for(tmp_path: Pa
 
 def test_longer_texts_keep_the_first_positions_as_long_clip_does(tmp_path: Path) -> None:
     """By the loops of Long-CLIP's load_from_clip; a short caption has the same features as before."""
-
-    class Tokens:
-        type = "model"
-
-        def __init__(self, context_length: int) -> None:
-            self.context_length = context_length
-
     saved, width = tmp_path / "saved", 32
     before = build(write(tmp_path), tokenizer=Tokens(width))
     before.save_pretrained(saved)
