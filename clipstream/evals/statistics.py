@@ -1,13 +1,14 @@
 """What the metrics of an evaluation mean: shares with their 95% interval and chance level, main and minor metrics.
 
-Counts by class, and the record of an evaluation as in metrics.jsonl enter; numbers and texts leave. Imports no torch.
+Counts by class, and the record of an evaluation as in metrics.jsonl enter; numbers and texts leave. `differences` says
+whether two evaluations may be compared: they need the same test set and settings. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from clipstream.text import percent
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]
 ABOUT = ("step", "eval", "error")  # keys of a record that are no metrics
+# Settings that do not affect metrics, and those whose effect the fingerprints of data and texts show.
+NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size", "prompts", "role")
+FINGERPRINTED = ("classes", "templates", "label", "max_samples")
+PIXELS = ("transform", "background", "orientation")  # settings of a source that change the pixels of the same files
+# Oldest first, the last one by evaluator, step, whether `clipstream evaluate` made it, and whether it failed.
+Evaluations = dict[tuple[str, int, bool, bool], Record]
 _SHARE = re.compile(r"chance|(?:chance_)?(?:top\d+|(?:\w+_)?R@\d+|mAP|mean|mean_per_class_recall|(?:\w+_)?accuracy)")
 
 
@@ -98,3 +105,65 @@ def format_chance(record: Record, metric: str) -> str:
     """The chance level of a metric as text: in percent if the metric is; '' if it is not known."""
     chance = chance_of(record, metric)
     return "" if chance is None else percent(chance) if is_share(metric, record[metric]) else f"{chance:.4g}"
+
+
+def put(found: Evaluations, record: Record) -> None:
+    """Add an evaluation, in the place of an earlier one of the same step."""
+    key = str(record.get("eval")), record.get("step", 0), "checkpoint" in record, "error" in record
+    found.pop(key, None)
+    found[key] = record
+
+
+def groups(made: Sequence[Record | None]) -> list[tuple[int, str]]:
+    """Group runs whose metrics may be compared.
+
+    Args:
+        made: the record of each run's evaluation; None if it has none.
+
+    Returns:
+        For each run, the number of its group, from 0, and how it differs from the first run.
+    """
+    leaders: list[Record | None] = []
+    found = []
+    for one in made:
+        number = next((i for i, leader in enumerate(leaders) if not differences(leader, one)), len(leaders))
+        if number == len(leaders):
+            leaders.append(one)
+        found.append((number, ", ".join(differences(leaders[0], one))))
+    return found
+
+
+def differences(one: Record | None, other: Record | None) -> list[str]:
+    """How the evaluation `other` differs from `one`, in words; empty if their metrics may be compared."""
+    if one is None or other is None or not ("data" in one and "data" in other):
+        lacking = [not record or "data" not in record for record in (one, other)]
+        return [] if all(lacking) else ["the test set of one of them is not recorded"]
+    data, others = one.get("data", []), other.get("data", [])
+    if _of(data, "samples", "pictures") != _of(others, "samples", "pictures"):
+        counts = (" + ".join(f"{part['samples']:,}" for part in parts) or "no" for parts in (others, data))
+        return ["other images ({} samples for {})".format(*counts)]
+    # Token ids depend on the tokenizer, class numbers do not.
+    same_ids = one.get("tokenizer") == other.get("tokenizer") or "label" in one.get("settings", {})
+    found = []
+    if same_ids and _of(data, "pairs") != _of(others, "pairs"):
+        found.append("other captions or labels")
+    if one.get("texts") != other.get("texts"):
+        found.append("other class prompts")
+    mine, theirs = (dict(_settings(record, caption=not same_ids)) for record in (one, other))
+    # A key that one record lacks is from another version of the package.
+    found += [f"another {key}" for key in mine if key in theirs and mine[key] != theirs[key]]
+    return found
+
+
+def _of(data: Sequence[Record], *keys: str) -> list[Any]:
+    return [[part.get(key) for key in keys] for part in data]
+
+
+def _settings(record: Record, *, caption: bool) -> Iterator[tuple[str, Any]]:
+    """The settings that metrics depend on, except those whose effect the fingerprints show."""
+    kept = (*PIXELS, "caption") if caption else PIXELS
+    for key, value in record.get("settings", {}).items():
+        if isinstance(value, dict) and "shards" in value:
+            yield from ((f"{key}.{part}", value[part]) for part in kept if part in value)
+        elif key not in (*NO_PART, *FINGERPRINTED):
+            yield key, value

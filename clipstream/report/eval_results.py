@@ -1,75 +1,25 @@
-"""Evaluations of a run, and their tables: metrics with their provenance (model, weights, data, settings, versions).
+"""Files of evaluations: lines of metrics.jsonl, and tables of their metrics.
 
-Records of evaluations enter, as `evals.runner` makes them; lines of metrics.jsonl and tables (a metric per line) leave.
-Lines are only appended, except that a resumed run writes its later ones again. `differences` says whether two
-evaluations may be compared: they need the same test set and settings.
+Records of evaluations enter, as `evals.runner` makes them; lines, and tables with a metric per line, leave.
+Lines are only appended, except that a resumed run writes its later ones again.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from clipstream.evals.statistics import bounds, chance_of, format_chance, format_value, interval, metrics_of
-from clipstream.report.sinks import (
-    METRICS_FILE,
-    AppendedFile,
-    Record,
-    Sink,
-    append,
-    flat,
-    json_line,
-    lines,
-    markdown_table,
-)
+from clipstream.report.sinks import AppendedFile, Record, Sink, append, json_line, markdown_table, read_evaluations
 from clipstream.utils import atomic_write
 
 TABLE_FILE = "evaluations.csv"
-FORMER_FILE = "evaluations.jsonl"  # of runs of before 0.2: see `with_provenance`
 TABLES = (".csv", ".md")  # suffixes of tables
-# Settings that do not affect metrics.
-NO_PART = ("every", "every_epochs", "fetch", "on_error", "weights", "batch_size", "prompts", "role")
 NO_ROW = ("n", "captions", "dropped", "seconds")
 TABLE = ("run", "checkpoint", "model", "pretrained", "step", "eval", "metric", "value", "low", "high", "chance", "n")
 MARKDOWN = ("checkpoint", "model", "step", "eval", "metric", "value", "95% interval", "chance")
-# Oldest first, the last one by evaluator, step, whether `clipstream evaluate` made it, and whether it failed.
-Evaluations = dict[tuple[str, int, bool, bool], Record]
-
-
-def put(found: Evaluations, record: Record) -> None:
-    """Add an evaluation, in the place of an earlier one of the same step."""
-    key = str(record.get("eval")), record.get("step", 0), "checkpoint" in record, "error" in record
-    found.pop(key, None)
-    found[key] = record
-
-
-def with_provenance(found: Evaluations, folder: Path) -> Evaluations:
-    """Evaluations of metrics.jsonl, with those that a run of before 0.2 has in a file of their own.
-
-    There it has the provenance of its evaluations, and all of those by `clipstream evaluate`.
-    """
-    former: Evaluations = {}
-    path = folder / FORMER_FILE
-    for _, record in lines(path) if path.is_file() else ():
-        put(former, record)
-    later = {key: record for key, record in former.items() if "checkpoint" in record}
-    return later | {key: one if "metrics" in one else former.get(key, one) for key, one in found.items()}
-
-
-def read_evaluations(folder: Path) -> list[Record]:
-    """The evaluations of a run, oldest first, with those of its checkpoints by `clipstream evaluate`.
-
-    Raises SettingsError: see `lines`.
-    """
-    found: Evaluations = {}
-    path = folder / METRICS_FILE
-    for _, record in lines(path) if path.is_file() else ():
-        if "eval" in record:
-            put(found, record)
-    return list(with_provenance(found, folder).values())
 
 
 def add(path: Path, *records: Record) -> None:
@@ -145,67 +95,3 @@ def _row(one: Record, metric: str, markdown: bool) -> dict[str, Any]:
         return {**row, "95% interval": interval(one, metric), "chance": format_chance(one, metric)}
     low, high = (round(end, 4) for end in found) if (found := bounds(one, metric)) else (None, None)
     return {**row, "low": low, "high": high, "chance": chance_of(one, metric)}
-
-
-def _is_source(value: Any) -> bool:
-    return isinstance(value, dict) and "shards" in value
-
-
-PIXELS = ("transform", "background", "orientation")  # settings of a source that change the pixels of the same files
-
-FINGERPRINTED = ("classes", "templates", "label", "max_samples")  # settings whose effect the fingerprints show
-
-
-def groups(made: Sequence[Record | None]) -> list[tuple[int, str]]:
-    """Group runs whose metrics may be compared.
-
-    Args:
-        made: the record of each run's evaluation; None if it has none.
-
-    Returns:
-        For each run, the number of its group, from 0, and how it differs from the first run.
-    """
-    leaders: list[Record | None] = []
-    found = []
-    for one in made:
-        number = next((i for i, leader in enumerate(leaders) if not differences(leader, one)), len(leaders))
-        if number == len(leaders):
-            leaders.append(one)
-        found.append((number, ", ".join(differences(leaders[0], one))))
-    return found
-
-
-def differences(one: Record | None, other: Record | None) -> list[str]:
-    """How the evaluation `other` differs from `one`, in words; empty if their metrics may be compared."""
-    if one is None or other is None or not ("data" in one and "data" in other):
-        lacking = [not record or "data" not in record for record in (one, other)]
-        return [] if all(lacking) else ["the test set of one of them is not recorded"]
-    data, others = one.get("data", []), other.get("data", [])
-    if _of(data, "samples", "pictures") != _of(others, "samples", "pictures"):
-        counts = (" + ".join(f"{part['samples']:,}" for part in parts) or "no" for parts in (others, data))
-        return ["other images ({} samples for {})".format(*counts)]
-    # Token ids depend on the tokenizer, class numbers do not.
-    same_ids = one.get("tokenizer") == other.get("tokenizer") or "label" in one.get("settings", {})
-    found = []
-    if same_ids and _of(data, "pairs") != _of(others, "pairs"):
-        found.append("other captions or labels")
-    if one.get("texts") != other.get("texts"):
-        found.append("other class prompts")
-    mine, theirs = (dict(_settings(record, caption=not same_ids)) for record in (one, other))
-    # A key that one record lacks is from another version of the package.
-    found += [f"another {key}" for key in mine if key in theirs and mine[key] != theirs[key]]
-    return found
-
-
-def _of(data: Sequence[Record], *keys: str) -> list[Any]:
-    return [[part.get(key) for key in keys] for part in data]
-
-
-def _settings(record: Record, *, caption: bool) -> Iterator[tuple[str, Any]]:
-    """The settings that metrics depend on, except those whose effect the fingerprints show."""
-    kept = (*PIXELS, "caption") if caption else PIXELS
-    for key, value in record.get("settings", {}).items():
-        if _is_source(value):
-            yield from flat({key: {part: value[part] for part in kept if part in value}}, separator=".").items()
-        elif key not in (*NO_PART, *FINGERPRINTED):
-            yield key, value

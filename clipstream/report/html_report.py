@@ -25,8 +25,17 @@ from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
 from clipstream.errors import SettingsError
-from clipstream.evals.statistics import chance_of, interval, is_minor, is_share, metrics_of
-from clipstream.report.eval_results import Evaluations, differences, groups, put, with_provenance
+from clipstream.evals.statistics import (
+    Evaluations,
+    chance_of,
+    differences,
+    groups,
+    interval,
+    is_minor,
+    is_share,
+    metrics_of,
+    put,
+)
 from clipstream.report.pages import Chart, Points, Series, StepTimes, fill, means, short
 from clipstream.report.sinks import (
     LARGEST,
@@ -38,6 +47,7 @@ from clipstream.report.sinks import (
     Sink,
     flat,
     lines,
+    with_provenance,
 )
 from clipstream.report.terminal import early_stop_line
 from clipstream.storage.shard_url import redact

@@ -7,10 +7,13 @@ Weights & Biases and Trackio. These have the figures under the names of TensorBo
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +29,7 @@ from clipstream.report.sinks import (
     METRICS_FILE,
     NONFINITE_FILE,
     QUARANTINE_FILE,
+    AppendedFile,
     ImageFiles,
     MetricsFile,
     NonfiniteFile,
@@ -35,7 +39,6 @@ from clipstream.report.sinks import (
     RunInfo,
     Sink,
     SinkGroup,
-    TensorBoard,
     flat,
     lines,
     markdown_table,
@@ -53,7 +56,68 @@ if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table
 
 SINK_METHODS = ("write", "show", "status", "close")
+TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID = "wandb_id"  # file with the id under which Weights & Biases knows the run
+
+
+class TensorBoard(Sink):
+    """FOLDER/tensorboard: scalars train/KEY, eval/NAME/METRIC, health/SOURCE/… and stages/STAGE/…
+
+    Not by torch's SummaryWriter, whose thread ends at the first write that fails, and takes its queue with it.
+
+    Args:
+        resume_step: TensorBoard hides events of later steps.
+
+    Raises SettingsError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+        advice = "install it, or --log.tensorboard false"
+        with errors_as(SettingsError, "no tensorboard here", ImportError, advice=advice):
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.summary.writer.record_writer import RecordWriter
+            from torch.utils.tensorboard import summary
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = AppendedFile(Path(folder) / TENSORBOARD_FOLDER / name)
+        self._make: Any = summary  # untyped in torch
+        self._event, self._framed = Event, RecordWriter
+        start = 0 if resume_step is None else resume_step + 1
+        version, begins = {"file_version": "brain.Event:2"}, SessionLog(status=SessionLog.START)
+        self._add(Event(**version), Event(step=start, **version), Event(step=start, session_log=begins))
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Add images as a grid, and their texts and the tables as text."""
+        import torch
+
+        shown = []
+        if examples:
+            pixels = torch.stack([example.pixels.cpu() for example in examples])
+            shown.append(self._make.image(f"pictures/{name}", pixels, dataformats="NCHW"))
+            rows = [
+                (str(n), e.text, "; ".join(text for text, _ in e.guesses), e.note, e.group)
+                for n, e in enumerate(examples, 1)
+            ]
+            shown.append(self._make.text(f"pictures/{name}", markdown_table(("", "text", "guesses", "", ""), rows)))
+        for table in tables:
+            shown.append(self._make.text(f"tables/{name}/{table.title}", markdown_table(table.header, table.rows)))
+        self._add(*(self._event(step=step, summary=one) for one in shown))
+
+    def write(self, record: Record) -> None:
+        found = [self._make.scalar(tag, value) for tag, value in scalars(record)]
+        self._add(*(self._event(step=record["step"], summary=one) for one in found))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, *events: Any) -> None:
+        """Write events of now, in the format of TensorFlow's records."""
+        out = io.BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            self._framed(out).write(event.SerializeToString())
+        with suppress(OSError):  # then the file cannot be written either
+            self._file.path.parent.mkdir(exist_ok=True)
+        self._file.add(out.getvalue())
 
 
 class Tracker(Sink):

@@ -1,4 +1,4 @@
-"""Sinks: what a run's records and images are handed to. The protocol, metrics.jsonl, pictures/, TensorBoard.
+"""Sinks: what a run's records and images are handed to. The protocol, metrics.jsonl, pictures/.
 
 A record is a dictionary of plain values with a step and one of: a training line (loss, ...), the time of the data
 stages (stages), an evaluation (eval, metrics), data health (health), unusable samples (quarantine), a skipped step
@@ -16,8 +16,6 @@ import json
 import math
 import os
 import re
-import socket
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -29,8 +27,8 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Protocol
 from pydantic import AfterValidator, ConfigDict, Field, InstanceOf
 from typing_extensions import NotRequired, TypedDict
 
-from clipstream.errors import SettingsError, errors_as
-from clipstream.evals.statistics import metrics_of
+from clipstream.errors import SettingsError
+from clipstream.evals.statistics import Evaluations, metrics_of, put
 from clipstream.text import MESSAGE, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
@@ -43,9 +41,9 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
+FORMER_FILE = "evaluations.jsonl"  # of runs of before 0.2: see `with_provenance`
 QUARANTINE_FILE = "quarantine.jsonl"
 NONFINITE_FILE = "nonfinite.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 IMAGES_FOLDER = "pictures"
 LARGEST = 160  # pixels of a thumbnail's longer side
 WAITING = 64 << 20  # bytes that wait for a file that cannot be written
@@ -263,66 +261,6 @@ class NonfiniteFile(JsonLines, Sink):
             self.append({"step": record["step"], **record["nonfinite"]})
 
 
-class TensorBoard(Sink):
-    """FOLDER/tensorboard: scalars train/KEY, eval/NAME/METRIC, health/SOURCE/… and stages/STAGE/…
-
-    Not by torch's SummaryWriter, whose thread ends at the first write that fails, and takes its queue with it.
-
-    Args:
-        resume_step: TensorBoard hides events of later steps.
-
-    Raises SettingsError: tensorboard is not installed.
-    """
-
-    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
-        advice = "install it, or --log.tensorboard false"
-        with errors_as(SettingsError, "no tensorboard here", ImportError, advice=advice):
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.summary.writer.record_writer import RecordWriter
-            from torch.utils.tensorboard import summary
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
-        self._file = AppendedFile(Path(folder) / TENSORBOARD_FOLDER / name)
-        self._make: Any = summary  # untyped in torch
-        self._event, self._framed = Event, RecordWriter
-        start = 0 if resume_step is None else resume_step + 1
-        version, begins = {"file_version": "brain.Event:2"}, SessionLog(status=SessionLog.START)
-        self._add(Event(**version), Event(step=start, **version), Event(step=start, session_log=begins))
-
-    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Add images as a grid, and their texts and the tables as text."""
-        import torch
-
-        shown = []
-        if examples:
-            pixels = torch.stack([example.pixels.cpu() for example in examples])
-            shown.append(self._make.image(f"pictures/{name}", pixels, dataformats="NCHW"))
-            rows = [
-                (str(n), e.text, "; ".join(text for text, _ in e.guesses), e.note, e.group)
-                for n, e in enumerate(examples, 1)
-            ]
-            shown.append(self._make.text(f"pictures/{name}", markdown_table(("", "text", "guesses", "", ""), rows)))
-        for table in tables:
-            shown.append(self._make.text(f"tables/{name}/{table.title}", markdown_table(table.header, table.rows)))
-        self._add(*(self._event(step=step, summary=one) for one in shown))
-
-    def write(self, record: Record) -> None:
-        found = [self._make.scalar(tag, value) for tag, value in scalars(record)]
-        self._add(*(self._event(step=record["step"], summary=one) for one in found))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _add(self, *events: Any) -> None:
-        """Write events of now, in the format of TensorFlow's records."""
-        out = io.BytesIO()
-        for event in events:
-            event.wall_time = time.time()
-            self._framed(out).write(event.SerializeToString())
-        with suppress(OSError):  # then the file cannot be written either
-            self._file.path.parent.mkdir(exist_ok=True)
-        self._file.add(out.getvalue())
-
-
 def _data_url(src: str) -> str:
     """An image as this module writes it; an empty one instead of an address that a page would load."""
     return src if re.fullmatch(r"data:image/jpeg;base64,[A-Za-z0-9+/=]*", src) else "data:,"
@@ -472,6 +410,32 @@ def lines(path: Path, read: Position | None = None) -> Iterator[tuple[bytes, Rec
                     where = f"line {read.number} of {path}"
                     raise SettingsError(f"{where} is not what clipstream wrote: {error}") from error
                 yield line, record
+
+
+def with_provenance(found: Evaluations, folder: Path) -> Evaluations:
+    """Evaluations of metrics.jsonl, with those that a run of before 0.2 has in a file of their own.
+
+    There it has the provenance of its evaluations, and all of those by `clipstream evaluate`.
+    """
+    former: Evaluations = {}
+    path = folder / FORMER_FILE
+    for _, record in lines(path) if path.is_file() else ():
+        put(former, record)
+    later = {key: record for key, record in former.items() if "checkpoint" in record}
+    return later | {key: one if "metrics" in one else former.get(key, one) for key, one in found.items()}
+
+
+def read_evaluations(folder: Path) -> list[Record]:
+    """The evaluations of a run, oldest first, with those of its checkpoints by `clipstream evaluate`.
+
+    Raises SettingsError: see `lines`.
+    """
+    found: Evaluations = {}
+    path = folder / METRICS_FILE
+    for _, record in lines(path) if path.is_file() else ():
+        if "eval" in record:
+            put(found, record)
+    return list(with_provenance(found, folder).values())
 
 
 # The schema of a line: strict, as the line itself goes on, and not what pydantic would make of it.
