@@ -45,10 +45,10 @@ def flags(place: Path, name: str, *more: str, steps: int = 8) -> list[str]:
 
 
 def lines(place: Path, name: str, key: str = "loss") -> list[dict[str, Any]]:
-    """The lines of a kind in a run's metrics, without what the clock makes, the run's name and the number of ranks."""
+    """The lines of a kind in a run's metrics, without what the clock makes, name, settings and ranks."""
     records = [json.loads(line) for line in (place / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     clock = ("samples_per_s", "tokens_per_s", "tflops", "mfu", "data_wait", "bottleneck", "seconds", "time",
-             "cpu", "run", "ranks")  # fmt: skip
+             "cpu", "run", "ranks", "settings")  # fmt: skip
     return [{k: v for k, v in record.items() if k not in clock} for record in records if key in record]
 
 
