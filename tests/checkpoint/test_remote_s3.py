@@ -23,7 +23,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import CopyError, SettingsError, Stopped
 from clipstream.training.settings import CheckpointSettings
 from clipstream.training.state import TrainState
-from tests.support.s3 import BUCKET, S3, Request, s3fs
+from tests.support.s3 import BUCKET, S3, Request, s3fs, use_keys, write_keys
 from tests.support.savers import names, saver_of
 
 URL = f"s3://{BUCKET}/runs"
@@ -200,20 +200,12 @@ def test_a_run_that_was_not_seen_at_the_start_is_left_alone(
         resume.Resumed(None, sync_of(saver)).require_copy(World())
 
 
-def write_keys(path: Path, key: str) -> None:
-    path.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = hidden\naws_session_token = t\n")
-
-
 def test_renewed_credentials_are_taken(
     site: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """botocore reads the file of credentials once a session (botocore 1.43, `SharedCredentialProvider`)."""
     monkeypatch.setattr(remote_sync, "RETRIES", 1)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
-    write_keys(tmp_path / "keys", "OLD")
-    s3fs.S3FileSystem.clear_instance_cache()
+    use_keys(tmp_path, monkeypatch)
     saver = begin(tmp_path, keep_last=1)
     save(saver, 1)
     site.fault = lambda request: "expired" if request.key == "OLD" else None
@@ -229,7 +221,7 @@ def test_renewed_credentials_are_taken(
     with pytest.raises(Stopped, match="saved\nthe copy in s3://bucket/runs/run is 2 saves behind") as stopped, saver:
         raise Stopped("stopped by SIGTERM, step 3 is saved")
     assert stopped.value.exit_code == 75
-    write_keys(tmp_path / "keys", "NEW")
+    write_keys(tmp_path, "NEW")
     save(saver, 4)
     assert sync_of(saver).behind() is None and list(there(site)) == ["step_00000004"]
 

@@ -14,7 +14,7 @@ from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards
-from tests.support.s3 import BUCKET, S3, s3fs
+from tests.support.s3 import BUCKET, S3, use_keys, write_keys
 from tests.support.stores import BODY, make_store
 
 
@@ -57,20 +57,12 @@ def test_a_transfer_goes_on_after_failures(site: S3, tmp_path: Path) -> None:
     assert make_store(tmp_path).local(url).read_bytes() == BODY and not left
 
 
-def write_keys(path: Path, key: str) -> None:
-    path.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = hidden\naws_session_token = t\n")
-
-
 @pytest.mark.parametrize("fault", ["expired", "unknown key"])
 def test_renewed_credentials_are_taken_while_it_is_tried_again(
     site: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """S3 answers 400 to the HEAD of an expired token, which s3fs 2026.9 raises as OSError EINVAL 'Bad Request'."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
-    write_keys(tmp_path / "keys", "OLD")
-    s3fs.S3FileSystem.clear_instance_cache()
+    use_keys(tmp_path, monkeypatch)
     store, urls = make_store(tmp_path / "cache"), [site.put(f"{n}.tar", BODY) for n in range(3)]
     assert store.local(urls[0]).read_bytes() == BODY
 
@@ -78,7 +70,7 @@ def test_renewed_credentials_are_taken_while_it_is_tried_again(
         if site.requests[-1].key != "OLD":
             return None
         if len(site.requests) > 8:
-            write_keys(tmp_path / "keys", "NEW")
+            write_keys(tmp_path, "NEW")
         return fault
 
     site.fault = refuse

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -175,6 +176,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
+
+
+def write_keys(folder: Path, key: str) -> None:
+    """The file of credentials in a folder, whose key has this id."""
+    content = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = hidden\naws_session_token = t\n"
+    (folder / "keys").write_text(content)
+
+
+def use_keys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let s3fs read credentials from the file of `write_keys`, whose key is OLD now."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "keys"))
+    write_keys(folder, "OLD")
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @contextlib.contextmanager
