@@ -138,7 +138,7 @@ def _pack(asked: Asked) -> None:
                 raise DataError(f"--merge: {told}")
             print(f"captions are merged into {matches:,} of {int(plan.ends[-1]):,} samples", flush=True)
         if asked.share is not None:
-            held_numbers = held_out(corpus, data, asked.share, asked.group, kept / "held.npy", asked.executor)
+            held_numbers = held_out(corpus, data, asked.share, asked.group, kept / "samples", asked.executor)
             plan = replace(plan, held=held_numbers)
         names = [plan.shard(number)[0] for number in range(len(plan))]
         do = PackShard(out, corpus, plan, asked.recording, digest, merged)

@@ -398,20 +398,19 @@ def plan_of(corpus: Corpus, listed: Sequence[Listed], size: int | None, shuffled
     return Plan(ends, size, shuffled, seed, not bool((hashes[1:] == hashes[:-1]).any()))
 
 
-def held_out(corpus: Corpus, data: DataSettings, share: float, group: str | None, kept: Path, executor: str) -> Numbers:
+def held_out(
+    corpus: Corpus, data: DataSettings, share: float, group: str | None, folder: Path, executor: str
+) -> Numbers:
     """The numbers of the samples for validation, sorted, as `val_split.choose` chooses them; int64.
 
     Args:
         group: field whose equal values stay on one side; None for none.
-        kept: the file of an earlier call, or for the next one.
+        folder: of the sample tables, which an interrupted call goes on with.
 
     Raises:
         SettingsError: a shard cannot be read, or no sample has the field.
         DataError: too few samples can be held out.
     """
-    with contextlib.suppress(OSError, ValueError):
-        found: Numbers = np.load(kept)
-        return found
     tables = []
     for source in corpus.sources:
         labels = dict[str, Numbers]()
@@ -419,17 +418,13 @@ def held_out(corpus: Corpus, data: DataSettings, share: float, group: str | None
             labels = dict(zip(source.names, group_labels(source, group, data, "--group"), strict=True))
             if few := compare_groups("--group", group, np.concatenate([*labels.values()]))[1]:
                 logger.warning(few)
-        tables.append(compared(source, data, [*labels.values()], kept.parent / "samples", executor))
+        tables.append(compared(source, data, [*labels.values()], folder, executor))
     rows = pa.concat_tables(tables, promote_options="default")  # of the samples that are listed
     usable = pc.equal(rows["reason"], "")
     names, said = choose(np.flatnonzero(usable).astype(str).tolist(), rows.filter(usable), share)
     if names is None:
         raise DataError(f"--val-split: {said}")
-    held = np.array(sorted(map(int, names)), np.int64)
-    with open(draft := kept.with_suffix(".part"), "wb") as file:
-        np.save(file, held)
-    draft.replace(kept)
-    return held
+    return np.array(sorted(map(int, names)), np.int64)
 
 
 def header(name: str, size: int) -> bytes:

@@ -36,9 +36,8 @@ from clipstream.data.shard_pass import PARTS
 from clipstream.data.sources import indexes
 from clipstream.storage.tar import Shard, scan
 from clipstream.utils import atomic_write
-from tests.support.forks import ROOT, TIMEOUT, wait_until
+from tests.support.forks import ROOT, wait_until
 from tests.support.pictures import make_shards, picture
-from tests.support.savers import small_disk
 from tests.support.sites import Site
 from tests.support.tars import tar_bytes, write_tar
 
@@ -192,15 +191,6 @@ def test_two_workers_write_one_shard(shards: str, tmp_path: Path, monkeypatch: p
         assert main([out, shards]) == 0 and not others
     assert samples(tmp_path / "x/00000.tar") == samples(tmp_path / "y/00000.tar")
     assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.tmp"))
-
-
-def test_an_interrupted_call_says_how_to_go_on(shards: str, tmp_path: Path) -> None:
-    stopped = process(str(tmp_path / "x"), f"{shards}/00000.tar::pipe:sleep 60; cat x.tar")
-    wait_until(lambda: bool(list((tmp_path / "x" / PARTS).glob("*/lists/*.list"))))
-    stopped.send_signal(signal.SIGTERM)
-    _, err = stopped.communicate(timeout=TIMEOUT)
-    assert stopped.returncode == 75 and " of 2 shards are done: rerun the same command" in err
-    assert "Traceback" not in err
 
 
 def test_a_shard_is_the_same_from_a_worker_that_unpickles_its_task(
@@ -433,14 +423,6 @@ def test_a_tar_that_is_replaced_after_listing_is_an_error(
 def test_a_missing_shard_is_named(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "x"), f"{shards}/{{00000,gone}}.tar", "--executor", "local:1"]) == 3
     assert f"listing: 1 of 2 shards failed:\n  missing: {shards}/gone.tar does not exist" in capsys.readouterr().err
-
-
-def test_a_full_disk(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (disk := tmp_path / "disk").mkdir()
-    with small_disk(disk, "100k"):
-        assert main([str(disk), shards, "--executor", "local:1"]) == 3
-        err = capsys.readouterr().err
-        assert f"the disk of {disk} is full; 0 of 1 shards are done: free some space, and rerun" in err
 
 
 def test_a_plan_covers_all_samples_in_bounded_memory() -> None:
