@@ -28,6 +28,7 @@ from clipstream.utils.section import (
     Section,
     Tree,
     below,
+    builtin_parts,
     child,
     chosen,
     dotted,
@@ -37,6 +38,7 @@ from clipstream.utils.section import (
     leaves,
     required_section,
     section_of,
+    types_of,
 )  # fmt: skip
 
 # YAML 1.1 reads 1e-3 as text; here it is a number.
@@ -455,8 +457,9 @@ def _sentence(root: type[Section], tree: Tree, path: Path, findings: Sequence[An
         text, section = str(by_type["value_error"]["ctx"]["error"]), section_of(annotation)
         if section is not None and issubclass(section, PluginSection) and isinstance(value, Mapping):
             name = value.get("type")
-            if isinstance(name, str) and chosen(section, {"type": name}) is section and name not in section.builtin:
-                return (*path, "type"), text + did_you_mean(name, section.builtin)
+            known = builtin_parts(section)
+            if isinstance(name, str) and chosen(section, {"type": name}) is section and name not in known:
+                return (*path, "type"), text + did_you_mean(name, known)
         return path, text
     shown = {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else repr(value)
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
@@ -487,7 +490,7 @@ def _unknown_key(root: type[Section], tree: Tree, path: Path) -> str:
     if near := did_you_mean(name, known):
         return f"unknown key{near}"
     if section is not None and issubclass(section, PluginSection):
-        types = [kind for kind, cls in section.builtin.items() if name in cls.model_fields]
+        types = [kind for kind, cls in types_of(section).items() if name in cls.model_fields]
         if types:
             return f"a key of type {' or '.join(types)} only: set the type"
     if elsewhere := " or ".join(f"'{key}'" for key, _ in leaves(root) if key.rpartition(".")[2] == name):

@@ -50,6 +50,7 @@ from clipstream.utils.section import (
     Section,
     Tree,
     entries_of,
+    is_family,
     mapped,
     section_of,
 )
@@ -205,7 +206,7 @@ def changed(section: Section) -> Tree:
     for name, info in type(section).model_fields.items():
         value, default = getattr(section, name), info.get_default(call_default_factory=True)
         # The types of a source share its class, and so need not be named.
-        typed = name == "type" and isinstance(section, PluginSection) and "builtin" not in vars(type(section))
+        typed = name == "type" and isinstance(section, PluginSection) and not is_family(type(section))
         if value == default and default is not PydanticUndefined and not typed:
             continue
         if isinstance(value, Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from clipstream.utils.section import SET, Conflict, PluginSection, Section, other_than
+from clipstream.utils.section import SET, Conflict, PluginSection, Section, other_than, part
 
 Share = Annotated[float, Field(ge=0, le=1)]
 MAX_PIXELS = 178_956_970  # from which Pillow refuses an image as a decompression bomb (a quarter of 2 GiB of RGBX)
@@ -17,20 +17,14 @@ LARGE_PIXELS = MAX_PIXELS // 2  # from which `check` names an image, as Pillow w
 class ImageTransformSettings(PluginSection):
     """How an image becomes pixels of the model's size. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field(
-        "default",
-        description="default: the random crop of data.augment in training, the model's own preprocessing in "
-        "evaluation; or package.module:Name",
-    )
+    type: str = "default"
 
 
+@part(ImageTransformSettings, "default")
 class DefaultImageTransform(ImageTransformSettings):
     """The random crop of data.augment in training, the model's own preprocessing in evaluation."""
 
     type: Literal["default"] = "default"
-
-
-ImageTransformSettings.builtin = {"default": DefaultImageTransform}
 
 
 class AugmentSettings(Section):

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from clipstream.data.json_path import parse_text
-from clipstream.utils.section import PathText, PluginSection
+from clipstream.utils.section import PathText, PluginSection, part
 
 SWAP = "swap"  # in place of a path to hard negatives
 SENTENCE = "sentence"  # in place of a path to short texts
@@ -17,7 +17,7 @@ SENTENCE = "sentence"  # in place of a path to short texts
 class TokenizerSettings(PluginSection):
     """How a caption becomes token ids. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("model", description="model (the model's own), hub, path, or package.module:Name")
+    type: str = "model"
     context_length: int | None = Field(
         None,
         ge=1,
@@ -35,12 +35,14 @@ class _HuggingFace(TokenizerSettings):
     )
 
 
+@part(TokenizerSettings, "model")
 class ModelTokenizer(_HuggingFace):
     """The tokenizer that belongs to the model."""
 
     type: Literal["model"] = "model"
 
 
+@part(TokenizerSettings, "hub")
 class HubTokenizer(_HuggingFace):
     """A tokenizer of the Hugging Face Hub."""
 
@@ -48,6 +50,7 @@ class HubTokenizer(_HuggingFace):
     name: str = Field(description="repository on the Hub, e.g. timm/ViT-B-16-SigLIP")
 
 
+@part(TokenizerSettings, "path")
 class PathTokenizer(_HuggingFace):
     """A tokenizer in a local folder (tokenizer.json, tokenizer_config.json)."""
 
@@ -55,13 +58,10 @@ class PathTokenizer(_HuggingFace):
     name: PathText = Field(description="folder with tokenizer.json, or that file")
 
 
-TokenizerSettings.builtin = {"model": ModelTokenizer, "hub": HubTokenizer, "path": PathTokenizer}
-
-
 class CaptionSettings(PluginSection):
     """Where the caption of a sample is. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("text", description="text, json, label, or package.module:Name")
+    type: str = "text"
 
 
 class SeveralTexts(CaptionSettings):
@@ -94,6 +94,7 @@ class SeveralTexts(CaptionSettings):
         return self.per_image + (self.negatives is not None)
 
 
+@part(CaptionSettings, "text")
 class TextCaption(SeveralTexts):
     """A text member holds the caption."""
 
@@ -132,6 +133,7 @@ class TextCaption(SeveralTexts):
         return value
 
 
+@part(CaptionSettings, "json")
 class JsonCaption(SeveralTexts):
     """A field of the JSON member holds the caption.
 
@@ -189,6 +191,7 @@ class JsonCaption(SeveralTexts):
             yield "weights", f"{len(self.weights)} weights for {len(self.paths)} paths: set one weight per path"
 
 
+@part(CaptionSettings, "label")
 class LabelCaption(CaptionSettings):
     """The name of the sample's class in a template is the caption."""
 
@@ -209,6 +212,3 @@ class LabelCaption(CaptionSettings):
         description="templates with {c} or {}, of which training draws one: a list, a file, openai or imagenet (80), "
         "simple (7) or plain (1)",
     )
-
-
-CaptionSettings.builtin = {"text": TextCaption, "json": JsonCaption, "label": LabelCaption}

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from clipstream.models.settings import ModelSettings
-from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section
+from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section, part
 
 START = "start"  # as distill.model
 Duplicates = Literal["negatives", "mask", "positives"]
@@ -38,7 +38,7 @@ class PositivesSettings(Section):
 class LossSettings(PluginSection):
     """The contrastive loss. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("auto", description="auto (the model's own), clip, siglip, or package.module:Name")
+    type: str = "auto"
 
 
 class _BuiltinLoss(LossSettings):
@@ -75,12 +75,14 @@ class _BuiltinLoss(LossSettings):
     )  # fmt: skip
 
 
+@part(LossSettings, "auto")
 class AutoLoss(_BuiltinLoss):
     """The loss that the model was made for: siglip if it has a logit bias, else clip."""
 
     type: Literal["auto"] = "auto"
 
 
+@part(LossSettings, "clip")
 class ClipLossSettings(_BuiltinLoss):
     """Softmax over the rows and columns of the global batch (CLIP, arXiv:2103.00020)."""
 
@@ -88,6 +90,7 @@ class ClipLossSettings(_BuiltinLoss):
     max_logit_scale: float | None = Field(100.0, ge=1, description="upper limit of exp(logit_scale); null: no limit")
 
 
+@part(LossSettings, "siglip")
 class SiglipLossSettings(_BuiltinLoss):
     """A sigmoid on every pair of the global batch (SigLIP, arXiv:2303.15343)."""
 
@@ -103,9 +106,6 @@ def group_field(settings: LossSettings) -> str | None:
 def chosen_loss_type(settings: LossSettings) -> str | None:
     """'clip' or 'siglip' if the user chose one of them, which the model has to support; else None."""
     return settings.type if isinstance(settings, ClipLossSettings | SiglipLossSettings) else None
-
-
-LossSettings.builtin = {"auto": AutoLoss, "clip": ClipLossSettings, "siglip": SiglipLossSettings}
 
 
 class DistillSettings(Section):

@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules.
 
 Settings and towers enter; a torch optimizer and the learning rate as a function of the step leave. Built-in ones are
-entries of `OPTIMIZERS` and `SCHEDULES`; a user's own is named `module:Name`. Importing this does not import torch.
+registered on their classes; a user's own is named `module:Name`. Importing this does not import torch.
 
 A step sets the learning rate of a parameter group to `lr_scale` times the schedule's, where the group has such a key:
 learning rates per tower and layer are scales of `optim.lr`.
@@ -13,7 +13,7 @@ and constant equal open_clip's; const-cooldown equals it for every `min_lr`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -22,8 +22,8 @@ from pydantic import Field, field_validator
 
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.training.optimizer_state import check_each_step, remember_construction, try_step
-from clipstream.utils.plugins import make_plugin, raised
-from clipstream.utils.section import GIVEN, SET, Conflict, Is, PluginSection
+from clipstream.utils.plugins import raised
+from clipstream.utils.section import GIVEN, SET, Conflict, Is, PluginSection, make_part, part
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ Betas = tuple[float | None, float | None]  # None: the model's default
 class OptimSettings(PluginSection):
     """The optimizer. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field("adamw", description="adamw, nadamw, timm (with name), or package.module:Name")
+    type: str = "adamw"
     lr: float = Field(5e-4, ge=0, description="peak learning rate")
     wd: float = Field(0.2, ge=0, description="weight decay")
     grad_clip_norm: float | None = Field(
@@ -66,7 +66,7 @@ class OptimSettings(PluginSection):
 
         if not any(p.requires_grad for p in towers.parameters()):
             raise SettingsError("nothing is left to train: unset model.lock_image or model.lock_text")
-        optimizer = _build("optim.type", OPTIMIZERS, self)(towers, model)
+        optimizer = _build("optim.type", self)(towers, model)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise SettingsError(f"optim.type: {self.type} gave {type(optimizer).__name__}, not a torch.optim.Optimizer")
         if self.type not in ("adamw", "nadamw"):
@@ -81,10 +81,7 @@ class OptimSettings(PluginSection):
 class ScheduleSettings(PluginSection):
     """The learning rate over the steps. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field(
-        "cosine",
-        description="learning rate schedule: cosine, constant, linear, const-cooldown, or package.module:Name",
-    )
+    type: str = "cosine"
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of cosine, linear and const-cooldown")
 
@@ -93,7 +90,7 @@ class ScheduleSettings(PluginSection):
 
         Raises SettingsError: a user's schedule failed.
         """
-        after_warmup = _build("schedule.type", SCHEDULES, self)
+        after_warmup = _build("schedule.type", self)
 
         def lr(step: int) -> float:
             if step < self.warmup:
@@ -328,6 +325,7 @@ class _Builtin:
         return made
 
 
+@part(OptimSettings, "adamw")
 class AdamW(_Builtin):
     """AdamW (arXiv:1711.05101) with open_clip's defaults: torch.optim.AdamW, fused unless set otherwise."""
 
@@ -341,6 +339,7 @@ class AdamW(_Builtin):
         return self._adam("AdamW", towers, model, fused=self.settings.fused)
 
 
+@part(OptimSettings, "nadamw")
 class NAdamW(_Builtin):
     """NAdam with decoupled weight decay: torch.optim.NAdam, as `--opt nadamw` of open_clip's main branch."""
 
@@ -353,6 +352,7 @@ class NAdamW(_Builtin):
         return self._adam("NAdam", towers, model, decoupled_weight_decay=True)
 
 
+@part(OptimSettings, "timm")
 class Timm(_Builtin):
     class Settings(TowerRates):
         """An optimizer of timm. Gains, biases and scales have no weight decay."""
@@ -394,6 +394,7 @@ class Timm(_Builtin):
         return made
 
 
+@part(ScheduleSettings, "constant")
 class Constant:
     class Settings(ScheduleSettings):
         """The peak learning rate throughout."""
@@ -407,6 +408,7 @@ class Constant:
         return peak
 
 
+@part(ScheduleSettings, "cosine")
 class Cosine(Constant):
     class Settings(ScheduleSettings):
         """Half a cosine wave down to min_lr."""
@@ -418,6 +420,7 @@ class Cosine(Constant):
         return self.min_lr + (peak - self.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+@part(ScheduleSettings, "linear")
 class Linear(Constant):
     class Settings(ScheduleSettings):
         """A straight line down to min_lr."""
@@ -429,6 +432,7 @@ class Linear(Constant):
         return self.min_lr + (peak - self.min_lr) * (1 - done)
 
 
+@part(ScheduleSettings, "const-cooldown")
 class ConstCooldown:
     class Settings(ScheduleSettings):
         """The peak learning rate, and at the end a polynomial decay to min_lr."""
@@ -459,12 +463,6 @@ class ConstCooldown:
             return peak
         left: float = (1 - (step - start) / self.cooldown) ** self.power
         return self.min_lr + (peak - self.min_lr) * left
-
-
-OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "nadamw": NAdamW, "timm": Timm}
-SCHEDULES = {"cosine": Cosine, "constant": Constant, "linear": Linear, "const-cooldown": ConstCooldown}
-OptimSettings.builtin = {name: cls.Settings for name, cls in OPTIMIZERS.items()}
-ScheduleSettings.builtin = {name: cls.Settings for name, cls in SCHEDULES.items()}  # type: ignore[attr-defined]
 
 
 def _check_parameters(towers: nn.Module, optimizer: torch.optim.Optimizer, type: str) -> None:
@@ -506,15 +504,13 @@ def rate_change(optimizer: torch.optim.Optimizer, lr: Callable[[int], float], do
     return f"learning rate: {group['lr'] / scale:.2g} at step {done} -> {lr(done):.2g} at step {done + 1}"
 
 
-def _build(
-    key: str, builtin: Mapping[str, Callable[..., Any]], settings: OptimSettings | ScheduleSettings
-) -> Callable[..., Any]:
+def _build(key: str, settings: OptimSettings | ScheduleSettings) -> Callable[..., Any]:
     """The part that `settings.type` names, whose own errors are raised as SettingsError."""
-    part = builtin[settings.type](settings) if settings.type in builtin else make_plugin(key, settings)
+    made = make_part(key, settings)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return part(*args, **kwargs)
+            return made(*args, **kwargs)
         except ClipstreamError:
             raise
         except Exception as error:  # whatever a user's part raises

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
@@ -90,16 +90,13 @@ def load_plugin(path: str) -> Any:
     return found
 
 
-def make_plugin(key: str, settings: Any, *more: Any, builtin: Mapping[str, Callable[..., Any]] = {}) -> Any:
-    """Construct the class that `settings.type` names, as in `builtin` or as `package.module:Name`, with the settings
-    and further arguments.
+def make_plugin(key: str, settings: Any, *more: Any) -> Any:
+    """Construct the class that `settings.type` names as `package.module:Name` with the settings and further arguments.
 
     Raises SettingsError: there is no such class, or it raised; the message begins with `key`.
     """
     path: str = settings.type
     with errors_as(SettingsError, key, ClipstreamError, ValueError):
-        if path in builtin:
-            return builtin[path](settings, *more)
         make = load_plugin(path)
         try:
             return make(settings, *more)

@@ -1,14 +1,17 @@
 """The base classes of all settings, and the tree of these classes: the class, field or type of value at a path.
 
 A mapping enters `Section`; a frozen, validated object leaves, or a `ValidationError` that names each wrong key. The
-class of a `PluginSection` depends on its key `type`. A `Conflict` is a record of settings that do not go together, by
-which they are refused, and listed in the documentation. `checked` validates files that are read back.
+class of a `PluginSection` depends on its key `type`: a part that is registered with `part`, or a user's own, which
+`make_part` makes of its settings. A `Conflict` is a record of settings that do not go together, by which they are
+refused, and listed in the documentation. `checked` validates files that are read back.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,15 +33,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails
 from typing_extensions import Self
 
-from clipstream.errors import SettingsError
+from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.text import printable
-from clipstream.utils.plugins import load_plugin
+from clipstream.utils.plugins import load_plugin, make_plugin
 
 PACKAGE = FilePath(__file__).parents[1]
 SHIPPED_MODELS = PACKAGE / "configs" / "models"
 Path = tuple[str | int, ...]
 Tree = dict[str, Any]  # settings as YAML has them, not validated
 T = TypeVar("T")
+Class = TypeVar("Class", bound=type)
 MOST = 10**15  # steps, samples, bytes
 Count = Annotated[int, Field(ge=0, le=MOST)]
 VALUE_SHOWN = 60  # characters of a wrong value
@@ -203,11 +207,11 @@ class Section(BaseModel):
 class PluginSection(Section):
     """Settings whose class depends on their key `type`: a built-in name, or a user's `package.module:Name`.
 
-    A family of plug-ins is a direct subclass with a table `builtin` of settings classes by name. A user's class has its
-    own settings as the attribute `Settings`, a subclass of the family; without it, only the family's keys are valid.
+    A family of parts is a direct subclass. A part's class has its own settings as the attribute `Settings`, a subclass
+    of the family; without it, only the family's keys are valid.
     """
 
-    builtin: ClassVar[dict[str, type[PluginSection]]] = {}
+    home: ClassVar[str] = ""  # package whose modules register further parts; imported when a name is looked up
 
     type: str
 
@@ -220,21 +224,79 @@ class PluginSection(Section):
         return handler(value) if target is cls else target.model_validate(value)
 
 
-def class_for(family: type[PluginSection], value: Any) -> type[PluginSection]:
+_PARTS: dict[type[PluginSection], dict[str, Any]] = {}  # family -> name -> class
+
+
+def part(family: type[PluginSection], *names: str) -> Callable[[Class], Class]:
+    """Register a class under the names that the key `type` of its family may have; help and messages list them.
+
+    The class has the form of a user's own (docs/plugins.md): it is called with its settings. It may also be the class
+    of the settings alone, if its package makes what they describe.
+    """
+
+    def register(cls: Class) -> Class:
+        parts = _PARTS.setdefault(family, {})
+        assert not parts.keys() & names, f"{names} are registered already"
+        parts.update(dict.fromkeys(names, cls))
+        family.model_fields["type"].description = f"{', '.join(parts)}, or package.module:Name"
+        return cls
+
+    return register
+
+
+def is_family(cls: type[PluginSection]) -> bool:
+    """Whether a class is a family, and not that of one part."""
+    return PluginSection in cls.__bases__
+
+
+def builtin_parts(section: type[PluginSection]) -> Mapping[str, Any]:
+    """The registered classes of the family of `section`, by name."""
+    family = next(cls for cls in section.__mro__ if issubclass(cls, PluginSection) and is_family(cls))
+    _import_all(family.home)
+    return _PARTS.get(family, {})
+
+
+@functools.cache
+def _import_all(home: str) -> None:
+    """Import a package and its modules."""
+    if home:
+        package = importlib.import_module(home)
+        for module in pkgutil.iter_modules(package.__path__, f"{home}."):
+            importlib.import_module(module.name)
+
+
+def class_for(section: type[PluginSection], value: Any) -> type[PluginSection]:
     """The class that validates `value`: the one that its `type` names, if it is a mapping with such a key.
 
     Raises ValueError: there is no such type, or the user's module does not import.
     """
-    kind = value.get("type", family.model_fields["type"].default) if isinstance(value, Mapping) else None
+    kind = value.get("type", section.model_fields["type"].default) if isinstance(value, Mapping) else None
     if not isinstance(kind, str):
-        return family
-    if kind in family.builtin:
-        return family.builtin[kind]
-    if ":" not in kind:
-        names = ", ".join(sorted(family.builtin))
+        return section
+    # A name that is registered needs no import of the others.
+    found = _PARTS.get(section, {}).get(kind) or builtin_parts(section).get(kind)
+    if found is None and ":" not in kind:
+        names = ", ".join(sorted(builtin_parts(section)))
         raise ValueError(f"type {kind!r} is not one of {names}, nor a 'package.module:Name'")
-    found = getattr(load_plugin(kind), "Settings", family)
-    return found if isinstance(found, type) and issubclass(found, PluginSection) else family
+    return _settings_of(load_plugin(kind) if found is None else found, section)
+
+
+def _settings_of(part: Any, section: type[PluginSection]) -> type[PluginSection]:
+    """The class of a part's settings; `section` where it has none of its own."""
+    found = getattr(part, "Settings", part)
+    return found if isinstance(found, type) and issubclass(found, PluginSection) else section
+
+
+def make_part(key: str, settings: PluginSection, *more: Any) -> Any:
+    """The part that `settings.type` names, made of the settings and further arguments.
+
+    Raises SettingsError: there is no such class, or it raised; the message begins with `key`.
+    """
+    found = builtin_parts(type(settings)).get(settings.type)
+    if found is None:
+        return make_plugin(key, settings, *more)
+    with errors_as(SettingsError, key, ClipstreamError, ValueError):
+        return found(settings, *more)
 
 
 def dotted(path: Path) -> str:
@@ -308,8 +370,9 @@ def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
 
 def types_of(section: type[Section]) -> dict[str, type[PluginSection]]:
     """The built-in types of a family whose types have classes of their own."""
-    builtin = section.builtin if issubclass(section, PluginSection) else {}
-    return {} if set(builtin.values()) == {section} else builtin
+    parts = builtin_parts(section) if issubclass(section, PluginSection) else {}
+    types = {name: _settings_of(found, section) for name, found in parts.items()}
+    return {} if set(types.values()) == {section} else types
 
 
 def all_fields(section: type[Section]) -> dict[str, FieldInfo]:
