@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from clipstream.distributed.world import World
-from clipstream.evals.evaluators.pairs import recalls
+from clipstream.evals.pairs import recalls
 from clipstream.evals.metrics import COLUMNS, ROWS, Tile
 
 LARGE = (1_000_000, 5_000_000)

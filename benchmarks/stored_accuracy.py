@@ -33,8 +33,8 @@ from clipstream.data.sources import expand
 from clipstream.data.text_settings import ModelTokenizer
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
-from clipstream.evals.evaluators.pairs import recalls
-from clipstream.evals.evaluators.zero_shot import score, text_classifier
+from clipstream.evals.pairs import recalls
+from clipstream.evals.zero_shot import score, text_classifier
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.store import FeatureStore
 from clipstream.features.stored_rows import StoredRows

@@ -28,10 +28,10 @@ from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.distributed.world import World, resolve_device
 from clipstream.errors import Dropped, SettingsError, each, wrong_type
 from clipstream.evals.context import EvalContext, context_for, evaluating
-from clipstream.evals.evaluators.zero_shot import text_classifier
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import Weights
 from clipstream.evals.statistics import metrics_of
+from clipstream.evals.zero_shot import text_classifier
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers

@@ -21,7 +21,16 @@ from pydantic_core import PydanticUndefined
 
 from clipstream.config.short_flags import ALIASES, BY_FLAG, FlagAlias
 from clipstream.errors import SettingsError, did_you_mean
-from clipstream.utils.section import Section, all_fields, entries_of, kinds, section_of, types_of
+from clipstream.utils.section import (
+    PluginSection,
+    Section,
+    all_fields,
+    builtin_parts,
+    entries_of,
+    kinds,
+    section_of,
+    types_of,
+)
 
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
 ALL = "all"
@@ -262,6 +271,8 @@ class _Page:
                 near = did_you_mean(part, known)
                 there = f"{place} has no {part!r}" if place else f"unknown section {part!r}"
                 raise SettingsError(f"--help {path}: {there}{near}; choose from: {', '.join(known)}")
+        if section is not None and issubclass(section, PluginSection):
+            builtin_parts(section)  # which the key `type` lists
         return place, section, prefix
 
     def place(self, path: str) -> Iterator[str]:
@@ -294,6 +305,8 @@ class _Page:
                 yield from self.row(f"{below}KEY", f"{meaning}: the same keys as {self.homes[inner]}KEY")
             else:
                 yield from self.wrapped(f"  {flag}: {meaning}")
+                if issubclass(inner, PluginSection):
+                    builtin_parts(inner)  # which the key `type` lists
                 yield from self.fields(inner.model_fields, below)
                 yield from self.types(inner, below)
 

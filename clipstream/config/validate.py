@@ -26,11 +26,12 @@ from clipstream.data.text_settings import LabelCaption
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.classes import repeated, unreadable
-from clipstream.evals.settings import EvalSettings, LabelledSettings, eval_name, sources_of
+from clipstream.evals.settings import LabelledSettings, eval_name, sources_of
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.storage.shard_url import ShardURL
 from clipstream.text import printable
 from clipstream.utils.logs import announce, logger
+from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import (
     GIVEN,
     SET,
@@ -442,7 +443,7 @@ def _evals(settings: Settings) -> Problems:
     """Evaluators without data, and class names and templates that cannot be read."""
     for name, evaluator in settings.evals.items():
         held_out = name == "val" and settings.data.val_split is not None and settings.data.sources
-        if evaluator.data is None and evaluator.reads and not held_out and evaluator.type in EvalSettings.builtin:
+        if evaluator.data is None and evaluator.reads and not held_out and not is_plugin(evaluator.type):
             text = f"the evaluator has no data: set --evals.{name}.data.shards, or remove it with --evals.{name} null"
             yield ("evals", name), text
         if isinstance(evaluator, LabelledSettings):

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
@@ -23,7 +23,7 @@ from clipstream.storage.download import GIB
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.utils.plugins import is_plugin, load_function
-from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section, other_than
+from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section, other_than, part
 
 Share = Annotated[float, Field(ge=0, le=1)]
 CSV_CAPTION = "title;txt"  # columns of a CSV with the caption: open_clip's default, or that of other tables
@@ -43,11 +43,10 @@ def split_counts(path: Path) -> tuple[int, int | None]:
 class SourceSettings(PluginSection):
     """One named source of image-text pairs: its shards and how to read them. `type` may be your own `module:Name`."""
 
-    type: str = Field(
-        AUTO,
-        description="auto (from the names of the shards), tar, table, folder, imagenet, benchmark, toy, synthetic, "
-        "or package.module:Name",
-    )
+    home: ClassVar[str] = "clipstream.data.sources"
+    one_class: ClassVar[bool] = True
+
+    type: str = AUTO
     shards: str | list[str] = Field(
         description="tars: braces, lists, '::', globs, pipe:, http(s):, s3:, gs:, az:, hf:; tables: .csv, .tsv, "
         ".jsonl, .json, .parquet, .arrow; a local folder, read by what it holds: tars, tables, images with a text "
@@ -186,9 +185,7 @@ class SourceSettings(PluginSection):
         return value
 
 
-SourceSettings.builtin = dict.fromkeys(
-    (AUTO, "tar", "table", "folder", "imagenet", "benchmark", "toy", "synthetic"), SourceSettings
-)
+part(SourceSettings, AUTO)(SourceSettings)
 
 
 def _which_are_csv(shards: object, type: object) -> dict[str, bool]:

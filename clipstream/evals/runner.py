@@ -16,23 +16,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
-from statistics import fmean
 from typing import Any, Protocol
 
 from clipstream.distributed.run_record import now, versions
 from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn
-from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean
+from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean, errors_as
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating, of_tokenizer
-from clipstream.evals.evaluators.frozen_features import LinearProbe, Neighbours
-from clipstream.evals.evaluators.pairs import Retrieval, ValidationLoss
-from clipstream.evals.evaluators.zero_shot import ZeroShot
-from clipstream.evals.settings import EvalSettings, MeanSettings, Weights, eval_name
+from clipstream.evals.frozen_features import LinearProbe, Neighbours
+from clipstream.evals.pairs import Retrieval, ValidationLoss
+from clipstream.evals.evaluators.mean import Mean
+from clipstream.evals.settings import (
+    EvalSettings,
+    LinearProbeSettings,
+    LossEvalSettings,
+    NeighboursSettings,
+    RetrievalSettings,
+    Weights,
+    ZeroShotSettings,
+    eval_name,
+)
 from clipstream.evals.statistics import metrics_of
+from clipstream.evals.zero_shot import ZeroShot
 from clipstream.storage.shard_url import redact_tree
 from clipstream.text import Lines, lines, message
 from clipstream.training.precision import same_randomness
 from clipstream.utils.logs import logger
-from clipstream.utils.plugins import make_plugin
+from clipstream.utils.plugins import is_plugin
+from clipstream.utils.section import make_part
 
 Record = dict[str, Any]
 # Names that no metric has: keys of a record on which its readers rely.
@@ -49,59 +59,36 @@ class Evaluator(Protocol):
         """Evaluate. Collective: every rank calls this and yields the same pairs."""
 
 
-class Mean:
-    """Yields mean and sets (the number of evaluators), from their metrics at the same step.
-
-    It fails if one of them has none, as a mean over fewer sets is another metric.
-    """
-
-    def __init__(self, settings: MeanSettings) -> None:
-        self.of = {name: [metrics] if isinstance(metrics, str) else metrics for name, metrics in settings.of.items()}
-
-    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
-        """The mean over the evaluators, of which those with several metrics count with their mean.
-
-        Raises:
-            DataError: one has no metrics at this step.
-            SettingsError: one has no such metric.
-        """
-        means = []
-        for name, metrics in self.of.items():
-            found = context.metrics.get(name)
-            if found is None:
-                raise DataError(f"{name} has no metrics at this step: it failed, or is evaluated less often")
-            for metric in metrics:
-                if metric not in found:
-                    hint = did_you_mean(metric, found)
-                    raise SettingsError(f"of: {name} has no metric {metric!r}; choose from {', '.join(found)}{hint}")
-            means.append(fmean(found[metric] for metric in metrics))
-        yield "mean", fmean(means)
-        yield "sets", len(means)
-
-
-BUILTIN: dict[str, Callable[[Any], Evaluator]] = {
-    "retrieval": Retrieval,
-    "zero_shot": ZeroShot,
-    "loss": ValidationLoss,
-    "linear_probe": LinearProbe,
-    "knn": Neighbours,
-    "mean": Mean,
-}
-
-
 def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluator]:
     """The evaluators that the settings name, in their order, means last.
 
     Raises SettingsError: a class cannot be imported or constructed, or the mean of an unknown evaluator is asked for.
     """
     evaluators = {}
-    for name, section in sorted(settings.items(), key=lambda item: isinstance(item[1], MeanSettings)):
-        for other in section.of if isinstance(section, MeanSettings) else ():
+    for name, section in sorted(settings.items(), key=lambda item: isinstance(item[1], Mean.Settings)):
+        for other in section.of if isinstance(section, Mean.Settings) else ():
             if other not in settings:
                 hint = did_you_mean(other, settings)
                 raise SettingsError(f"evals.{name}.of: unknown evaluator {other!r}{hint}")
-        evaluators[name] = make_plugin(f"evals.{name}", section, builtin=BUILTIN)
+        evaluators[name] = _evaluator(name, section)
     return evaluators
+
+
+def _evaluator(name: str, settings: EvalSettings) -> Evaluator:
+    with errors_as(SettingsError, f"evals.{name}", ClipstreamError, ValueError):
+        match settings:
+            case RetrievalSettings():
+                return Retrieval(settings)
+            case ZeroShotSettings():
+                return ZeroShot(settings)
+            case LossEvalSettings():
+                return ValidationLoss(settings)
+            case LinearProbeSettings():
+                return LinearProbe(settings)
+            case NeighboursSettings():
+                return Neighbours(settings)
+    made: Evaluator = make_part(f"evals.{name}", settings)
+    return made
 
 
 def _ignore(*_: object) -> None:
@@ -169,10 +156,10 @@ class EvalRunner:
             with weights():  # gathering sharded weights takes memory
                 pass
         found: dict[str, dict[str, float]] = {}
-        own = {name for name, section in self.settings.items() if section.type not in BUILTIN}
+        own = {name for name, section in self.settings.items() if is_plugin(section.type)}
         for name, evaluator in self.evaluators.items():
             section = self.settings[name]
-            if name in own or (isinstance(section, MeanSettings) and own & section.of.keys()):
+            if name in own or (isinstance(section, Mean.Settings) and own & section.of.keys()):
                 continue
             context = DryRun.of(self.context, name)
             context.metrics = found

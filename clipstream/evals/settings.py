@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from clipstream.data.json_path import parse_path
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import SettingsError
-from clipstream.utils.section import SET, Conflict, PathText, PluginSection, other_than
+from clipstream.utils.section import SET, Conflict, PathText, PluginSection, other_than, part
 
 Weights = Literal["trained", "averaged"]
 
@@ -17,9 +17,9 @@ Weights = Literal["trained", "averaged"]
 class EvalSettings(PluginSection):
     """One evaluator: every `every` steps and at the end. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field(
-        "retrieval", description="retrieval, zero_shot, loss, linear_probe, knn, mean, or package.module:Name"
-    )
+    home: ClassVar[str] = "clipstream.evals.evaluators"
+
+    type: str = "retrieval"
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only at the end")
     every_epochs: float | None = Field(None, gt=0, description="epochs between evaluations, instead of every")
     data: SourceSettings | None = Field(None, description="source to evaluate on")
@@ -68,6 +68,7 @@ class PromptedSettings(EvalSettings):
     )
 
 
+@part(EvalSettings, "retrieval")
 class RetrievalSettings(PromptedSettings):
     """Image-text retrieval, R@1/5/10 and median rank both ways, over all images and captions of `data`."""
 
@@ -105,6 +106,7 @@ class LabelledSettings(EvalSettings):
         return value
 
 
+@part(EvalSettings, "zero_shot")
 class ZeroShotSettings(LabelledSettings, PromptedSettings):
     """Zero-shot classification of `data`: a member (`cls`) or a JSON field has the label, prompts the classes."""
 
@@ -126,6 +128,7 @@ def eval_name(name: str, weights: Weights) -> str:
     return name if weights == "trained" else f"{name}_averaged"
 
 
+@part(EvalSettings, "loss")
 class LossEvalSettings(EvalSettings):
     """The loss that is trained, on `data`, in fixed batches of the training's global size."""
 
@@ -149,6 +152,7 @@ class FrozenSettings(LabelledSettings):
         return source_of(self).model_copy(update=own)
 
 
+@part(EvalSettings, "linear_probe")
 class LinearProbeSettings(FrozenSettings):
     """Logistic regression on the features of `train_shards`, tested on `data`."""
 
@@ -156,30 +160,12 @@ class LinearProbeSettings(FrozenSettings):
     c: float = Field(0.316, gt=0, description="inverse strength of the L2 penalty (scikit-learn's C)")
 
 
+@part(EvalSettings, "knn")
 class NeighboursSettings(FrozenSettings):
     """The vote of the k nearest images of `train_shards` on those of `data`."""
 
     type: Literal["knn"] = "knn"
     k: int = Field(20, ge=1, description="number of neighbours")
-
-
-class MeanSettings(EvalSettings):
-    """The mean of other evaluators' figures, each of which counts once: `of` says which, as {NAME: METRIC}."""
-
-    type: Literal["mean"] = "mean"
-    of: dict[str, str | list[str]] = Field(
-        description="map from evaluator to metric, or to several whose mean counts: [image_to_text_R@1, "
-        "text_to_image_R@1]"
-    )
-
-    reads: ClassVar[bool] = False
-
-    @field_validator("of")
-    @classmethod
-    def _some(cls, value: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
-        if not value or not all(value.values()):
-            raise ValueError("set at least one evaluator and its metric")
-        return value
 
 
 def source_of(settings: EvalSettings) -> SourceSettings:
@@ -194,13 +180,3 @@ def sources_of(settings: EvalSettings) -> dict[str, SourceSettings]:
     values = {key: getattr(settings, key) for key in type(settings).model_fields}
     found = {f"{key}.shards": value for key, value in values.items() if isinstance(value, SourceSettings)}
     return {**found, "train_shards": settings.train} if found and isinstance(settings, FrozenSettings) else found
-
-
-EvalSettings.builtin = {
-    "retrieval": RetrievalSettings,
-    "zero_shot": ZeroShotSettings,
-    "loss": LossEvalSettings,
-    "linear_probe": LinearProbeSettings,
-    "knn": NeighboursSettings,
-    "mean": MeanSettings,
-}

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from clipstream.data.decode.tokenizers import Tokenizer, marked, readable
 from clipstream.distributed.run_record import command_line, end_record, start_record
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError, errors_as
+from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.report.eval_results import TABLE_FILE, EvaluationTable, add
 from clipstream.report.html_report import REPORT_FILE, Report
-from clipstream.report.settings import LogSettings, TrackioSettings, WandbSettings
+from clipstream.report.settings import LogSettings, SinkSettings, TrackioSettings, WandbSettings
 from clipstream.report.sinks import (
     METRICS_FILE,
     NONFINITE_FILE,
@@ -49,7 +49,7 @@ from clipstream.storage.shard_url import redact_value
 from clipstream.text import counted, duration, milliseconds
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
-from clipstream.utils.plugins import make_plugin
+from clipstream.utils.section import make_part
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
@@ -216,7 +216,13 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
 
 
-TRACKERS: dict[str, Callable[[Any, RunInfo], Sink]] = {"wandb": wandb_run, "trackio": trackio_run}
+def _sink(key: str, settings: SinkSettings, run: RunInfo) -> Sink:
+    """The sink of `log.sinks` that the settings describe. Raises SettingsError."""
+    if isinstance(settings, WandbSettings | TrackioSettings):
+        with errors_as(SettingsError, key, ClipstreamError, ValueError):
+            return wandb_run(settings, run) if isinstance(settings, WandbSettings) else trackio_run(settings, run)
+    made: Sink = make_part(key, settings, run)
+    return made
 
 
 def build_sinks(log: LogSettings, run: RunInfo) -> dict[str, Sink]:
@@ -238,7 +244,7 @@ def build_sinks(log: LogSettings, run: RunInfo) -> dict[str, Sink]:
     if log.tensorboard:
         makers["tensorboard"] = lambda: TensorBoard(run.folder, run.resume_step)
     for name, section in log.sinks.items():
-        makers[name] = partial(make_plugin, f"log.sinks.{name}", section, run, builtin=TRACKERS)
+        makers[name] = partial(_sink, f"log.sinks.{name}", section, run)
     sinks: dict[str, Sink] = {}
     for name, make in makers.items():
         try:

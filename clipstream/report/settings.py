@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from clipstream.utils.section import PluginSection, Section
+from clipstream.utils.section import PluginSection, Section, part
 
 MOST_PROFILED = 100  # steps
 WARM_UP = 5  # steps of a process before a number of profiled ones: compilation, allocation, the choice of kernels
@@ -25,9 +25,10 @@ def _profile_steps(text: str) -> tuple[int | None, int]:
 class SinkSettings(PluginSection):
     """A destination of the run's records. `type` may be a user's own `package.module:Name`."""
 
-    type: str = Field(description="wandb, trackio, or package.module:Name")
+    type: str = Field(description="package.module:Name")
 
 
+@part(SinkSettings, "wandb")
 class WandbSettings(SinkSettings):
     """Weights & Biases (pip install 'clipstream[wandb]'). WANDB_ENTITY, WANDB_MODE and other variables hold as well."""
 
@@ -36,15 +37,13 @@ class WandbSettings(SinkSettings):
     notes: str | None = Field(None, description="notes on the run")
 
 
+@part(SinkSettings, "trackio")
 class TrackioSettings(SinkSettings):
     """Trackio, which stores runs on this machine or in a Hugging Face Space (pip install 'clipstream[trackio]')."""
 
     type: Literal["trackio"] = "trackio"
     project: str = Field("clipstream", min_length=1, description="project of the run")
     space: str | None = Field(None, description="Hugging Face Space that receives the metrics, as ORG/NAME")
-
-
-SinkSettings.builtin = {"wandb": WandbSettings, "trackio": TrackioSettings}
 
 
 class LogSettings(Section):

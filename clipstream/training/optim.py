@@ -198,12 +198,12 @@ def exempt_patterns(module: nn.Module) -> set[str]:
     from open_clip.hf_model import HFTextEncoder
 
     found: set[str] = set()
-    for path, part in module.named_modules():
+    for path, inner in module.named_modules():
         prefix = f"{path}." if path else ""
         for declare, form in (("no_weight_decay", "{}"), ("no_weight_decay_keywords", "*{}")):
-            if callable(declared := getattr(part, declare, None)):
+            if callable(declared := getattr(inner, declare, None)):
                 found |= {prefix + form.format(name) for name in declared()}
-        if isinstance(part, HFTextEncoder):
+        if isinstance(inner, HFTextEncoder):
             found |= {f"{prefix}*{name}*" for name in HF_EMBEDDINGS}
     return found
 

@@ -212,6 +212,7 @@ class PluginSection(Section):
     """
 
     home: ClassVar[str] = ""  # package whose modules register further parts; imported when a name is looked up
+    one_class: ClassVar[bool] = False  # whether the registered parts have no settings of their own
 
     type: str
 
@@ -370,9 +371,9 @@ def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
 
 def types_of(section: type[Section]) -> dict[str, type[PluginSection]]:
     """The built-in types of a family whose types have classes of their own."""
-    parts = builtin_parts(section) if issubclass(section, PluginSection) else {}
-    types = {name: _settings_of(found, section) for name, found in parts.items()}
-    return {} if set(types.values()) == {section} else types
+    if not issubclass(section, PluginSection) or section.one_class:
+        return {}
+    return {name: _settings_of(found, section) for name, found in builtin_parts(section).items()}
 
 
 def all_fields(section: type[Section]) -> dict[str, FieldInfo]:

@@ -13,9 +13,9 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.evaluators.frozen_features import Neighbours
-from clipstream.evals.evaluators.pairs import Retrieval
-from clipstream.evals.evaluators.zero_shot import ZeroShot
+from clipstream.evals.frozen_features import Neighbours
+from clipstream.evals.pairs import Retrieval
+from clipstream.evals.zero_shot import ZeroShot
 from clipstream.evals.settings import NeighboursSettings, RetrievalSettings, ZeroShotSettings
 from tests.support.evaluating import context_of
 from tests.support.pictures import make_shards, picture

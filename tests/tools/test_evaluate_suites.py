@@ -21,8 +21,9 @@ from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.context import EvalContext
+from clipstream.evals.evaluators.mean import Mean
 from clipstream.evals.runner import EvalRunner
-from clipstream.evals.settings import EvalSettings, MeanSettings
+from clipstream.evals.settings import EvalSettings
 from clipstream.training.state import TrainState
 from tests.support.clipbenchmark import CLASSES, drawn, write_benchmark
 from tests.support.evaluating import CONFIG, context_of, tiny_towers
@@ -70,7 +71,7 @@ def test_a_suite_names_each_set_its_folder_and_how_it_is_fetched(suite: Path) ->
     sections = load(["--config", str(suite)], trains=False).evals
     metrics = {"zero_shot": ("top1", "mean_per_class_recall"), "retrieval": ("image_to_text_R@1", "text_to_image_R@1")}
     for section in sections.values():
-        if isinstance(section, MeanSettings):
+        if isinstance(section, Mean.Settings):
             for name, told in section.of.items():
                 assert set([told] if isinstance(told, str) else told) <= set(metrics[sections[name].type]), name
             continue

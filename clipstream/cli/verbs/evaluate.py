@@ -27,7 +27,8 @@ from clipstream.data.settings import SourceSettings
 from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each, errors_as
-from clipstream.evals.settings import MeanSettings, PromptedSettings, Weights, ZeroShotSettings, sources_of
+from clipstream.evals.evaluators.mean import Mean
+from clipstream.evals.settings import PromptedSettings, Weights, ZeroShotSettings, sources_of
 from clipstream.models.model_config import HUB
 from clipstream.models.pretrained import preflight
 from clipstream.report.eval_results import TABLE_FILE, TABLES, add
@@ -187,7 +188,7 @@ class Suites:
             raise SettingsError(lines(head, *shown, f"download them, or use {MISSING} skip"))
         warnings = [f"{name} skipped: {text}" for name, text in gone.items()]
         for name, section in [*evals.items()]:
-            if isinstance(section, MeanSettings) and section.of.keys() & gone.keys():
+            if isinstance(section, Mean.Settings) and section.of.keys() & gone.keys():
                 of = {part: metric for part, metric in section.of.items() if part not in gone}
                 rest = f"the mean of {len(of)} of {len(section.of)} sets" if of else "left out"
                 warnings.append(f"{name} is {rest}")

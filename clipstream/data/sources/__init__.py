@@ -2,10 +2,10 @@
 
 Settings enter; names of shards, samples per shard and open shards leave. Each type of source (tars, tables, folders,
 CLIP_benchmark, toy and synthetic data, or a user's own) has a class, and `Source` combines the types of one setting.
-Only this package knows which type a shard has. Without `type`, the name of an entry decides: `SCHEME:` as in TYPES, a
+Only this package knows which type a shard has. Without `type`, the name of an entry decides: `TYPE:`, a
 table by its suffix, anything else is a tar. Listing reads tables; tars are read when they are opened.
 
-A source type is named by `data.sources.NAME.type`: a built-in one of TYPES, or your own `module:Name`
+A source type is named by `data.sources.NAME.type`: a registered one, or your own `module:Name`
 (docs/plugins.md has an example). Its class is called with the source's settings and a `SourceContext`, lists its shards
 in the main process, and opens them in the workers, which are forked: open files, connections and the like in `open`.
 """
@@ -45,7 +45,7 @@ from clipstream.storage.tar import ShardIndex as ShardIndex
 from clipstream.text import counted, printable
 from clipstream.utils.atomic_write import note_input
 from clipstream.utils.plugins import called, load_plugin, raised
-from clipstream.utils.section import with_home
+from clipstream.utils.section import builtin_parts, with_home
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,6 +127,14 @@ class SourceType(Protocol):
         """
         ...
 
+    @classmethod
+    def entries(cls, part: str, type: str, evaluates: bool, image_key: str) -> Sequence[tuple[str, str]]:
+        """(type, entry) of what a name without a scheme of its own stands for; nothing if it is no name of this type.
+
+        Arguments as of `entries`. Raises SettingsError: what it names holds nothing to read.
+        """
+        return ()
+
     def open(self, shard: str) -> OpenShard:
         """Open a shard.
 
@@ -177,23 +185,12 @@ class SourceType(Protocol):
 
 Result = TypeVar("Result")
 
-FOLDER_ENTRIES = "clipstream.data.sources.folders:folder_entries"  # imported on first use, as the types
-TYPES = {  # imported on first use
-    "tar": "clipstream.data.sources.tars:TarSource",
-    "table": "clipstream.data.sources.tables:TableSource",
-    "folder": "clipstream.data.sources.folders:FolderSource",
-    "imagenet": "clipstream.data.sources.folders:FolderSource",
-    "benchmark": "clipstream.data.sources.tars:BenchmarkSource",
-    "toy": "clipstream.data.sources.toy_data:ToySource",
-    "synthetic": "clipstream.data.sources.toy_data:SyntheticSource",
-}
-
 
 @cache
 def source_type(name: str) -> type[SourceType]:
     """The class of a built-in type or of a `module:Name`. Raises SettingsError if it is none."""
     with errors_as(SettingsError, "", ValueError):
-        found = load_plugin(TYPES.get(name, name))
+        found = builtin_parts(SourceSettings).get(name) or load_plugin(name)
     if not isinstance(found, type) or SourceType not in found.__mro__:
         raise SettingsError(f"{name}: derive it from clipstream.data.sources.SourceType")
     return found
@@ -216,6 +213,7 @@ def entries(
     named, or a command is named although WDS_SECURE forbids commands.
     """
     parts = parts_of(spec) if ":" not in type else [spec] if isinstance(spec, str) else spec
+    types = {name: found for name, found in builtin_parts(SourceSettings).items() if name != AUTO}
     if not parts:
         raise SettingsError(f"{spec!r} matches no shard")
     for part in parts:
@@ -226,11 +224,9 @@ def entries(
             raise SettingsError(f"{place}: these shards are {ONLY_NAMED.format(place.rpartition(':')[0])}")
         elif part.startswith("pipe:"):
             yield from (("tar", command) for command in expand_pipe(part))
-        elif (held := load_plugin(FOLDER_ENTRIES)(part, type, evaluates, image_key)) is not None:
-            for _, entry in held:
-                note_input(entry.removeprefix("folder:"))
+        elif held := [one for cls in {*types.values()} for one in cls.entries(part, type, evaluates, image_key)]:
             yield from held
-        elif (scheme := ShardURL(text := with_home(with_variables(part))).scheme) in TYPES:
+        elif (scheme := ShardURL(text := with_home(with_variables(part))).scheme) in types:
             yield str(scheme), text
         elif type not in (AUTO, "tar", "table"):
             yield type, f"{type}:{text}"

@@ -51,7 +51,7 @@ from clipstream.utils import content
 from clipstream.utils.atomic_write import note_input
 from clipstream.utils.content import open_text, read_file
 from clipstream.utils.logs import logger
-from clipstream.utils.section import with_home
+from clipstream.utils.section import part, with_home
 
 IMAGENET_CLASSES = 1000
 # Folders that archivers and file servers leave, beside hidden ones.
@@ -99,16 +99,6 @@ def named_folder(part: str, type: str = AUTO) -> str | None:
     if scheme == "folder" or (type == "folder" and scheme is None):
         return text.removeprefix("folder:")
     return text if type == AUTO and scheme is None and os.path.isdir(divided(text)[0]) else None
-
-
-def folder_entries(part: str, type: str, evaluates: bool, image_key: str) -> list[tuple[str, str]] | None:
-    """(type, entry) of what the folder in an entry holds; None if the entry names none. Raises as `contents`."""
-    if (path := named_folder(part, type)) is None:
-        return None
-    held = contents(path, image_key, evaluates)
-    if held.kind in ("tars", "tables"):
-        return [(held.kind.removesuffix("s"), file) for file in held.files]
-    return [("folder", f"folder:{divided(path)[0]}#{held.split}" if held.split else f"folder:{path}")]
 
 
 def with_split(part: str, type: str, image_key: str) -> str:
@@ -364,6 +354,7 @@ def check_folders(folders: Iterable[str], classes: Sequence[str]) -> None:
         )
 
 
+@part(SourceSettings, "folder", "imagenet")
 class FolderSource(SourceType):
     """The shards of `folder:PATH` or `imagenet:PATH`: `SCHEME:PATH/CLASS`, or blocks `folder:PATH#FIRST-LAST` of images
     with texts beside them.
@@ -375,6 +366,19 @@ class FolderSource(SourceType):
         self._image_key, self._image_keys = settings.image_key, split_keys(settings.image_key)
         self._blocks: dict[str, tuple[str, range, Contents]] = {}
         self._caption = settings.caption
+
+    @classmethod
+    def entries(cls, part: str, type: str, evaluates: bool, image_key: str) -> Sequence[tuple[str, str]]:
+        """What the folder in an entry holds. Raises as `contents`."""
+        if (path := named_folder(part, type)) is None:
+            return ()
+        held = contents(path, image_key, evaluates)
+        kind, named = "folder", [f"{divided(path)[0]}#{held.split}" if held.split else path]
+        if held.kind in ("tars", "tables"):
+            kind, named = held.kind.removesuffix("s"), list(held.files)
+        for name in named:
+            note_input(name)
+        return [(kind, f"folder:{name}" if kind == "folder" else name) for name in named]
 
     def list_shards(self, spec: str) -> Sequence[str]:
         """The classes in the order of their names, or blocks of images in the order of their paths.

@@ -39,6 +39,7 @@ from clipstream.text import counted, listed, printable
 from clipstream.utils import content
 from clipstream.utils.content import HEAD, IMAGE_NAME, TEXTS, describe, kind
 from clipstream.utils.logs import logger
+from clipstream.utils.section import part
 
 BLOCK = 1000  # most rows of a shard
 BLOCKS = 192  # fewest shards of a source with at least as many rows
@@ -52,6 +53,7 @@ URLS = ("url", "urls", "image_url", "img_url", "image_link")  # columns of addre
 _PLAIN = re.compile(r"[\w./-]+\.\w+")  # a path that can mean one file
 
 
+@part(SourceSettings, "table")
 class TableSource(SourceType):
     """The blocks of rows of tables, named `TABLE#FIRST-LAST`. Listing reads the tables."""
 

@@ -28,7 +28,7 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact, with_variables
 from clipstream.storage.tar import BLOCK, Shard
 from clipstream.utils.content import file_state
-from clipstream.utils.section import Count, checked, with_home
+from clipstream.utils.section import Count, checked, part, with_home
 
 SIZES = "sizes.json"  # {"00000.tar": 1000, …}, as open_clip has it
 LENGTH = "__len__"  # one number: the samples of all tars of the folder
@@ -44,6 +44,7 @@ HUB_PAGE = re.compile(r"(https://huggingface\.co/datasets/[^/]+/[^/]+)(?:/tree/(
 RETRIEVAL, MULTILABEL, CLASSIFICATION = "retrieval", "multilabel", "classification"
 
 
+@part(SourceSettings, "tar")
 class TarSource(SourceType):
     """WebDataset shards: local tars, URLs and `pipe:` commands."""
 
@@ -132,6 +133,7 @@ def written_by(shard: str) -> str:
         return ""
 
 
+@part(SourceSettings, "benchmark")
 class BenchmarkSource(TarSource):
     """The tars of a split."""
 

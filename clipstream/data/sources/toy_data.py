@@ -31,6 +31,7 @@ from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import cache_root, file_lock
 from clipstream.storage.tar import SampleRef, ShardIndex
+from clipstream.utils.section import part
 
 SIDE = 64
 JPEG_QUALITY = 90
@@ -312,6 +313,7 @@ def _samples(split: str, shard: int) -> Iterator[dict[str, bytes]]:
         yield sample
 
 
+@part(SourceSettings, "toy")
 class ToySource(TarSource):
     """The tars of `toy:SPLIT`."""
 
@@ -374,6 +376,7 @@ PIXELS, LARGEST = 256, 4096  # the default, and the most
 SYNTHETIC_SHARDS, SYNTHETIC_SAMPLES = 100, 1000  # samples of a shard
 
 
+@part(SourceSettings, "synthetic")
 class SyntheticSource(SourceType):
     """The shards of `synthetic:` or `synthetic:PIXELS`, named `synthetic:PIXELS/NUMBER`."""
 

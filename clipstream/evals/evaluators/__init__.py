@@ -1,1 +1,1 @@
-"""The evaluators that come with clipstream; the mean of others is in `runner`."""
+"""Evaluators of one file each, which register themselves; the torch behind the others is in the modules above."""

@@ -11,7 +11,7 @@ import pytest
 from clipstream.config.dump import dump
 from clipstream.config.settings import load
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import TYPES, OpenShard, Source, SourceContext, SourceType, expand
+from clipstream.data.sources import OpenShard, Source, SourceContext, SourceType, expand
 from clipstream.data.sources.indexes import count_samples
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.storage.download import ShardError
@@ -78,7 +78,6 @@ def loads(members: Any) -> Any:
 
 
 def test_names_choose_the_type_unless_it_is_set(tmp_path: Path) -> None:
-    assert set(SourceSettings.builtin) == {"auto", *TYPES}
     tar, other = make_shards(tmp_path, [2, 1])
     odd = Path(other).rename(tmp_path / "odd.csv")
     with pytest.raises(DataError, match=r"odd\.csv"):

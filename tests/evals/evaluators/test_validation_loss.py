@@ -16,7 +16,7 @@ from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import of_samples
-from clipstream.evals.evaluators.pairs import ValidationLoss
+from clipstream.evals.pairs import ValidationLoss
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import LossEvalSettings
 from clipstream.losses.contrastive import build_loss

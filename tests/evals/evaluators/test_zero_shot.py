@@ -22,10 +22,10 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.classes import Labelling
 from clipstream.evals.context import DryRun, EvalContext
-from clipstream.evals.evaluators.zero_shot import ZeroShot
 from clipstream.evals.runner import EvalRunner, Listeners, build_evaluators
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
 from clipstream.evals.statistics import accuracies
+from clipstream.evals.zero_shot import ZeroShot
 from clipstream.training.precision import seed_all
 from tests.support.evaluating import context_of, tiny_towers
 from tests.support.pictures import ByteTokenizer, make_shards, picture
