@@ -24,16 +24,27 @@ from clipstream.data.json_path import step_of
 from clipstream.data.settings import SPLIT_FILE
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, errors_as, nearest
+from clipstream.report.settings import SinkSettings
 from clipstream.storage.shard_url import parts_of, redact, table_format
+from clipstream.training.optim import OptimSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.plugins import is_plugin
-from clipstream.utils.section import Path, Section, child, dotted, entries_of, leaves, with_home, with_shipped
+from clipstream.utils.section import (
+    Path,
+    Section,
+    builtin_parts,
+    child,
+    dotted,
+    entries_of,
+    leaves,
+    with_home,
+    with_shipped,
+)
 
 Given = Mapping[str, str]
 Found = Iterator[tuple[str, Path, Any]]
 
 MEMBERS = ("--caption-key", "--text-key", "--csv-caption-key")  # name a text member
-TRACKERS = ("wandb", "trackio")
 # Flags that say how training data are read; --val-data is read likewise.
 READING = (
     "--caption-json", "--json-text-key", "--json-text-key-probs", *MEMBERS, "--caption-lines", "--image-key",
@@ -458,14 +469,15 @@ def _batch(given: Given, around: Around) -> Found:
 
 
 def _optimizer(given: Given, around: Around) -> Found:
-    """The optimizer (adamw, nadamw, timm/NAME or module:Name), its betas and further arguments; the schedule is off
+    """The optimizer (a built-in one, timm/NAME or module:Name), its betas and further arguments; the schedule is off
     with --skip-scheduler.
     """
     opt = given.get("--opt", "adamw")
     timm = opt.removeprefix("timm/") if opt.lower().startswith("timm/") else None
     if "--opt" in given:
-        if timm is None and opt.lower() not in ("adamw", "nadamw") and not is_plugin(opt):
-            raise ValueError(f"--opt: expected adamw, nadamw, timm/NAME or module:Name, not {opt!r}")
+        names = [name for name in builtin_parts(OptimSettings) if name != "timm"]
+        if timm is None and opt.lower() not in names and not is_plugin(opt):
+            raise ValueError(f"--opt: expected {', '.join(names)}, timm/NAME or module:Name, not {opt!r}")
         yield "--opt", ("optim", "type"), "timm" if timm else opt if is_plugin(opt) else opt.lower()
     if timm is not None:
         yield "--opt", ("optim", "name"), timm
@@ -537,13 +549,13 @@ def _sinks(given: Given, around: Around) -> Found:
     """open_clip's list of backends, separated by ','; a sink of the user's own as `module:Name`."""
     flag = "--report-to"
     wanted = [name.strip() for name in given.get(flag, "").split(",")]
-    plugins = [name for name in wanted if is_plugin(name)]
-    if unknown := {*wanted} - {"", "none", "all", "tensorboard", *TRACKERS, *plugins}:
+    plugins, known = [name for name in wanted if is_plugin(name)], builtin_parts(SinkSettings)
+    if unknown := {*wanted} - {"", "none", "all", "tensorboard", *known, *plugins}:
         raise ValueError(
-            f"{flag}: expected tensorboard, wandb, trackio, none, all or module:Name, not {min(unknown)!r}; "
+            f"{flag}: expected tensorboard, {', '.join(known)}, none, all or module:Name, not {min(unknown)!r}; "
             "metrics.jsonl, which is always written, has every figure: pandas.read_json(path, lines=True)"
         )
-    trackers = [name for name in TRACKERS if name in wanted or (name == "wandb" and "all" in wanted)]
+    trackers = [name for name in known if name in wanted or (name == "wandb" and "all" in wanted)]
     if flag in given:
         yield flag, ("log", "tensorboard"), "tensorboard" in wanted or "all" in wanted
         sinks = {name.partition(":")[2]: name for name in plugins} | {name: name for name in trackers}

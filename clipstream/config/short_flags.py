@@ -236,7 +236,7 @@ ALIASES = (
     _alias("--beta1", "optim.betas", "NUMBER", "beta1 of AdamW", together=True),
     _alias("--beta2", "optim.betas", "NUMBER", "beta2 of AdamW", together=True),
     _alias("--eps", "optim.eps", "NUMBER", "epsilon of AdamW"),
-    _alias("--opt", "optim.type optim.name", "NAME", "optimizer: adamw, nadamw, timm/NAME or module:Name",
+    _alias("--opt", "optim.type optim.name", "NAME", "optimizer: a type of optim.type, timm/NAME or module:Name",
            together=True),
     _alias("--opt-kwargs", "optim.kwargs", "NAME=VALUE …", "additional arguments of the optimizer class",
            many=True, together=True, switch=True),

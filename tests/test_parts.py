@@ -1,0 +1,115 @@
+"""Parts of one class each, as CONTRIBUTING says: help lists them, and a run trains and evaluates with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from pydantic import Field
+
+from clipstream.config.settings import load
+from clipstream.data.settings import SourceSettings
+from clipstream.data.sources.tars import TarSource
+from clipstream.errors import SettingsError
+from clipstream.evals.context import EvalContext
+from clipstream.evals.settings import EvalSettings
+from clipstream.training.optim import OptimSettings, ScheduleSettings, parameter_groups
+from clipstream.utils import section
+from tests.support.runs import flags, furnish, go, lines
+
+
+class Lion:
+    class Settings(OptimSettings):
+        """Signs of averaged gradients."""
+
+        type: Literal["lion"] = "lion"
+        beta: float = Field(0.9, description="decay of the average")
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, towers: torch.nn.Module, model: str) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameter_groups(towers, 0.0), lr=self.settings.lr, momentum=self.settings.beta)
+
+
+class Halved:
+    class Settings(ScheduleSettings):
+        """Half of the peak."""
+
+        type: Literal["halved"] = "halved"
+
+    def __init__(self, settings: Settings) -> None:
+        pass
+
+    def __call__(self, step: int, *, peak: float, total_steps: int) -> float:
+        return peak / 2
+
+
+class Reversed(TarSource):
+    """The tars of a folder, the last one first."""
+
+    def list_shards(self, spec: str) -> Sequence[str]:
+        folder = Path(spec.partition(":")[2])
+        return [
+            shard for path in sorted(folder.glob("*.tar"), reverse=True) for shard in TarSource.list_shards(self, str(path))
+        ]
+
+
+class Rows:
+    class Settings(EvalSettings):
+        """The number of samples."""
+
+        type: Literal["rows"] = "rows"
+        times: int = Field(1, ge=1, description="factor of the number")
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        assert self.settings.data is not None
+        count = sum(len(batch) for batch in context.batches(self.settings.data, self.settings.batch_size))
+        yield "rows", self.settings.times * count
+
+
+@pytest.fixture(autouse=True)
+def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    families: dict[Any, dict[str, type]] = {
+        OptimSettings: {"lion": Lion},
+        ScheduleSettings: {"halved": Halved},
+        SourceSettings: {"reversed": Reversed},
+        EvalSettings: {"rows": Rows},
+    }
+    for family, parts in families.items():
+        monkeypatch.setitem(section._PARTS, family, dict(section.builtin_parts(family)))
+        monkeypatch.setattr(family.model_fields["type"], "description", "")
+        for name, cls in parts.items():
+            section.part(family, name)(cls)
+
+
+def test_a_run_trains_and_evaluates_with_registered_parts(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    more = (
+        "--opt=lion --optim.beta=0.8 --schedule.type=halved --data.sources.train.type=reversed "
+        f"--data.sources.train.shards={tmp_path}/pairs --evals.held.type=rows --evals.held.times=2 "
+        f"--evals.held.data.shards={tmp_path}/val/*.tar"
+    )
+    go([*flags(tmp_path, "one", *more.split(), steps=2)[2:]])
+    assert [line["lr"] for line in lines(tmp_path, "one")] == [5e-4, 5e-4]
+    assert [line["rows"] for line in lines(tmp_path, "one", "rows")] == [40]
+
+
+def test_help_and_messages_know_registered_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    for place, name in (("optim", "lion"), ("schedule", "halved"), ("data.sources", "reversed"), ("evals", "rows")):
+        go(["--help", place])
+        assert f"{name}, or package.module:Name" in " ".join(capsys.readouterr().out.split())
+    for argv, said in (
+        ("--optim.type=lino --optim.lr=1", "did you mean 'lion'"),
+        ("--opt=lino", "expected adamw, nadamw, lion, timm/NAME or module:Name"),
+        ("--evals.e.type=rows --evals.e.tims=1 --evals.e.data.shards=a", "did you mean 'times'"),
+        ("--evals.e.times=2 --evals.e.data.shards=a", "a key of type rows only"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            load(argv.split())
