@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 
 from clipstream.distributed.world import World
-from clipstream.evals.pairs import recalls
 from clipstream.evals.metrics import COLUMNS, ROWS, Tile
+from clipstream.evals.pairs import recalls
 
 LARGE = (1_000_000, 5_000_000)
 

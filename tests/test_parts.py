@@ -52,10 +52,8 @@ class Reversed(TarSource):
     """The tars of a folder, the last one first."""
 
     def list_shards(self, spec: str) -> Sequence[str]:
-        folder = Path(spec.partition(":")[2])
-        return [
-            shard for path in sorted(folder.glob("*.tar"), reverse=True) for shard in TarSource.list_shards(self, str(path))
-        ]
+        tars = sorted(Path(spec.partition(":")[2]).glob("*.tar"), reverse=True)
+        return [shard for path in tars for shard in TarSource.list_shards(self, str(path))]
 
 
 class Rows:

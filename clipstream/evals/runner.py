@@ -22,9 +22,9 @@ from clipstream.distributed.run_record import now, versions
 from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean, errors_as
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating, of_tokenizer
+from clipstream.evals.evaluators.mean import Mean
 from clipstream.evals.frozen_features import LinearProbe, Neighbours
 from clipstream.evals.pairs import Retrieval, ValidationLoss
-from clipstream.evals.evaluators.mean import Mean
 from clipstream.evals.settings import (
     EvalSettings,
     LinearProbeSettings,

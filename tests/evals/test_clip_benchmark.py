@@ -14,8 +14,8 @@ from clipstream.data.sources.tars import of_source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.pairs import Retrieval
-from clipstream.evals.zero_shot import ZeroShot
 from clipstream.evals.settings import RetrievalSettings, ZeroShotSettings
+from clipstream.evals.zero_shot import ZeroShot
 from tests.support.clipbenchmark import (
     CLASSES,
     DEBIAN,

@@ -15,8 +15,8 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.frozen_features import Neighbours
 from clipstream.evals.pairs import Retrieval
-from clipstream.evals.zero_shot import ZeroShot
 from clipstream.evals.settings import NeighboursSettings, RetrievalSettings, ZeroShotSettings
+from clipstream.evals.zero_shot import ZeroShot
 from tests.support.evaluating import context_of
 from tests.support.pictures import make_shards, picture
 

@@ -20,8 +20,8 @@ from sklearn.metrics import average_precision_score, balanced_accuracy_score, to
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.pairs import Retrieval
-from clipstream.evals.zero_shot import ZeroShot
 from clipstream.evals.settings import EvalSettings
+from clipstream.evals.zero_shot import ZeroShot
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
