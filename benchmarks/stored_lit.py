@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from clipstream.cli import main as cli
-from clipstream.config.plan import agree, plan, survey
+from clipstream.config.plan import agree, survey
 from clipstream.config.settings import Settings, load
 from clipstream.data.loader.loader import Loader
 from clipstream.distributed.world import World
-from clipstream.train import build_loader, build_model, build_step
+from clipstream.train import build_loader, build_model, build_plan, build_step
 from clipstream.training.step import TrainStep
 
 
@@ -78,7 +78,7 @@ def report(flags: list[str], store: str, rounds: int) -> None:
 
 def prepared(settings: Settings, world: World) -> tuple[TrainStep, Loader]:
     """The step and the loader of a run."""
-    made = plan(agree(survey(settings), world), world)
+    made = build_plan(agree(survey(settings), world), world)
     model = build_model(made, world)
     loader = build_loader(made, world, model)
     return build_step(made.settings, world, model), loader

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from clipstream.api.model import load_model as load_model
     from clipstream.api.model import zero_shot as zero_shot
     from clipstream.api.run import Run as Run
-    from clipstream.api.train import train as train
+    from clipstream.api.run import train as train
     from clipstream.cli.verbs.evaluate import evaluate as evaluate
     from clipstream.config.settings import Settings as Settings
     from clipstream.config.settings import load_settings as load_settings

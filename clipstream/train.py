@@ -2,7 +2,7 @@
 
 A `Run`, whose folder is locked, enters; its metrics, checkpoints and report leave. `recipe` is the run from top to
 bottom, and the functions below it build what it names. `python -m clipstream.train`, for torchrun, is the verb
-`clipstream train`, and `clipstream.train(…)` is `api.train.train`.
+`clipstream train`, and `clipstream.train(…)` is `api.run.train`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from clipstream.checkpoint import store
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.state import CheckpointMeta, Tensors
-from clipstream.config.dump import changes, noted, redacted, write_config
 from clipstream.config.entry import make_callable
-from clipstream.config.plan import Plan, plan
-from clipstream.config.settings import SHIPPED, Settings, by_key
+from clipstream.config.plan import Plan, Survey, agree, draft, plan, with_value
+from clipstream.config.settings import SHIPPED, Settings, by_key, changes, noted, redacted, require_equal, write_config
 from clipstream.config.validate import tell_stored
 from clipstream.data.batch import Batch
 from clipstream.data.build import training_loader
@@ -41,7 +40,7 @@ from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.run_record import require_same, software
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
+from clipstream.errors import ClipstreamError, Interrupted, SettingsError, Stopped
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.losses.contrastive import build_loss, warn_of_duplicates, warn_of_texts
@@ -58,20 +57,32 @@ from clipstream.report.html_report import REPORT_FILE
 from clipstream.report.outputs import Ending, Outputs
 from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import RunInfo
+from clipstream.report.terminal import run_log
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted
 from clipstream.training.optim import rate_change
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
-from clipstream.training.precision import autocast, check_device, prepare, prepare_towers, seed_all
+from clipstream.training.precision import (
+    autocast,
+    check_device,
+    prepare,
+    prepare_towers,
+    resolve_precision,
+    same_randomness,
+    seed_all,
+)
 from clipstream.training.precision_audit import audit_run
 from clipstream.training.rescue import Rescue
 from clipstream.training.settings import EarlyStop
 from clipstream.training.state import TrainState
 from clipstream.training.step import TrainStep, fit_memory
-from clipstream.training.stored_features import check_stores, remove_towers, teacher_scales
+from clipstream.training.stored_features import check_stores, remove_towers, teacher_scales, with_stores
 from clipstream.training.trainer import Hooks, Length, Rollback, Trainer
-from clipstream.utils.logs import announce, loading, logger
+from clipstream.utils import atomic_write
+from clipstream.utils.logs import announce, loading, logger, lossy_output
 from clipstream.utils.timing import StepProfiler
+
+FREE_SPACE = 64 << 10  # bytes that a run writes before its first step
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,7 @@ def recipe(run: Run) -> None:
     # Settings: a resumed run keeps what was resolved when it began.
     resumed = find(settings.checkpoint, run.folder, world, run.signals.is_stopping)
     resumed = resumed.with_meta(settings.train, settings.data, world)
-    run = replace(run, plan=plan(run.plan.survey, world, resumed.state))
+    run = replace(run, plan=build_plan(run.plan.survey, world, resumed.state))
     settings = run.settings
 
     # Model; features may come from stores, in the place of towers or of teachers.
@@ -133,6 +144,47 @@ def recipe(run: Run) -> None:
     resumed.require_copy(world)
 
 
+def train_rank(found: Survey, world: World, watch: FailureWatch) -> Path:
+    """A whole run on this rank; returns the run's folder. Collective.
+
+    Raises ClipstreamError: settings, data or training failed, or a signal stopped the run.
+    """
+    made = draft(agree(found, world), world.size)
+    settings, folder = made.settings, made.settings.run_folder
+    require_equal(settings, world, found.split)
+    if watch.embedded:
+        watch.held.enter_context(same_randomness(world.device))
+    on_exit = None if watch.embedded else watch.run_cleanups
+    signals = StopSignals(deferring=False, broadcast=watch.broadcast_stop, on_exit=on_exit, announce=world.is_main)
+    watch.on_stop(signals.receive)
+    try:
+        with signals:
+            ending = None
+            watch.held.enter_context(lossy_output())  # nobody has to look on while a run trains
+            if world.is_main:  # the folder is locked until the process ends
+                watch.held.enter_context(store.occupied(folder))
+                atomic_write.require_space(folder, FREE_SPACE)
+                watch.held.enter_context(run_log(folder))
+                watch.on_end = ending = Ending(folder, lambda: watch.steps, report=settings.log.report)
+            if settings.log.local:
+                world.barrier()  # rank 0 has made the folder
+                if world.local_rank == 0 and not world.is_main:
+                    watch.held.enter_context(run_log(folder, f"out-{world.rank}.log"))
+            recipe(Run(made, world, folder, signals, watch, ending))
+            return folder
+    except Interrupted:
+        raise Stopped.before_training(signals.received) from None
+    except Stopped as stopped:
+        stopped.signal = signals.received
+        raise
+    except OSError as error:
+        if not atomic_write.is_full(error):
+            raise
+        # During training a full disk is a warning; before the first step, nothing can be written later.
+        text = f"cannot write {error.filename or folder}: the disk is full"
+        raise ClipstreamError(text) from error
+
+
 def audit(run: Run, resumed: Resumed) -> None:
     """Audit the precision of a step, on a model of its own: the run trains as without an audit."""
     model = build_model(run.plan, run.world)
@@ -140,6 +192,25 @@ def audit(run: Run, resumed: Resumed) -> None:
     step = build_step(run.settings, run.world, model)
     step.unlock(0 if resumed.checkpoint is None else load_into(step, resumed.checkpoint, resumed.state).step)
     audit_run(run.folder, step, batch)
+
+
+def build_plan(found: Survey, world: World, state: TrainState | None = None) -> Plan:
+    """The plan of a run on the ranks of `world`, with its precision, feature stores and workers. Collective.
+
+    `run.device`, `loss.type` and `log.progress` stay 'auto': they depend on the machine, the model and the terminal.
+
+    Args:
+        state: as `plan`; its precision stays, too.
+
+    Raises SettingsError: as `plan`, or a feature store cannot be opened.
+    """
+    made = plan(found, world.size, state)
+    settings = made.settings
+    if settings.train.precision == "auto":
+        saved: Any = "auto" if state is None else state.train_step.precision
+        settings = with_value(settings, "train.precision", resolve_precision(saved, world))
+    data, stored = with_stores(settings.data, world) if settings.data.sources else (settings.data, None)
+    return replace(made, settings=with_value(settings, "data", data), stored=stored)
 
 
 def first_batch(plan: Plan, world: World, model: Model, state: TrainState | None) -> Batch:
@@ -330,7 +401,7 @@ def fit(
     watch.on_exit(writer.close)
     watch.note_step(trainer.step)
     if world.is_main:  # only now: a failed resume leaves the run's config.yaml as it was
-        write_config(run.plan)
+        write_config(run.plan.repeatable, run.plan.survey.split)
     loading.show("loading the first batch")
     with closing(outputs), writer:
         trainer.run(save_first=resumed.checkpoint is not None and resumed.checkpoint.is_file())
@@ -456,4 +527,4 @@ def print_end(settings: Settings, report: str, failures: Mapping[str, str]) -> N
         logger.warning(f"failed at times, and may be incomplete: {told}")
 
 
-make_callable(__name__, "clipstream.api.train:train")
+make_callable(__name__, "clipstream.api.run:train")

@@ -1,4 +1,4 @@
-"""`Run`: the folder of a run, read when something is asked for."""
+"""`Run`: the folder of a run, read when something is asked for; and `clipstream.train`, which makes one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from clipstream.checkpoint import store
-from clipstream.config.settings import Settings, load
-from clipstream.errors import SettingsError, wrong_type
+from clipstream.config.settings import Config, Overrides, Settings, load, settings_from
+from clipstream.config.validate import prepare_run
+from clipstream.distributed.launch import FailureWatch, run_embedded
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError, Stopped, wrong_type
 from clipstream.report.html_report import REPORT_FILE, read_run, render, write_page
 from clipstream.report.sinks import METRICS_FILE, lines
 from clipstream.text import framed
+from clipstream.utils.logs import on_terminal, set_level
 
 if TYPE_CHECKING:
     import pandas
@@ -143,3 +147,62 @@ class Run:
     def _repr_html_(self) -> str:
         """The report, for notebooks."""
         return framed(render([read_run(self.folder)]), f"Report of {self.name}")
+
+
+def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -> Run:
+    """Train a model, evaluate it and save it, as `clipstream train` does, in this process.
+
+    The process may be a script, which needs no `if __name__ == "__main__"`, a notebook, or a rank of torchrun: then
+    every rank calls it, and gets the run once rank 0 has written all of its files. Ctrl-C, or "interrupt" in a
+    notebook, saves the last completed step and raises KeyboardInterrupt; a second one ends at once. Signal handlers,
+    log handlers, torch's threads and random states are afterwards what they were before.
+
+    Args:
+        config: a YAML file, several of them, a mapping of sections, or `Settings`.
+        overrides: keys of the settings and their values, which replace those of `config`: `{"optim.lr": 1e-3}`, or
+            nested as in YAML. A class of your own may stand where settings take `module:Name`.
+        flags: short flags of the command line, with underscores: `train_data="shards/*.tar"`, `batch_size=256`. They
+            replace values of `config` and `overrides`; None stands for a flag that is not given.
+
+    Returns:
+        The run: its folder, metrics, checkpoints and report.
+
+    Raises:
+        SettingsError: the settings are wrong; the message has a line for each mistake.
+        DataError: the data have no usable sample, fail too often or stall.
+        DivergedError: the loss is not finite.
+        Stopped: SIGTERM, SIGUSR1 or SIGHUP stopped the run, which is saved.
+        KeyboardInterrupt: Ctrl-C stopped the run, which is saved if a step was completed.
+
+    Examples:
+        >>> import clipstream
+        >>> run = clipstream.train(
+        ...     "my.yaml", {"optim.lr": 1e-3}, train_data="shards/*.tar", steps=3, name="first"
+        ... )
+        >>> run
+        Run('runs/first')
+        >>> [line["step"] for line in run.metrics]
+        [3]
+        >>> run.latest
+        PosixPath('runs/first/checkpoints/step_00000003')
+    """
+    from clipstream.train import train_rank  # imports torch
+
+    folders = []
+
+    def body(world: World, watch: FailureWatch) -> None:
+        folders.append(train_rank(found, world, watch))
+        world.barrier()  # rank 0 writes the folder that every rank returns
+
+    with on_terminal():
+        written = settings_from(config, overrides, flags)
+        set_level(written.settings.log.level)
+        found = prepare_run(written)
+        try:
+            run_embedded(found.settings.run, body)
+        except Stopped as stopped:
+            if stopped.signal != "SIGINT":
+                raise
+            text = str(stopped).replace("the same command with --resume latest", 'the same call with resume="latest"')
+            raise KeyboardInterrupt(text.replace("--resume latest", 'resume="latest"')) from None
+    return Run(folders[0])

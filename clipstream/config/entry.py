@@ -25,20 +25,21 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from clipstream.config.dump import print_config, take_flag
+from clipstream.config.config_sources import to_yaml
 from clipstream.config.flags import own_flags
 from clipstream.config.help import help_text
 from clipstream.config.plan import chosen, survey
-from clipstream.config.settings import Settings, Written, load, read
+from clipstream.config.settings import Settings, Written, changed, load, read, secrets
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
 from clipstream.errors import INTERRUPTED, ClipstreamError, SettingsError, Stopped, WorkInterrupted
-from clipstream.text import printable, printable_lines
+from clipstream.text import counted, printable, printable_lines
 from clipstream.utils.atomic_write import keep_inputs
-from clipstream.utils.logs import drop_output, loading, on_terminal, set_level
+from clipstream.utils.logs import drop_output, loading, logger, on_terminal, set_level
 from clipstream.utils.processes import many_files
 
+FLAG, ALL = "--print-config", "all"
 _own_process = False  # whether its signals are handled here
 
 
@@ -95,6 +96,47 @@ def command_line(
             raise Printed
     print_all, rest = take_flag(argv)
     return CommandLine(verb, *own_flags(rest, meanings or {}, many), print_all)
+
+
+def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:
+    """(True for `--print-config all`, False for `--print-config`, None without it; the rest of the command line).
+
+    Raises SettingsError: the flag has another value than `all`.
+    """
+    rest = list(argv)
+    places = [place for place, token in enumerate(rest) if token.partition("=")[0] == FLAG]
+    if not places:
+        return None, rest
+    value = rest.pop(places[0]).partition("=")[2]
+    if len(places) > 1 or value not in ("", ALL):
+        raise SettingsError(f"{FLAG}: expected once, alone or as {FLAG} {ALL}")
+    if rest[places[0] : places[0] + 1] == [ALL]:
+        value = rest.pop(places[0])
+    return value == ALL, rest
+
+
+def print_config(written: Written, verb: str, every: bool, comments: Sequence[str] = ()) -> int:
+    """Print the settings on rank 0, and return the exit code, 0. A password is printed too, with a warning on stderr.
+
+    Args:
+        every: print all settings, and not only those that differ from the defaults.
+        comments: lines that stand before them.
+    """
+    settings, world = written.settings, World.from_env()
+    if not world.is_main:
+        return 0
+    if keys := secrets(settings):
+        logger.warning(
+            f"{', '.join(keys)} has a password or key, which is in this output: use an environment variable, "
+            f"${{NAME}}, instead"
+        )
+    what = "all settings" if every else f"settings that differ from the defaults ({FLAG} {ALL} prints all)"
+    print(f"# clipstream {verb}: {what}")
+    if written.places.place_of(("data", "global_batch_size")) == "--batch-size":
+        print(f"# data.global_batch_size is --batch-size x --accum-freq x {counted(world.size, 'rank')}")
+    tree = settings.model_dump(mode="json") if every else changed(settings)
+    print("".join(f"# {line}\n" for line in comments) + to_yaml(tree), end="")
+    return 0
 
 
 # What a disk answers to a write, as the C library and Rust's standard library word it.

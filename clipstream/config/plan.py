@@ -1,9 +1,9 @@
 """The plan of a run: what follows from its settings, its data and the run that it goes on with.
 
 Settings as they were written enter. `survey` lists the training data that they name, once, and counts their samples
-where that is cheap; `plan` makes the settings in effect from them, and `draft` the part of it that can be checked
-before torch is imported and the ranks meet. `Survey` and `Plan` are frozen: with more facts (held-out
-samples, the counts of rank 0, a checkpoint), another one is made.
+where that is cheap. `plan` makes the settings in effect from them, and `draft` the part of it that is checked before
+the ranks meet. `Survey` and `Plan` are frozen: with more facts (held-out samples, the counts of rank 0, a checkpoint),
+another one is made. Imports no torch; `train.build_plan` adds what needs it.
 
 Choices by the size of the data are made where the user set nothing. Data of more than `LARGE` samples, or of an unknown
 number, have the usual defaults. docs/training.md has the measurements behind the numbers.
@@ -158,7 +158,7 @@ class Plan:
     def repeatable(self) -> Settings:
         """As `recorded`, without an epoch's length that the data determine again."""
         known = self.survey.split is not None and self.epochs is None  # the samples that are left are in no index
-        return self.recorded if known else _with(self.recorded, EPOCH, self.survey.settings.train.epoch_samples)
+        return self.recorded if known else with_value(self.recorded, EPOCH, self.survey.settings.train.epoch_samples)
 
 
 def survey(written: Written | Settings, *, count: bool = True) -> Survey:
@@ -214,49 +214,41 @@ def draft(found: Survey, ranks: int) -> Plan:
         if samples is not None and found.split is not None:
             held, usable = split_counts(found.split)
             samples = (usable or samples) - held
-    settings = settings if samples is None else _with(settings, EPOCH, samples)
+    settings = settings if samples is None else with_value(settings, EPOCH, samples)
     if found.split is not None:
         settings = _split_by(settings, found.split, found.held_out)
     return Plan(found, settings, choices, epochs)
 
 
-def plan(found: Survey, world: World, state: TrainState | None = None) -> Plan:
-    """The plan of a run on the ranks of `world`, the same on each. Collective.
-
-    `run.device`, `loss.type` and `log.progress` stay 'auto': they depend on the machine, the model and the terminal.
+def plan(found: Survey, ranks: int, state: TrainState | None = None) -> Plan:
+    """The plan of a run on so many ranks, but for what needs torch (see `train.build_plan`).
 
     Args:
         found: as `agree` gives it.
-        state: of the checkpoint that the run goes on from, whose lanes, shuffling and precision stay.
+        state: of the checkpoint that the run goes on from, whose lanes and shuffling stay.
 
-    Raises SettingsError: as `draft`, or a feature store cannot be opened.
+    Raises: as `draft`.
     """
-    from clipstream.training.precision import resolve_precision  # imports torch, as the other one
-    from clipstream.training.stored_features import with_stores
-
-    made = draft(found, world.size)
+    made = draft(found, ranks)
     settings = _in_steps(made.settings)
     lanes = None if state is None or settings.data.lanes != "auto" else state.data.lanes_total
-    settings = _with(settings, "data", with_lanes(settings.data))
-    if state is not None and lanes is not None and world.size <= lanes <= min(settings.data.batch_sizes):
-        settings = _with(settings, LANES, lanes)
+    settings = with_value(settings, "data", with_lanes(settings.data))
+    if state is not None and lanes is not None and ranks <= lanes <= min(settings.data.batch_sizes):
+        settings = with_value(settings, LANES, lanes)
         shards = state.data.fingerprint.get("data.shuffle.shards")
         if settings.data.shuffle.open_shards is None and isinstance(shards, int) and shards > 0:
-            settings = _with(settings, "data.shuffle.shards", shards)
-    if settings.train.precision == "auto":
-        saved: Any = "auto" if state is None else state.train_step.precision
-        settings = _with(settings, "train.precision", resolve_precision(saved, world))
-    data, stored = with_stores(settings.data, world) if settings.data.sources else (settings.data, None)
-    return replace(made, settings=_with(settings, "data", data), stored=stored)
+            settings = with_value(settings, "data.shuffle.shards", shards)
+    return replace(made, settings=settings)
 
 
 def agree(found: Survey, world: World) -> Survey:
     """What the ranks found, with the counts of rank 0, as ranks may see other data, and the run's name. Collective."""
-    settings = found.settings
-    if settings.run.name is None:
-        settings = _with(settings, "run.name", _dated_name(draft(found, world.size).settings) if world.is_main else "")
-    samples, evaluated, name = world.broadcast_object((found.samples, found.evaluated, settings.run.name))
-    return replace(found, settings=_with(settings, "run.name", name), samples=samples, evaluated=evaluated)
+    name = found.settings.run.name
+    if name is None and world.is_main:
+        name = _dated_name(draft(found, world.size).settings)
+    samples, evaluated, name = world.broadcast_object((found.samples, found.evaluated, name))
+    settings = with_value(found.settings, "run.name", name)
+    return replace(found, settings=settings, samples=samples, evaluated=evaluated)
 
 
 def hold_out(found: Survey, world: World) -> Survey:
@@ -328,7 +320,7 @@ def _split_by(settings: Settings, path: Path, evaluated: SourceSettings | None) 
     trained = {name: one.model_copy(update={"drop": str(path)}) for name, one in settings.data.sources.items()}
     data = settings.data.model_copy(update={"val_split": None, "sources": trained})
     kept = evaluated.model_copy(update={"keep": str(path)})
-    split: Settings = _with(_with(settings, "data", data), "evals.val.data", kept)
+    split: Settings = with_value(with_value(settings, "data", data), "evals.val.data", kept)
     return split
 
 
@@ -373,10 +365,10 @@ def _free(settings: Settings) -> tuple[dict[str, Any], frozenset[str]]:
 
 def chosen(found: Survey, ranks: int) -> tuple[Settings, tuple[Choice, ...]]:
     """The settings with the batch of a run that goes on, and with what is chosen by the size of the data."""
-    settings = found.settings if found.batch is None else _with(found.settings, BATCH, found.batch)
+    settings = found.settings if found.batch is None else with_value(found.settings, BATCH, found.batch)
     choices = tuple(_choices(settings, found, ranks))
     for key, value, _ in choices:
-        settings = _with(settings, key, value)
+        settings = with_value(settings, key, value)
     return settings, choices
 
 
@@ -430,7 +422,7 @@ def _evaluated(settings: Settings) -> int:
 
 def with_lanes(data: DataSettings) -> DataSettings:
     """The settings with the number of lanes that `auto` stands for."""
-    return data if data.lanes != "auto" else _with(data, "lanes", default_lanes(min(data.batch_sizes)))
+    return data if data.lanes != "auto" else with_value(data, "lanes", default_lanes(min(data.batch_sizes)))
 
 
 def _in_steps(settings: Settings) -> Settings:
@@ -446,7 +438,7 @@ def _in_steps(settings: Settings) -> Settings:
     evals = {key: _every_in_steps(section, settings) for key, section in settings.evals.items()}
     val = evals.get("val")
     if checkpoint.keep_best is None and val is not None and val.every and val.best_metric is not None:
-        checkpoint = _with(checkpoint, "keep_best", f"{eval_name('val', val.kinds[0])}/{val.best_metric}")
+        checkpoint = with_value(checkpoint, "keep_best", f"{eval_name('val', val.kinds[0])}/{val.best_metric}")
     return settings.model_copy(update={"checkpoint": checkpoint, "schedule": schedule, "evals": evals})
 
 
@@ -476,9 +468,9 @@ def _section(settings: Settings, key: str) -> Any:
     return found
 
 
-def _with(section: Any, key: str, value: Any) -> Any:
+def with_value(section: Any, key: str, value: Any) -> Any:
     """A copy of a section, or of a mapping of sections, with a value at a dotted key."""
     first, _, rest = key.partition(".")
     if isinstance(section, Mapping):
-        return {**section, first: _with(section[first], rest, value)}
-    return section.model_copy(update={first: _with(getattr(section, first), rest, value) if rest else value})
+        return {**section, first: with_value(section[first], rest, value)}
+    return section.model_copy(update={first: with_value(getattr(section, first), rest, value) if rest else value})

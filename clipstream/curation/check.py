@@ -26,10 +26,9 @@ from rich.console import Console
 from typing_extensions import TypedDict, Unpack
 
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.dump import portable, secrets
 from clipstream.config.flags import output_file
 from clipstream.config.plan import LARGE, batch_of
-from clipstream.config.settings import PathLike, Settings, changed, load, tree_of
+from clipstream.config.settings import PathLike, Settings, changed, load, portable, secrets, tree_of
 from clipstream.curation.problems import CONTEXT, Examined, Table, examine, large_note, write_page
 from clipstream.curation.sample_table import Columns, Row, RowReader
 from clipstream.data.batch import ImageSpec

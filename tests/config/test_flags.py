@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from clipstream.config.dump import dump
 from clipstream.config.flags import advice
-from clipstream.config.settings import Settings, load, read
+from clipstream.config.settings import Settings, dump, load, read
 from clipstream.config.validate import validate_run
 from clipstream.data.text_settings import JsonCaption, TextCaption
 from clipstream.distributed.world import World

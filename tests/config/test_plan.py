@@ -11,7 +11,6 @@ from PIL import Image
 
 from clipstream.cli import main
 from clipstream.config import plan as plan_module
-from clipstream.config.dump import dump
 from clipstream.config.plan import (
     BATCH,
     EVERY,
@@ -27,17 +26,16 @@ from clipstream.config.plan import (
     choose,
     chosen,
     draft,
-    plan,
     survey,
 )
-from clipstream.config.settings import load, read
+from clipstream.config.settings import dump, load, read
 from clipstream.config.validate import prepare_run
 from clipstream.data.order_plan import epoch_plan
 from clipstream.data.sources import indexes
 from clipstream.data.sources.tars import TarSource
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError
-from clipstream.train import build_loader, build_model
+from clipstream.train import build_loader, build_model, build_plan
 from tests.support.runs import furnish
 from tests.support.settings_files import planned
 
@@ -186,7 +184,7 @@ def test_a_source_is_listed_and_its_indexes_are_read_once(
     monkeypatch.setattr(indexes, "_by_index", count)
     argv = ["--train-data", f"{place}/pairs/*.tar", "--model", f"{place}/model.json", "--workers", "0"]
     found = prepare_run(read([*argv, "--precision", "fp32", "--name", "x", "--data.sampling.mode", mode]))
-    made = plan(agree(found, World()), World())
+    made = build_plan(agree(found, World()), World())
     with build_loader(made, World(), build_model(made, World())) as loader:
         assert len(next(loader)) == 32
     shards = [f"{place}/pairs/{number:05}.tar" for number in range(4)]

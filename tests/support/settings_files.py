@@ -40,9 +40,7 @@ def start(line: str | list[str]) -> Settings:
 
 def planned(settings: Settings, ranks: int = 1, state: TrainState | None = None) -> Settings:
     """The settings in effect on so many ranks, without what the size of the data chooses."""
-    if ranks > 1:  # which otherwise agree on what all of them can compute in
-        settings = settings.model_copy(update={"train": settings.train.model_copy(update={"precision": "fp32"})})
-    return plan(survey(settings, count=False), World(size=ranks), state).settings
+    return plan(survey(settings, count=False), ranks, state).settings
 
 
 def error_of(line: str | list[str]) -> str:

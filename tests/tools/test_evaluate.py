@@ -18,8 +18,7 @@ from PIL import Image
 from clipstream.checkpoint.store import locate, named
 from clipstream.cli.verbs.evaluate import main
 from clipstream.cli.verbs.train import main as train
-from clipstream.config.dump import dump
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, dump, load
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import of_weights

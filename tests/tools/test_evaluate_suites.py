@@ -15,8 +15,7 @@ import torch
 
 from clipstream.cli.verbs.evaluate import ROOT as VARIABLE
 from clipstream.cli.verbs.evaluate import main
-from clipstream.config.dump import dump
-from clipstream.config.settings import Settings, load, read
+from clipstream.config.settings import Settings, dump, load, read
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError

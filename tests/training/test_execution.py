@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.config.plan import plan, survey
+from clipstream.config.plan import survey
 from clipstream.config.settings import load
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
-from clipstream.train import build_loader, build_model
+from clipstream.train import build_loader, build_model, build_plan
 from clipstream.training.parallel import parallelize
 from clipstream.training.precision import prepare
 from clipstream.training.settings import TrainSettings
@@ -128,7 +128,7 @@ def test_the_step_counts_lengths_on_the_host(model: str) -> None:
 def test_the_loader_counts_lengths_before_batches_go_to_the_device(setting: str, tmp_path: Path) -> None:
     """As the step sees ids that are on a GPU already, where it would have to wait for them."""
     settings = load([*flags(furnish(tmp_path), "x", "--model.text-buckets", setting), "--workers", "0"], ranks=1)
-    made = plan(survey(settings), World())
+    made = build_plan(survey(settings), World())
     model = build_model(made, World())
     with build_loader(made, World(), model) as loader:
         given: list[Batch] = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from clipstream.checkpoint import store
 from clipstream.config.entry import command_line, entry_point
 from clipstream.config.flags import choice_flag, output_file
-from clipstream.config.plan import Survey, agree, plan, survey
+from clipstream.config.plan import Survey, agree, survey
 from clipstream.config.settings import Settings, Written, require_equal
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.batch import Batch, ImageSpec
@@ -77,7 +77,7 @@ def audit(found: Survey, own: Mapping[str, str], world: World, watch: FailureWat
         ClipstreamError: 16 bits where float32 is needed, or --json cannot be written.
     """
     from clipstream.checkpoint import resume
-    from clipstream.train import build_model, build_step, first_batch, own_inputs
+    from clipstream.train import build_model, build_plan, build_step, first_batch, own_inputs
     from clipstream.training.precision_audit import audit_step
 
     require_equal(found.settings, world)
@@ -85,7 +85,7 @@ def audit(found: Survey, own: Mapping[str, str], world: World, watch: FailureWat
     checkpoints = None if run is None else run / "checkpoints"
     last = None if checkpoints is None else resume.agree(lambda: store.newest(checkpoints), world, checkpoints)
     resumed = resume.Resumed(last, None).with_meta(found.settings.train, found.settings.data, world)
-    made = plan(agree(found, world), world, resumed.state)
+    made = build_plan(agree(found, world), world, resumed.state)
     settings, model = made.settings, build_model(made, world)
     if settings.data.sources:
         batch = first_batch(made, world, model, resumed.state)

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from itertools import islice
 
-from clipstream.config.dump import print_config, take_flag
-from clipstream.config.entry import entry_point
+from clipstream.config.entry import entry_point, print_config, take_flag
 from clipstream.config.settings import read
 from clipstream.curation.check import print_report, reading_flags
 from clipstream.data.decode.sample_profile import SHORT_FLAGS

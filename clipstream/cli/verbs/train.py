@@ -16,6 +16,6 @@ def main(argv: list[str]) -> int:
     loading.show("loading the data")
     found = prepare_run(written)
     loading.show("loading torch")
-    from clipstream.api.train import train_rank  # imports torch
+    from clipstream.train import train_rank  # imports torch
 
     return run_ranks(found.settings.run, partial(train_rank, found))

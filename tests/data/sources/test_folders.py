@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clipstream.config.dump import dump
 from clipstream.config.plan import draft, survey
-from clipstream.config.settings import load, load_settings, read
+from clipstream.config.settings import dump, load, load_settings, read
 from clipstream.config.validate import validate_run
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source

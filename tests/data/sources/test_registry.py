@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from clipstream.config.dump import dump
-from clipstream.config.settings import load
+from clipstream.config.settings import dump, load
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import OpenShard, Source, SourceContext, SourceType, expand
 from clipstream.data.sources.indexes import count_samples

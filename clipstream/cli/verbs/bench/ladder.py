@@ -28,7 +28,7 @@ from rich.table import Table
 from clipstream.cli.verbs.bench import Options
 from clipstream.cli.verbs.bench.open_clip_step import OpenClipStep
 from clipstream.config.config_sources import Node, format_errors, to_yaml
-from clipstream.config.plan import Survey, agree, plan
+from clipstream.config.plan import Survey, agree
 from clipstream.config.settings import Settings, by_key, require_equal
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
@@ -38,7 +38,7 @@ from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.models.execution.flops import ModelFlops, Work, count_flops, peak_tflops
 from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
 from clipstream.text import shortened
-from clipstream.train import build_loader, build_model, build_step
+from clipstream.train import build_loader, build_model, build_plan, build_step
 from clipstream.training.precision import resolve_precision
 from clipstream.training.settings import TrainSettings
 from clipstream.utils.console import ResultConsole
@@ -225,7 +225,7 @@ class Ladder:
 
     def __init__(self, found: Survey, options: Options, world: World) -> None:
         self.options, self.world = options, world
-        self.plan, wanted = plan(agree(found, world), world), found.settings.train.precision
+        self.plan, wanted = build_plan(agree(found, world), world), found.settings.train.precision
         self.settings = settings = with_changes(self.plan.settings, {"train.precision": wanted})
         self._usual = resolve_precision("auto", world) if wanted in ("auto", "fp32", "fp64") else wanted
         self.plain = {key: value for name in options.rungs for key, value in PLAIN.get(name, {}).items()}
