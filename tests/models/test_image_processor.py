@@ -102,14 +102,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "nested"),
-    [
-        *((name, False) for name in LAYOUTS),
-        ("patrickjohncyh/fashion-clip", True),
-        ("google/siglip-base-patch16-224", True),
-    ],
-)
+BOTH = ("patrickjohncyh/fashion-clip", "google/siglip-base-patch16-224")
+
+
+@pytest.mark.parametrize(("name", "nested"), [*((name, False) for name in LAYOUTS), *((name, True) for name in BOTH)])
 def test_processors_of_the_hub_give_their_features(name: str, nested: bool, tmp_path: Path) -> None:
     fields = LAYOUTS[name]
     kind = "SiglipImageProcessor" if "siglip" in name else "CLIPImageProcessor"

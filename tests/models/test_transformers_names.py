@@ -188,23 +188,14 @@ def test_no_end_of_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "vision"),
     [
-        pytest.param({}, {}, id="plain"),
-        pytest.param(
-            {"num_attention_heads": 4, "layer_norm_eps": 0.1},
-            {"num_attention_heads": 8, "layer_norm_eps": 0.25},
-            id="heads and epsilons",
-        ),
-        pytest.param(
-            {"layer_norm_eps": 1e-5, "hidden_act": "gelu"},
-            {"layer_norm_eps": 2.5e-05, "hidden_act": "quick_gelu"},
-            id="small epsilons, activations",
-        ),
-        pytest.param(
+        ({}, {}),
+        ({"num_attention_heads": 4, "layer_norm_eps": 0.1}, {"num_attention_heads": 8, "layer_norm_eps": 0.25}),
+        ({"layer_norm_eps": 1e-5, "hidden_act": "gelu"}, {"layer_norm_eps": 2.5e-05, "hidden_act": "quick_gelu"}),
+        (
             {"hidden_act": "quick_gelu", "hidden_size": 24, "projection_size": 32},
             {"hidden_act": "gelu", "patch_size": 16},
-            id="other activations, projection",
         ),
-        pytest.param({"intermediate_size": 41}, {"intermediate_size": 47, "num_hidden_layers": 3}, id="widths"),
+        ({"intermediate_size": 41}, {"intermediate_size": 47, "num_hidden_layers": 3}),
     ],
 )
 def test_a_siglip_model_gives_its_own_features(text: dict[str, Any], vision: dict[str, Any], tmp_path: Path) -> None:
