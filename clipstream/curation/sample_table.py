@@ -21,12 +21,12 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from clipstream.curation.byte_pairs import BytePairs
 from clipstream.curation.duplicates import BATCH, caption_hash, file_hash, hashes_of, look_of
@@ -58,6 +58,7 @@ from clipstream.utils.processes import Failed
 if TYPE_CHECKING:
     import pyarrow as pa
 
+T = TypeVar("T")
 FORM = 3  # of the files: another one is another identity
 SCHEMA = {  # column -> type of Arrow
     "shard": "string", "key": "string", "reason": "string", "detail": "string", "caption": "string",
@@ -284,18 +285,14 @@ class RowReader:
             member, _, path = name.partition(".")
             value = value_at(values[member], parse_path(path)) if member in values else ABSENT
             row[name] = None if value is ABSENT else value
-        data = b""
-        with _note_drop(row):
-            data = image_bytes(sample, self._section.image_key)
-        with _note_drop(row):
-            self._read_caption(sample, row)
+        data = _attempt(row, image_bytes, sample, self._section.image_key)
+        _attempt(row, self._read_caption, sample, row)
         counts.lap("caption")
         if self.tools[2] is not None:
             row["language"] = self.tools[2](row["caption"]) if "caption" in row else None
             counts.lap("language")
-        if data:
-            with _note_drop(row):
-                self._read_image(data, row)
+        if data is not None:
+            _attempt(row, self._read_image, data, row)
         counts.lap("image")
 
     def _read_caption(self, sample: RawSample, row: Row) -> None:
@@ -321,14 +318,14 @@ class RowReader:
             row["transparent"] = header.image is not None and is_transparent(loaded(header.image))
 
 
-@contextmanager
-def _note_drop(row: Row) -> Iterator[None]:
-    """Note why the sample of a row is dropped, if that is not known yet."""
+def _attempt(row: Row, read: Callable[..., T], *args: object) -> T | None:
+    """What `read` returns; where it drops the sample, None, and the row says why, unless it does already."""
     try:
-        yield
+        return read(*args)
     except Dropped as drop:
         if not row["reason"]:
             row["reason"], row["detail"] = drop.reason, drop.detail
+        return None
 
 
 def _hash_looks(rows: Sequence[Row]) -> None:
