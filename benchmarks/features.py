@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from clipstream.data.batch import ImageSpec
-from clipstream.data.build import training_loader
 from clipstream.data.decode.labels import LabelEncoder
-from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.order import default_lanes
+from clipstream.data.pipeline import training_loader
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.features.manifest import (

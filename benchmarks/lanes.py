@@ -51,8 +51,8 @@ def make(folder: Path) -> None:
 def measure(folder: str, batch: int, lanes: int, group: int) -> None:
     """Print a row."""
     from clipstream.data.batch import ImageSpec
-    from clipstream.data.build import training_loader
-    from clipstream.data.loader.pipeline import ModelInputs
+    from clipstream.data.loader.recipe import ModelInputs
+    from clipstream.data.pipeline import training_loader
     from clipstream.data.settings import DataSettings
     from clipstream.distributed.world import World
     from tests.support.pictures import ByteTokenizer

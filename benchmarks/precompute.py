@@ -25,7 +25,7 @@ from made import make
 
 from clipstream.data.build import chunk_loader
 from clipstream.data.decode.tokenizers import build_tokenizer
-from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.loader.sampler import ChunkPlan
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import expand, open_sources

@@ -28,7 +28,7 @@ from clipstream.data import build
 from clipstream.data.batch import ImageSpec
 from clipstream.data.loader import workers
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.loader.stage_timing import Stopwatch
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World

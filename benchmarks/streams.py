@@ -62,10 +62,10 @@ class Batch:
 def clipstream(options: Options) -> Iterator[Batch]:
     """Batches of clipstream's loader."""
     from clipstream.data.batch import ImageSpec
-    from clipstream.data.build import training_loader
     from clipstream.data.decode.tokenizers import build_tokenizer
-    from clipstream.data.loader.pipeline import ModelInputs
+    from clipstream.data.loader.recipe import ModelInputs
     from clipstream.data.order import default_lanes
+    from clipstream.data.pipeline import training_loader
     from clipstream.data.settings import DataSettings
     from clipstream.data.text_settings import TokenizerSettings
     from clipstream.distributed.world import World

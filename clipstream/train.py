@@ -31,11 +31,11 @@ from clipstream.config.plan import Plan, Survey, agree, draft, plan, with_value
 from clipstream.config.settings import SHIPPED, Settings, by_key, changes, noted, redacted, require_equal, write_config
 from clipstream.config.validate import tell_stored
 from clipstream.data.batch import Batch
-from clipstream.data.build import training_loader
 from clipstream.data.decode import tokenizers
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.loader.stored import StoredData
+from clipstream.data.pipeline import training_loader
 from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.run_record import require_same, software
 from clipstream.distributed.signals import StopSignals

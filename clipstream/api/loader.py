@@ -25,12 +25,12 @@ from clipstream.config.plan import Plan, draft, hold_out, with_lanes
 from clipstream.config.settings import Config, Overrides, Settings, settings_from
 from clipstream.config.validate import validate_sources
 from clipstream.data.batch import Batch, ImageSpec
-from clipstream.data.build import training_loader
 from clipstream.data.decode.tokenizers import Ids, Tokenizer, build_tokenizer, wrap
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.loader.workers import resolve_workers
 from clipstream.data.order.lanes import DataState
+from clipstream.data.pipeline import training_loader
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, each, errors_as

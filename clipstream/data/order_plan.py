@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,18 @@ from clipstream.data.decode.images import MAX_ASPECT
 from clipstream.data.decode.key_lists import TABLES
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.groups import GroupedOrder, NeighbourOrder, look_up
-from clipstream.data.order.lanes import Fingerprint, Mix, SourceMix
+from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, Mix, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order.windows import EpochPlan, IndexedOrder, Order, SourceOrder, SystematicDraws, group_size_for
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
 from clipstream.data.text_settings import JsonCaption, TextCaption
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.storage.shard_url import redact, stable_name, whole_file
+from clipstream.storage.shard_url import ShardURL, redact, stable_name, whole_file
+from clipstream.text import lines
+from clipstream.utils.logs import logger
 
 ORDER_VERSION = 2  # of the algorithm; another number is another order
 MIXED_ORDER_VERSION = 3  # the same, of several sources and of the mode `epoch`
@@ -261,3 +264,52 @@ def views_of(settings: DataSettings, views: int, seed: int) -> dict[str, object]
 def digest_of(value: object) -> str:
     """16 hexadecimal digits for a JSON value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def resumed_at(start: DataState, fingerprint: Fingerprint, lanes: int, approximate: bool, world: World) -> DataState:
+    """The position to resume from; with another order, restarted under a new salt, so that it shows other samples."""
+    if not start.fingerprint:  # a new run, or a checkpoint of open_clip: it has a step, and no position in the data
+        return replace(start, fingerprint=fingerprint, lanes_total=lanes, restarted_at=start.step)
+    changed = differences(start.fingerprint, fingerprint)
+    if not changed:
+        return start
+    listed = [f"  {key}: {values}" for key, values in changed.items()]
+    restart = bool(changed.keys() - {TOKENIZER})
+    goes_on = "the data start anew, in a different order" if restart else "the data continue at their position"
+    if not approximate:
+        advice = (
+            f"restore them, or set --resume-approximate: the run then continues at step {start.step}, and {goes_on}"
+        )
+        said = "--resume: the checkpoint's data order is not that of these settings:"
+        raise SettingsError(lines(said, *listed, advice))
+    if world.is_main:
+        logger.warning(lines(f"--resume-approximate: from step {start.step} on, {goes_on}:", *listed))
+    if restart:
+        start = replace(start, lanes={}, salt=start.salt + 1, restarted_at=start.step)
+    return replace(start, fingerprint=fingerprint, lanes_total=lanes)
+
+
+def slots_of_rank(settings: DataSettings, world: World) -> LaneSlots:
+    """The slots of this rank's lanes. Raises SettingsError: there are none in some batch."""
+    lanes = settings.lanes
+    assert isinstance(lanes, int), "resolve the settings first"
+    slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
+    for step in settings.batch_changes:
+        if slots.count(step) == 0:
+            raise SettingsError(
+                f"rank {world.rank} of {world.size} has no sample of a global batch of {settings.batch_size(step)} "
+                f"with {lanes} lanes: use fewer ranks, or a larger --data.global-batch-size, --data.batch-schedule or "
+                "--data.lanes"
+            )
+    return slots
+
+
+def remote_shards_in_use(settings: DataSettings, sources: Mapping[str, Source], world: World) -> int:
+    """Number of remote shards that the lanes of a node have open at once, at most."""
+    lanes_of_node = -(-int(settings.lanes) * world.local_size // world.size)
+    held = 0
+    for source in sources.values():
+        if remote := len({file for file in map(whole_file, source.names) if ShardURL(file).is_remote}):
+            most = source_order(settings, 0, 0, len(source.names)).max_open(lanes_of_node)
+            held += remote if settings.groups.by or settings.hard_negatives else min(remote, most)
+    return held

@@ -23,7 +23,7 @@ from clipstream.data.batch import Batch
 from clipstream.data.build import EvalSource, evaluation_loader
 from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, marked, readable
-from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.order.rng import GOLDEN, Keys, scramble
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.text_settings import TokenizerSettings

@@ -15,10 +15,10 @@ import torch
 
 from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch
-from clipstream.data.build import training_loader
 from clipstream.data.groups import group_labels
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.order.lanes import DataState
+from clipstream.data.pipeline import training_loader
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.distributed.world import World

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from clipstream.data.build import training_loader
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
+from clipstream.data.pipeline import training_loader
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from clipstream.data.loader import loader, pipeline, stage_timing
+from clipstream.data import pipeline
+from clipstream.data.loader import loader, stage_timing
 
 START = 1000.0  # s
 

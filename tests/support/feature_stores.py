@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from clipstream.data.batch import ImageSpec
-from clipstream.data.build import _reader
+from clipstream.data.batch import ImageSpec, checksum
 from clipstream.data.decode.captions import candidates, image_bytes
-from clipstream.data.loader.pipeline import ModelInputs, checksum
+from clipstream.data.loader.recipe import ModelInputs, build_recipe
 from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import DataSettings
@@ -79,7 +78,7 @@ def write_store(
     draft = Manifest(infos, made, chunk_rows=chunk_rows, views=views)
     writer = StoreWriter(path, draft)
     for name, one in settings.sources.items():
-        reader = _reader(name, one, ModelInputs(ByteTokenizer(), ImageSpec((16, 16))), settings)
+        reader = build_recipe(name, one, ModelInputs(ByteTokenizer(), ImageSpec((16, 16))), settings)
         names_of = sources[name].names[::-1] if reverse else sources[name].names
         for number, url in enumerate(names_of):
             try:

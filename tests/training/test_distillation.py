@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch, ImageSpec
-from clipstream.data.build import training_loader
-from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.pipeline import training_loader
 from clipstream.distributed.world import World
 from clipstream.models.execution.batch_features import Teacher
 from clipstream.models.towers import Towers

@@ -23,7 +23,7 @@ from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.utils.console import ResultConsole
 
 if TYPE_CHECKING:
-    from clipstream.data.loader.pipeline import ModelInputs
+    from clipstream.data.loader.recipe import ModelInputs
 
 TOPIC = "precision"
 OWN_FLAGS = {

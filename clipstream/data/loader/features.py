@@ -20,8 +20,8 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.data.decode.key_lists import NOT_DRAWN
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
-from clipstream.data.loader.health import Health, SourceHealth
-from clipstream.data.loader.pipeline import INTERIM_DROPS, FilledPart, ModelInputs, WorkerReport
+from clipstream.data.loader.health import INTERIM_DROPS, FilledPart, Health, SourceHealth, WorkerReport
+from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.loader.sampler import LaneWalk, Shards
 from clipstream.data.loader.stage_timing import IDLE, ORDER, READ, Stopwatch
 from clipstream.data.loader.stored import Flags, StoredData, StoredSamples
@@ -342,20 +342,8 @@ class FeatureBatches:
         """The batch in a buffer."""
         (part,) = parts
         count = len(part.numbers)
-        ids = torch.from_numpy(buffer.ids[:count])
-        return Batch(
-            pixels=None,
-            ids=ids,
-            weights=torch.from_numpy(buffer.weights[:count]),
-            keys=StoredKeys(self._samples, part.sources, part.numbers),
-            sources=torch.from_numpy(buffer.sources[:count]),
-            step=part.step,
-            global_size=self._stream.slots.batch_size(part.step),
-            features=self._stored.typed(buffer.features, count),
-            pictures=torch.from_numpy(buffer.pictures[:count]),
-            groups=None if self._inputs.groups is None else torch.from_numpy(buffer.groups[:count]),
-            lengths=self._inputs.lengths(ids),
-        )
+        keys = StoredKeys(self._samples, part.sources, part.numbers)
+        return self._inputs.batch(buffer, slice(count), keys, part.step, self._stream.slots.batch_size(part.step))
 
     def close(self) -> None:
         """Nothing is open in the loader itself."""

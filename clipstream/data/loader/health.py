@@ -1,7 +1,8 @@
-"""Counts of samples read, used and dropped, by source and reason, and the limits at which a run ends.
+"""What workers report: counts of samples read, used and dropped, by source and reason, and when a run ends for them.
 
-Workers fill one Health and send it as a delta; the rank's loader merges the deltas and checks the Budget, which raises
-DataError. For people, a SampleTrace tells what became of one of the first samples (`--data.trace N`).
+Workers fill one Health and send it as a delta, in a WorkerReport; the rank's loader merges the deltas and checks the
+Budget, which raises DataError. For people, a SampleTrace tells what became of one of the first samples (`--data.trace
+N`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import re
 import sys
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +27,13 @@ import numpy as np
 from clipstream.data.decode.captions import RawSample
 from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT
 from clipstream.data.decode.sample_profile import Profile, is_multilingual
+from clipstream.data.loader.stage_timing import StageIntervals
+from clipstream.data.order.lanes import LaneState
+from clipstream.data.settings import DataSettings
+from clipstream.data.sources import Source
 from clipstream.data.text_settings import CaptionSettings, TextCaption
 from clipstream.errors import DataError
+from clipstream.storage.shard_url import redact
 from clipstream.text import lines, listed_lines, printable
 
 MAX_TEXT = 200  # characters of a caption that a trace prints
@@ -35,6 +42,7 @@ FIRST_SLOTS = 200  # the same where slots of dropped samples stay empty, as empt
 FIRST_LEFT_OUT = 100_000  # samples that a list of keys leaves out, without a usable one, after which the run ends
 FIRST_SHARDS = 20  # shards (or all, where there are fewer) that are tried before their failures count
 FIRST_SILENT = 4  # the same for servers that do not answer: each may have cost many seconds
+INTERIM_DROPS = 200  # dropped samples after which a worker reports before its part of a batch is filled
 PROFILED = 64  # dropped samples whose members are examined for the advice
 FEW_SAMPLES = 20  # too few to tell whether captions are constant
 SHOWN_CAPTION = 60  # characters
@@ -282,6 +290,18 @@ class Health:
         }
 
 
+def empty_shards(sources: Mapping[str, Source]) -> Health:
+    """Faults of shards without samples, found when samples were counted; an exact epoch never opens these shards."""
+    found = Health(list(sources))
+    for name, source in sources.items():
+        if source.empty:
+            health = found.sources[name]
+            health.shards = set(range(len(source.names)))
+            health.faults = {redact(source.names[number]): fault for number, fault in source.empty.items()}
+            health.unopened = set(source.empty)
+    return found
+
+
 def merge_counts(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The counts of all ranks, or of a run before and after it was resumed, by source.
 
@@ -333,6 +353,18 @@ class Budget:
     max_sample_failures: float  # share of the read samples, 0 to 1
     first_samples: int = FIRST_SAMPLES  # that may be read without a usable one
     lists: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)  # source -> its keep and drop
+
+    @classmethod
+    def of(cls, settings: DataSettings, sources: Mapping[str, Source]) -> Budget:
+        """The failures that training accepts."""
+        return cls(
+            {name: len(set(source.names)) for name, source in sources.items()},
+            {name: (one.image_key, one.caption, f"data.sources.{name}") for name, one in settings.sources.items()},
+            settings.max_shard_failures,
+            settings.max_sample_failures,
+            FIRST_SLOTS if settings.sampling.mode == "indexed" else FIRST_SAMPLES,
+            {name: (one.keep, one.drop) for name, one in settings.sources.items()},
+        )
 
     def check(self, health: Health) -> None:
         """Raise DataError if a source has no usable sample, or fails more often than the settings allow."""
@@ -438,3 +470,48 @@ class SampleTrace:
 
     def _add(self, stage: str, text: str) -> None:
         self._lines.append(f"  {stage:<10} {text}")
+
+
+@dataclass
+class WorkerReport:
+    """What a worker reports while it fills its part of a batch."""
+
+    health: Health  # counts since the last report
+    intervals: StageIntervals  # of the stages since then
+
+
+@dataclass
+class Candidates:
+    """All captions of the samples of a batch part, and why samples were dropped."""
+
+    texts: dict[int, list[list[str]]]  # slot -> texts of each path of the source's caption setting
+    ids: np.ndarray[Any, np.dtype[np.int32]]  # [c, T], of all texts: slot by slot, path by path
+    dropped: dict[int, str]  # slot -> reason
+    shard_samples: int = 0  # of the whole shard that the samples are from
+    keys: dict[int, str] = field(default_factory=dict)  # slot -> key of its sample in the shard
+
+
+@dataclass
+class FilledPart(WorkerReport, ABC):
+    """What is reported when a part of a batch is filled; the loader makes `health` the counts of the whole part."""
+
+    step: int  # number of the batch
+    ended: bool = field(default=False, kw_only=True)  # whether all lanes have ended (evaluation)
+
+    @abstractmethod
+    def lane_states(self) -> dict[int, LaneState]:
+        """Lane number -> position after this batch."""
+
+
+@dataclass
+class BatchPart(FilledPart):
+    """The part of a worker."""
+
+    # slot -> 'SHARD/KEY' of its sample, '' for padding; without the slots of lanes that have ended
+    keys: dict[int, str]
+    lanes: dict[int, LaneState]  # lane number -> position after this batch
+    candidates: Candidates | None = None  # for stored features
+    captions: dict[int, str] = field(default_factory=dict)  # slot -> caption, see Batch.captions
+
+    def lane_states(self) -> dict[int, LaneState]:
+        return self.lanes

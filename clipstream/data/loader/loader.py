@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from clipstream.data.batch import Batch
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape, HostBatches, device_prefetch_for
-from clipstream.data.loader.health import FIRST_SAMPLES, Budget, Health
-from clipstream.data.loader.pipeline import FilledPart, WorkerReport
+from clipstream.data.loader.health import FIRST_SAMPLES, Budget, FilledPart, Health, WorkerReport
 from clipstream.data.loader.stage_timing import StageIntervals, StageTimes, Stopwatch
 from clipstream.data.loader.workers import Filler, MakeFiller, ProcessWorker, ThreadWorker, Worker
 from clipstream.data.order.lanes import DataState, Fingerprint, Stream

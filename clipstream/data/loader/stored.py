@@ -17,16 +17,22 @@ import numpy as np
 import torch
 
 from clipstream.data.decode.captions import draw_caption, draw_captions
-from clipstream.data.decode.key_lists import NOT_DRAWN, NOT_KEPT, SampleLists
+from clipstream.data.decode.key_lists import NOT_DRAWN, NOT_KEPT, SampleLists, build_filter, check_lists
+from clipstream.data.decode.tokenizers import Tokenizer
+from clipstream.data.groups import group_labels, probabilities
 from clipstream.data.loader.health import DroppedSample, SourceHealth
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs, is_drawn, mix
 from clipstream.data.order.windows import NO_SAMPLE
 from clipstream.data.order_plan import stable_names
+from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
+from clipstream.data.sources.indexes import count_samples
+from clipstream.data.text_settings import JsonCaption
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.features.manifest import DTYPES, IDS, IMAGE, TEXT
 from clipstream.features.store import FeatureStore, StoredSource
+from clipstream.storage.download import ShardError
 from clipstream.storage.shard_url import redact
 
 TEACHER = "teacher"  # name of a teacher whose store names it image and text
@@ -521,3 +527,69 @@ class StoredSamples:
                 if reason and position not in found:
                     found[position] = keys[position], reason
         return found
+
+
+def stored_samples(
+    features: StoredData,
+    settings: DataSettings,
+    sources: Mapping[str, Source],
+    tokenizer: Tokenizer,
+    groups: str | None = None,
+) -> dict[str, StoredSamples]:
+    """The samples of each source in the stores; sets the counts of sources that cannot be counted without.
+
+    Args:
+        groups: field with the group of a sample, see ModelInputs.
+
+    Raises SettingsError: the stores lack a source, or have other tokens than the model takes.
+    """
+    if features.replaces_loader and settings.trace:
+        raise SettingsError("data.trace is not supported with data.image_features: remove it")
+    if features.ids is not None:
+        width = features.ids.manifest.parts[IDS].width
+        if width != tokenizer.context_length:
+            raise SettingsError(
+                f"the feature store {features.ids.shown} has {width} token ids per caption, but the model takes "
+                f"{tokenizer.context_length}: precompute it with the same model and tokenizer"
+            )
+    found = {}
+    for name, source in sources.items():
+        section = settings.sources[name]
+        weights = section.caption.weights if isinstance(section.caption, JsonCaption) else None
+        own = build_filter(section, f"data.sources.{name}", source) if features.replaces_loader else None
+        samples = found[name] = StoredSamples(features, name, source, weights, own)
+        if not features.replaces_loader:
+            continue
+        _check_first_shard(source, samples)
+        if settings.sampling.mode == "indexed":
+            try:
+                count_samples(source)
+            except SettingsError:  # the shards themselves need not be there
+                source.counts = samples.counts.tolist()
+                source.empty = {i: samples.fault(i) for i, count in enumerate(source.counts) if not count}
+        elif section.probability is not None:
+            samples.probabilities = samples.by_number(probabilities(source, settings))
+        if groups is not None:
+            samples.groups = samples.by_number(group_labels(source, groups, settings, "loss.positives.by"))
+    check_lists([samples.filter for samples in found.values()])
+    return found
+
+
+def _check_first_shard(source: Source, samples: StoredSamples) -> None:
+    """Compare the keys of the first local shard, if it is there, with those in the stores, as no shard is read later.
+
+    Raises DataError: they differ: the stores are of other shards, whose files have the same names.
+    """
+    for number, shard in enumerate(source.names):
+        if source.types[shard].is_remote(shard) or not samples.counts[number]:
+            continue
+        try:
+            opened = source.open(shard)
+        except (ShardError, OSError):
+            continue
+        try:
+            samples.check_keys(number, [ref.key for ref in opened.index.samples])
+        finally:
+            opened.close()
+            source.types[shard].release(shard)
+        return

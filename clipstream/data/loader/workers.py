@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Protocol
 
-from clipstream.data.loader.pipeline import FilledPart, WorkerReport
+from clipstream.data.loader.health import FilledPart, WorkerReport
 from clipstream.data.loader.stage_timing import IDLE, OPEN, Stopwatch
 from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.distributed.world import World

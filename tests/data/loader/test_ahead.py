@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clipstream.data.loader.pipeline import SampleBatches
+from clipstream.data.pipeline import SampleBatches
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import DataError

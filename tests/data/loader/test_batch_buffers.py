@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from clipstream.data.build import training_loader
 from clipstream.data.loader import batch_buffers
 from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, HostBatches, device_prefetch_for
 from clipstream.data.loader.loader import Loader
 from clipstream.data.order.lanes import DataState
+from clipstream.data.pipeline import training_loader
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.utils import torch_state

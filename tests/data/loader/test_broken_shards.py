@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from clipstream.data.loader.pipeline import checksum
+from clipstream.data.batch import checksum
 from clipstream.errors import DataError
 from tests.support.image_files import bomb, save
 from tests.support.loaders import data, loader

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.build import training_loader
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.loader.features import FeatureBatches
 from clipstream.data.loader.health import merge_counts
@@ -23,6 +22,7 @@ from clipstream.data.loader.stored import StoredData
 from clipstream.data.loader.workers import ThreadWorker
 from clipstream.data.order.lanes import DataState
 from clipstream.data.order.rng import SampleRNG
+from clipstream.data.pipeline import training_loader
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError

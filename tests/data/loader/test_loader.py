@@ -51,9 +51,9 @@ def test_what_takes_a_dropped_samples_place_does_not_depend_on_how_many_are_read
     write_tar(tmp_path / "a.tar", samples)
     settings = data(str(tmp_path / "a.tar"), lanes=3, global_batch_size=16, max_sample_failures=1.0)
     many = digests(settings, 1, 30)
-    monkeypatch.setattr("clipstream.data.loader.pipeline.READ_BYTES", 1)
+    monkeypatch.setattr("clipstream.data.pipeline.READ_BYTES", 1)
     assert digests(settings, 1, 30) == many
-    monkeypatch.setattr("clipstream.data.loader.pipeline.READ_SECONDS", -1.0)
+    monkeypatch.setattr("clipstream.data.pipeline.READ_SECONDS", -1.0)
     assert digests(settings, 1, 30) == many
 
 

@@ -165,7 +165,7 @@ def sleepy(sample: dict[str, Any]) -> None:
 
 
 def test_a_slow_source_is_no_stall(shards: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipstream.data.loader.pipeline.INTERIM_SECONDS", 0.5)
+    monkeypatch.setattr("clipstream.data.pipeline.INTERIM_SECONDS", 0.5)
     sources = {"train": {"shards": shards, "transform": f"{__name__}:slow"}}
     sizes = {"lanes": 24, "global_batch_size": 24}
     with loader(data(None, workers=1, stall_timeout=8.0, sources=sources, prefetch=1, **sizes)) as stream:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from open_clip.loss import SigLipLoss
 
-from clipstream.data.loader.pipeline import ModelInputs
+from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

@@ -201,8 +201,8 @@ def measure(
     Args:
         data: with `lanes` resolved; `workers` is ignored.
     """
-    from clipstream.data.build import training_loader
-    from clipstream.data.loader.pipeline import ModelInputs
+    from clipstream.data.loader.recipe import ModelInputs
+    from clipstream.data.pipeline import training_loader
 
     settings = data.model_copy(update={"workers": workers})
     began = time.perf_counter()

@@ -1,120 +1,167 @@
-"""The pipeline of samples: a lane's next sample becomes pixels and ids in a slot of a batch buffer.
+"""The way of a sample of training, stage after stage: from names of shards to a batch on the device.
 
-A Pipeline serves some lanes of a rank, in a worker or in the training process. It replaces a sample that cannot be used
-by the next one of the same lane and source, or leaves its slot empty where slots are kept, and counts it. For stored
-features it collects all captions of a sample and decodes several views of its image (`Pipeline.image_views`). A
-SampleTrace prints what each stage made of one of the first samples (`--data.trace N`).
+    names     `sources.Source`: the setting `shards` becomes names of shards, without opening tars
+    order     `order_plan.order_plan`: for each lane and source, which sample of which shard comes when
+    open      `sampler.OpenShards`: a lane's next shards are downloaded to `storage.shard_cache`, opened and listed
+    take      `sampler.WindowSampler`: the lane's next sample, as a place in an open shard
+    read      `sources.OpenShard.load`: the members of the sample, as bytes; lists of keys leave samples out before
+    caption   `decode.captions`: the text, or texts, drawn with the sample's own random numbers
+    decode    `decode.train_transform`: crop, decode and resize, into the sample's slot of a shared buffer
+    tokenize  `decode.tokenizers`: the captions of a worker's part of a batch, into the same buffer
+    hand over `loader.Loader`: the batch is complete when every worker has reported its part
+    batch     `recipe.ModelInputs.batch`: tensors over the buffer
+    device    `batch_buffers.CudaPrefetch`: copied to the GPU during the step before
+
+`training_loader` does the first two. `SampleBatches` opens the shards of a worker, whose `Pipeline` goes from take to
+tokenize: it replaces a sample that cannot be used by the next one of the same lane and source, or leaves its slot empty
+where slots are kept, and counts it. `build` has the loaders of evaluation and of features that are computed in advance:
+the same pipeline with another sampler. A SampleTrace prints what each stage made of a sample (`--data.trace N`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-import zlib
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from clipstream.data.batch import Batch, ImageSpec
-from clipstream.data.decode.captions import (
-    CaptionExtractor,
-    RawSample,
-    SampleTransform,
-    candidates,
-    draw_several,
-    image_bytes,
-    split_keys,
-)
-from clipstream.data.decode.images import ImageTransform
-from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT, SampleLists
-from clipstream.data.decode.labels import GroupField, SampleProbability
-from clipstream.data.decode.tokenizers import Ids, Tokenizer, readable
+from clipstream.data.batch import Batch, checksum
+from clipstream.data.decode.captions import RawSample, candidates, draw_several, image_bytes
+from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT
+from clipstream.data.decode.labels import SampleProbability
+from clipstream.data.decode.tokenizers import Ids, readable
+from clipstream.data.groups import look_up
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
-from clipstream.data.loader.health import FIRST_SAMPLES, PROFILED, DroppedSample, Health, SampleTrace
-from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards
-from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, StageIntervals, Stopwatch
-from clipstream.data.loader.stored import StoredChoice, StoredData, StoredSamples
-from clipstream.data.order.lanes import LaneState, Stream
+from clipstream.data.loader.features import FeatureBatches
+from clipstream.data.loader.health import (
+    FIRST_SAMPLES,
+    INTERIM_DROPS,
+    PROFILED,
+    BatchPart,
+    Budget,
+    Candidates,
+    DroppedSample,
+    Health,
+    SampleTrace,
+    WorkerReport,
+    empty_shards,
+)
+from clipstream.data.loader.loader import Hosting, Loader
+from clipstream.data.loader.recipe import ModelInputs, ReadingRecipe, build_recipe, check_recipes
+from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards, WindowSampler
+from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, Stopwatch
+from clipstream.data.loader.stored import StoredChoice, stored_samples
+from clipstream.data.order.lanes import Cursor, DataState, LaneState, Stream
 from clipstream.data.order.rng import SampleRNG, is_drawn, mix
 from clipstream.data.order.windows import NO_SAMPLE
-from clipstream.data.sources import Source, with_file
+from clipstream.data.order_plan import fingerprint_of, order_plan, remote_shards_in_use, resumed_at, slots_of_rank
+from clipstream.data.settings import DataSettings
+from clipstream.data.sources import Source, open_sources, with_file
+from clipstream.distributed.world import World
 from clipstream.errors import Dropped
-from clipstream.features.manifest import IMAGE
+from clipstream.storage.download import GIB
 from clipstream.storage.shard_cache import ShardCache
+from clipstream.utils.logs import logger
+from clipstream.utils.torch_state import spinning_notice
 
-# A worker reports before its part of a batch is filled after so many dropped samples, or so many seconds.
-INTERIM_DROPS = 200
-INTERIM_SECONDS = 10.0
+SALT = 7  # hashed with the seed where an order is restarted
+INTERIM_SECONDS = 10.0  # after which a worker reports before its part of a batch is filled
 # Samples are read until their images have so many bytes, or for so many seconds, and then decoded.
 READ_BYTES = 1 << 18
 READ_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class ModelInputs:
-    """What a model takes: how images and captions are prepared for it.
+def training_loader(
+    settings: DataSettings,
+    inputs: ModelInputs,
+    *,
+    sources: Mapping[str, Source] | None = None,
+    world: World,
+    seed: int,
+    start: DataState | None = None,
+    approximate: bool = False,
+    views: bool = False,
+    interrupt: Callable[[], bool] = lambda: False,
+) -> Loader:
+    """The endless stream of this rank's parts of the global batches.
 
-    Attributes:
-        tokenizer: captions to ids.
-        image: images to pixels.
-        teacher_tokenizer: the same for a live teacher; None where it takes the model's ids.
-        teacher_image: the same for a live teacher; None where it takes the model's pixels.
-        features: stores of features. Batches have them, and no pixels or no ids where features take their place.
-        groups: field with the group of a sample (see GroupField), for Batch.groups; None for none.
-        text_lengths: the true lengths of texts, from ids on the CPU; None where they are not known.
+    Args:
+        settings: with `lanes` and `workers` resolved.
+        sources: of the settings by name, sorted, where they are listed already.
+        inputs: of the model; with a live teacher's, images have the same random crop, mirroring and colours for both.
+        start: the run's position (all ranks' lanes) to resume from.
+        approximate: where `start` belongs to another order of samples, restart the order at its step, with a warning.
+        views: see Hosting; for callers that have finished with a batch when they ask for the next one.
+        interrupt: see Loader.
+
+    Raises SettingsError: no sample for this rank, a `start` of another order, or a store of other sources or tokens.
     """
+    lanes, workers, features = settings.lanes, settings.workers, inputs.features
+    assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
+    if notice := spinning_notice(world.device, workers if world.is_main else 0):
+        logger.info(notice)
+    # Slots of this rank in each batch: a rank without any is told before something is downloaded.
+    slots = slots_of_rank(settings, world)
 
-    tokenizer: Tokenizer
-    image: ImageSpec
-    teacher_tokenizer: Tokenizer | None = None
-    teacher_image: ImageSpec | None = None
-    features: StoredData | None = None
-    groups: str | None = None
-    text_lengths: Callable[[torch.Tensor], tuple[Any, ...] | None] | None = None
-    texts: int = 1  # M, texts of a sample
-    has_short: bool = False  # whether the last of them is its short one
+    # Names; the cache takes shards in from here on, and has to know how many are open at once.
+    names, sources = sorted(settings.sources), open_sources(settings) if sources is None else sources
+    store = shard_cache(settings, wanted=remote_shards_in_use(settings, sources, world))
+    for source in sources.values():
+        source.begin(store)
+    stored = {} if features is None else stored_samples(features, settings, sources, inputs.tokenizer, inputs.groups)
 
-    def shape(self, samples: int, views: int = 1) -> BufferShape:
-        """Of the buffers of batches of `samples` samples with `views` views of an image."""
-        teacher_size = (0, 0) if self.teacher_image is None else self.teacher_image.size
-        teacher_width = 0 if self.teacher_tokenizer is None else self.teacher_tokenizer.context_length
-        stored = {} if self.features is None else self.features.row_bytes()
-        size = (0, 0) if IMAGE in stored else self.image.size
-        width, roles = self.tokenizer.context_length * self.texts, self.texts if self.texts > 1 else 0
-        return BufferShape(samples, *size, width, *teacher_size, teacher_width, tuple(stored.items()), views, roles)
+    # Order. What it needs of each sample is looked up before; it sets the sources' counts, which the fingerprint has.
+    every = list(sources.values())
+    if settings.sampling.mode == "indexed":
+        for source in every:
+            look_up(source, settings, told=world.is_main)
+    order = order_plan(settings, every, seed)
+    fingerprint = fingerprint_of(settings, seed, inputs.tokenizer, every)
 
-    def lengths(self, ids: torch.Tensor) -> tuple[Any, ...] | None:
-        """The true lengths of texts; counted before the copy to the device, where ids would be waited for."""
-        return None if self.text_lengths is None else self.text_lengths(ids)
+    # Position. An order that is restarted has a salt, and is computed again; other ranks' lanes are left out last.
+    start = resumed_at(start or DataState(), fingerprint, lanes, approximate, world)
+    if start.salt:
+        order = order_plan(settings, every, mix(seed, SALT, start.salt))
+    start = replace(start, lanes={lane: start.lanes[lane] for lane in slots.lanes if lane in start.lanes})
+    stream = Stream(names, order.mix, slots, start, remainder=order.remainder if world.is_main else None)
+
+    # Batches: of samples that are read, or of stored features, which a thread gathers.
+    most = max(slots.count(step) for step in settings.batch_changes)
+    hosting = Hosting(min(workers, len(slots.lanes)), settings.prefetch, world.device, views, settings.stall_timeout)
+    batches: SampleBatches | FeatureBatches
+    if features is not None and features.replaces_loader:
+        hosting = replace(hosting, workers=0, depth=settings.prefetch + 1)  # one is in use while the others are filled
+        batches = FeatureBatches(stream, inputs, list(stored.values()), order.sources, most)
+    else:
+        recipes = [
+            build_recipe(name, settings.sources[name], inputs, settings, stored=stored.get(name), shards=source)
+            for name, source in sources.items()
+        ]
+        check_recipes(recipes, told=world.is_main)
+
+        def make_sampler(source: int, lane: int, shards: OpenShards) -> LaneSampler:
+            cursor = start.lanes[lane].cursors[source].copy() if lane in start.lanes else Cursor()
+            return WindowSampler(order.sources[source], lane, cursor, shards)
+
+        batches = SampleBatches(
+            stream, inputs, every, recipes, make_sampler, store, most, hosting.workers,
+            traced=settings.trace if world.is_main else 0,
+        )  # fmt: skip
+        hosting = hosting if hosting.workers else replace(hosting, depth=1)
+    found = empty_shards(sources) if world.is_main else None
+    return Loader(stream, batches, hosting, Budget.of(settings, sources), found, interrupt)
 
 
-@dataclass(frozen=True)
-class Reader:
-    """How the samples of a source are read."""
-
-    name: str  # of the source
-    image_key: str  # suffixes of the image member
-    caption: CaptionExtractor  # gives the caption
-    image: ImageTransform  # gives the pixels
-    transform: SampleTransform | None  # the user's own, before the caption; or None
-    filter: SampleLists | None = None  # says which samples are used; None for all
-    teacher_image: ImageTransform | None = None  # gives a live teacher's pixels of the same crop; None for none
-    stored: StoredSamples | None = None  # precomputed features of the samples; None for none
-    group: GroupField | None = None  # gives the label of a sample's group; None for none
-    probability: SampleProbability | None = None  # with which a sample is drawn; None where all are
-
-    @cached_property
-    def members(self) -> tuple[str, ...] | None:
-        """Suffixes of the members that are read; None for all."""
-        if self.transform is not None or self.caption.members is None:
-            return None
-        return (*split_keys(self.image_key), *self.caption.members, *(self.group.members if self.group else ()))
+def shard_cache(settings: DataSettings, *, wanted: int = 0) -> ShardCache:
+    """The cache of remote shards, of which `wanted` are in use at once."""
+    limit = None if settings.cache_gib is None else int(settings.cache_gib * GIB)
+    return ShardCache(settings.cache, limit=limit, wanted=wanted, fetcher=settings.fetcher)
 
 
 @dataclass
@@ -138,7 +185,7 @@ class Slot:
     index: int  # in the rank's batch
     source: int  # number of the source
     sampler: LaneSampler  # of the lane and source
-    reader: Reader  # of the source
+    recipe: ReadingRecipe  # of the source
     name: str | None  # 'SHARD/KEY' of the sample that the slot got, '' for padding; None while it has none
     sample: LaneSample | None = None  # the sample being tried
     timed_as: int = -1  # its number among the samples that the stopwatch has the names of
@@ -153,56 +200,11 @@ class Slot:
     stored: StoredChoice | None = None  # the rows of a feature store that belong to it
 
     def load(self, *, damaged: bool = False) -> RawSample:
-        """The raw sample: the members that the reader needs, or all that are readable if it is `damaged`."""
+        """The raw sample: the members that the recipe needs, or all that are readable if it is `damaged`."""
         assert self.sample is not None
         shard, ref, url = self.sample[:3]
-        members = shard.look(ref) if damaged else shard.load(ref, self.reader.members)
+        members = shard.look(ref) if damaged else shard.load(ref, self.recipe.members)
         return {"__key__": ref.key, "__url__": url, **members}
-
-
-@dataclass
-class WorkerReport:
-    """What a worker reports while it fills its part of a batch."""
-
-    health: Health  # counts since the last report
-    intervals: StageIntervals  # of the stages since then
-
-
-@dataclass
-class Candidates:
-    """All captions of the samples of a batch part, and why samples were dropped."""
-
-    texts: dict[int, list[list[str]]]  # slot -> texts of each path of the source's caption setting
-    ids: np.ndarray[Any, np.dtype[np.int32]]  # [c, T], of all texts: slot by slot, path by path
-    dropped: dict[int, str]  # slot -> reason
-    shard_samples: int = 0  # of the whole shard that the samples are from
-    keys: dict[int, str] = field(default_factory=dict)  # slot -> key of its sample in the shard
-
-
-@dataclass
-class FilledPart(WorkerReport, ABC):
-    """What is reported when a part of a batch is filled; the loader makes `health` the counts of the whole part."""
-
-    step: int  # number of the batch
-    ended: bool = field(default=False, kw_only=True)  # whether all lanes have ended (evaluation)
-
-    @abstractmethod
-    def lane_states(self) -> dict[int, LaneState]:
-        """Lane number -> position after this batch."""
-
-
-@dataclass
-class BatchPart(FilledPart):
-    """The part of a worker."""
-
-    # slot -> 'SHARD/KEY' of its sample, '' for padding; without the slots of lanes that have ended
-    keys: dict[int, str]
-    lanes: dict[int, LaneState]  # lane number -> position after this batch
-    candidates: Candidates | None = None  # for stored features
-    captions: dict[int, str] = field(default_factory=dict)  # slot -> caption, see Batch.captions
-
-    def lane_states(self) -> dict[int, LaneState]:
-        return self.lanes
 
 
 @dataclass
@@ -211,7 +213,7 @@ class Pipeline:
 
     stream: Stream
     inputs: ModelInputs
-    readers: Sequence[Reader]  # one per source, in the order of names
+    recipes: Sequence[ReadingRecipe]  # one per source, in the order of names
     ring: BufferRing  # the batch buffers
     health: Health  # counts since the last report
     report: Callable[[WorkerReport], None]  # called where a part takes long or much is dropped, before it is filled
@@ -299,7 +301,7 @@ class Pipeline:
         slots: list[Slot] = []
         for (lane, index), source in zip(wanted, sources.tolist(), strict=True):
             name, number = (None, source) if source >= 0 else ("", 0)
-            slots.append(Slot(lane, index, number, lane.samplers[number], self.readers[number], name))
+            slots.append(Slot(lane, index, number, lane.samplers[number], self.recipes[number], name))
         unfilled = [slot for slot in slots if slot.name is None]
         while unfilled:
             again: list[Slot] = []  # their samples were dropped, and are to be replaced
@@ -340,7 +342,7 @@ class Pipeline:
         read: list[Slot] = []
         held, began = 0, time.monotonic()
         for slot in slots:
-            reader, trace = slot.reader, slot.trace
+            recipe, trace = slot.recipe, slot.trace
             try:
                 assert slot.sample is not None
                 self.stopwatch.at("read", slot.timed_as)
@@ -348,25 +350,25 @@ class Pipeline:
                 sample = slot.load()
                 if trace:
                     trace.members("read", sample)
-                if reader.transform is not None:
+                if recipe.transform is not None:
                     self.stopwatch.at("transform", slot.timed_as)
-                    sample = reader.transform(sample)
+                    sample = recipe.transform(sample)
                     if trace:
                         trace.members("transform", sample)
-                    if reader.probability is not None and reader.probability.members:
-                        _draw(slot, reader.probability, sample)
+                    if recipe.probability is not None and recipe.probability.members:
+                        _draw(slot, recipe.probability, sample)
                 if self.image_views is None:
                     slot.caption = self._caption(slot, sample)
                 else:
-                    slot.candidates = candidates(reader.caption, sample)
+                    slot.candidates = candidates(recipe.caption, sample)
                     slot.caption = next((text for texts in slot.candidates for text in texts), None)
                     if slot.caption is None:
                         raise Dropped("no_caption")
                 if trace:
                     ids = self.inputs.tokenizer.encode([slot.caption])[0].tolist()
                     trace.caption(slot.caption, ids, readable(self.inputs.tokenizer, ids))
-                slot.data = image_bytes(sample, reader.image_key, slot.sample.ref.members)
-                slot.group = 0 if reader.group is None else reader.group(slot.sample.name, sample)
+                slot.data = image_bytes(sample, recipe.image_key, slot.sample.ref.members)
+                slot.group = 0 if recipe.group is None else recipe.group(slot.sample.name, sample)
             except Dropped as drop:
                 self._drop(slot, drop, again)
                 continue
@@ -378,29 +380,29 @@ class Pipeline:
 
     def _leave_out(self, slot: Slot) -> None:
         """Raise Dropped for a sample that lists or its probability leave out, before its image is read."""
-        reader, sample = slot.reader, slot.sample
+        recipe, sample = slot.recipe, slot.sample
         assert sample is not None
         if sample.position == NO_SAMPLE:
             raise Dropped(NOT_DRAWN)
-        if reader.filter is not None and not reader.filter(sample.name, sample.ref.key):
+        if recipe.filter is not None and not recipe.filter(sample.name, sample.ref.key):
             raise Dropped(NOT_KEPT)
-        if (one := reader.probability) is not None and (reader.transform is None or not one.members):
+        if (one := recipe.probability) is not None and (recipe.transform is None or not one.members):
             members = sample.shard.load(sample.ref, one.members) if one.members else {}
             _draw(slot, one, {"__key__": sample.ref.key, **members})
 
     def _caption(self, slot: Slot, sample: RawSample) -> str:
         """The caption of a raw sample; with stored features one of theirs, and the image's view is drawn as well."""
-        reader, stored = slot.reader, slot.reader.stored
+        recipe, stored = slot.recipe, slot.recipe.stored
         if stored is None and self.inputs.texts > 1 and slot.rng is not None:
-            drawn = draw_several(reader.caption, sample, slot.rng)
+            drawn = draw_several(recipe.caption, sample, slot.rng)
             slot.texts, slot.short = dict.fromkeys(drawn.captions, 1), drawn.short
             if drawn.negative is not None:
                 slot.texts.setdefault(drawn.negative, -1)
             return drawn.captions[0]
         if stored is None:
-            return reader.caption(sample, slot.rng)
+            return recipe.caption(sample, slot.rng)
         assert slot.sample is not None and slot.rng is not None
-        by_path = candidates(reader.caption, sample)
+        by_path = candidates(recipe.caption, sample)
         where = slot.sample.shard_number, slot.sample.position
         slot.stored, slot.rng = stored.choose(*where, by_path, slot.rng)
         return [text for texts in by_path for text in texts][slot.stored.caption]
@@ -412,15 +414,15 @@ class Pipeline:
             assert slot.sample is not None
             self.stopwatch.at("decode", slot.timed_as)
             pixels = buffer.pixels[slot.index]
-            teacher_image, rng = slot.reader.teacher_image, slot.rng
+            teacher_image, rng = slot.recipe.teacher_image, slot.rng
             again_rng = None if teacher_image is None or rng is None else rng.copy()
             try:
                 if not self.image_views:
-                    slot.reader.image(slot.data, rng, pixels)
+                    slot.recipe.image(slot.data, rng, pixels)
                 else:
                     assert slot.sample.rng_key is not None
                     for view, out in enumerate(pixels.reshape(self.image_views, *pixels.shape[-3:])):
-                        slot.reader.image(slot.data, SampleRNG(mix(view, state=slot.sample.rng_key)), out)
+                        slot.recipe.image(slot.data, SampleRNG(mix(view, state=slot.sample.rng_key)), out)
                 if teacher_image is not None:
                     teacher_image(slot.data, again_rng, buffer.teacher_pixels[slot.index])
             except Dropped as drop:
@@ -433,14 +435,14 @@ class Pipeline:
                 slot.trace.image(slot.data, pixels.reshape(-1, *pixels.shape[-3:])[0])
                 slot.trace.end("used", f"slot {slot.index} of this rank's batch")
             slot.name, slot.data = slot.sample.name, b""
-            source = slot.reader.name
+            source = slot.recipe.name
             health = self.health.sources[source]
             health.read += 1
             health.used += 1
             if self._captions[source] < FIRST_SAMPLES:
                 self._captions[source] += 1
-                if slot.reader.image.lost is not None:
-                    health.lost[slot.name] = slot.reader.image.lost
+                if slot.recipe.image.lost is not None:
+                    health.lost[slot.name] = slot.recipe.image.lost
                 if slot.rng is not None:
                     health.captions.add(slot.name, slot.caption or "", pixels)
             self.report_early(source)
@@ -454,7 +456,7 @@ class Pipeline:
             slot.trace.end("dropped", f"{drop.reason}: {drop.detail}")
         slot.caption = None
         self._reasons[slot.index] = drop.reason
-        source = slot.reader.name
+        source = slot.recipe.name
         health = self.health.sources[source]
         health.read += 1
         if drop.reason == NOT_DRAWN:
@@ -475,7 +477,7 @@ class Pipeline:
 
 def _gather(slots: Sequence[Slot], buffer: BatchBuffer) -> None:
     """Copy stored rows of samples of a source, whose shards are open until their lanes take the next samples."""
-    stored, index = slots[0].reader.stored, [slot.index for slot in slots]
+    stored, index = slots[0].recipe.stored, [slot.index for slot in slots]
     assert stored is not None
     numbers, captions, views = np.array([slot.stored for slot in slots], dtype=np.int64).T
     for name, rows in buffer.features.items():
@@ -507,7 +509,7 @@ class SampleBatches:
     stream: Stream
     inputs: ModelInputs
     sources: Sequence[Source]  # in the order of names
-    readers: Sequence[Reader]  # likewise
+    recipes: Sequence[ReadingRecipe]  # likewise
     make_sampler: Callable[[int, int, OpenShards], LaneSampler]  # (source, lane, shards) -> sampler
     store: ShardCache
     slots: int  # of this rank in the largest batch
@@ -532,7 +534,7 @@ class SampleBatches:
         self.store.alive = stopwatch.touch
         names, start = self.stream.names, self.stream.start.lanes
         pipeline = Pipeline(
-            self.stream, self.inputs, self.readers, ring, Health(names), report, stopwatch,
+            self.stream, self.inputs, self.recipes, ring, Health(names), report, stopwatch,
             self.traced if worker == 0 else 0, self.image_views,
         )  # fmt: skip
         shards = [
@@ -541,9 +543,9 @@ class SampleBatches:
                 lambda name=name: pipeline.health.sources[name],  # type: ignore[misc]
                 stopwatch.begin,
                 partial(pipeline.report_early, name),
-                reader.stored,
+                recipe.stored,
             )
-            for name, source, reader in zip(names, self.sources, self.readers, strict=True)
+            for name, source, recipe in zip(names, self.sources, self.recipes, strict=True)
         ]
         self.opened.extend(shards)
         for lane in self.stream.slots.lanes[worker :: max(1, self.workers)]:
@@ -558,40 +560,12 @@ class SampleBatches:
         captions = {slot: caption for part in parts for slot, caption in part.captions.items()}
         order = sorted(keys)
         rows: Any = slice(len(order)) if order == list(range(len(order))) else order
-
-        def pixels(values: np.ndarray[Any, Any]) -> torch.Tensor:
-            return torch.from_numpy(values[rows]).flatten(0, -4).permute(0, 3, 1, 2)
-
-        ids = torch.from_numpy(buffer.ids[rows])
-        return Batch(
-            pixels=pixels(buffer.pixels),
-            ids=ids,
-            weights=torch.from_numpy(buffer.weights[rows]),
-            keys=tuple(keys[slot] for slot in order),
-            sources=torch.from_numpy(buffer.sources[rows]),
-            step=step,
-            global_size=self.stream.slots.batch_size(step),
-            features={} if (stored := self.inputs.features) is None else stored.typed(buffer.features, len(order)),
-            pictures=torch.from_numpy(buffer.pictures[rows]),
-            groups=None if self.inputs.groups is None else torch.from_numpy(buffer.groups[rows]),
-            teacher_pixels=pixels(buffer.teacher_pixels) if self.inputs.teacher_image else None,
-            teacher_ids=torch.from_numpy(buffer.teacher_ids[rows]) if self.inputs.teacher_tokenizer else None,
-            lengths=self.inputs.lengths(ids),
-            captions=tuple(captions.get(slot, "") for slot in order) if captions else None,
-            roles=torch.from_numpy(buffer.roles[rows]) if self.inputs.texts > 1 else None,
-            has_short=self.inputs.has_short,
-        )
+        texts = tuple(captions.get(slot, "") for slot in order) if captions else None
+        names, size = tuple(keys[slot] for slot in order), self.stream.slots.batch_size(step)
+        return self.inputs.batch(buffer, rows, names, step, size, texts)
 
     def close(self) -> None:
         """Release what this process holds."""
         for shards in self.opened:
             shards.prefetcher.close()
         self.store.close()
-
-
-def checksum(data: bytes) -> int:
-    """Length and CRC-32 of an image file in one int64, equal for equal files; costs little beside decoding.
-
-    Different files are equal by chance only if they have the same length, and then once in 2^32.
-    """
-    return (len(data) & 0x7FFFFFFF) << 32 | zlib.crc32(data)
