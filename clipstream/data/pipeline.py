@@ -53,10 +53,10 @@ from clipstream.data.loader.health import (
     empty_shards,
 )
 from clipstream.data.loader.loader import Hosting, Loader
-from clipstream.data.loader.recipe import ModelInputs, ReadingRecipe, build_recipe, check_recipes
+from clipstream.data.loader.recipe import ModelInputs, ReadingRecipe, build_recipe, check_recipes, stored_samples
 from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards, WindowSampler
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, Stopwatch
-from clipstream.data.loader.stored import StoredChoice, stored_samples
+from clipstream.data.loader.stored import StoredChoice
 from clipstream.data.order.lanes import Cursor, DataState, LaneState, Stream
 from clipstream.data.order.rng import SampleRNG, is_drawn, mix
 from clipstream.data.order.windows import NO_SAMPLE

@@ -223,6 +223,8 @@ class ShardCache:
         asked = time.time()
         lock = os.open(_beside(target, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
         try:
+            # A file that is whole may be read with a shared lock, as it is left with. Else the exclusive lock is tried:
+            # got (this process fills), held by another (let go, wait and look again), or not supported here (fill too).
             self._lock(lock, target)
             while not self._is_whole(target):
                 # Some file systems keep the former lock while another is waited for: two processes would deadlock.

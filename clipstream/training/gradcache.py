@@ -119,6 +119,7 @@ class GradCache:
         if count == 1:
             features = last(batch.images, batch.texts, **Chunk(slice(None), n, batch.lengths).options(batch.known))
             return features, partial(propagate, features)
+        # Of 5 chunks of which 2 keep their graph, cut makes passes of 1, 2 and 2: the last is `kept`, the others run twice.
         joined = min(self.kept, count - 1)
         chunks, places = cut(batch, count, max(joined, 1))
         kept = chunks.pop() if joined else None
@@ -307,6 +308,8 @@ class AutoMicroBatch(GradCache):
 
     def _attempt(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """One try of the step; None on all ranks if one ran out of memory while no rank waited for it."""
+        # At first, passes sum no gradients over ranks, so that any may fail, and a pass of zeros sums them at the end.
+        # Once steps have fitted, DDP sums during the last backward pass (`overlapped`), where no rank may fail alone.
         overlapped, summing = self.fitted >= TRUSTED, False
 
         def last(*args: Any, **options: Any) -> Features:
@@ -322,6 +325,7 @@ class AutoMicroBatch(GradCache):
                 self._sum_zeros(batch)
             return None
         features, backward = made
+        # The loss exchanges features: a rank that fails here leaves the others waiting.
         found = self._try(lambda: self._loss(features, batch))
         if found is None:
             if self.world.size == 1:

@@ -243,7 +243,13 @@ class Trainer:
         self._write(end_record(self.step, 0, None, total_steps=self.total_steps, **why))
 
     def _train(self) -> None:
-        """The steps, with the evaluations and checkpoints between them."""
+        """The steps, with the evaluations and checkpoints between them.
+
+            host     start(n)  settle(n - 1)  start(n + 1)  settle(n)  …
+            device   … step n - 1 | step n .............. | step n + 1 …
+
+        A step's result is read while the device is at the next one, unless something follows from it (`_settles`).
+        """
         while self.step < self.total_steps and not self.early_stop.should_stop:
             lr = self.length.lr(self.step)
             self._profile(begins=True)

@@ -199,9 +199,11 @@ def _resized_between(
     """
     scales = (factor * size[0] / box.height, factor * size[1] / box.width)  # target pixels per decoded pixel
     offsets = (box.top % factor / factor, box.left % factor / factor)
+    # (first pixel, share) of the crops from the pixel before and the one behind; an offset of 0 needs only the first.
     rows, columns = ([(0, 1 - offset), (1, offset)][: 1 + (offset > 0)] for offset in offsets)
     height, width = size
     soft = torch.zeros(height, width, 3, dtype=torch.float32, device="cpu")
+    # The results of one axis, and of both, used again for each pair of beginnings.
     narrow = np.empty((part.shape[0], width, 3), dtype=np.uint8)
     made = np.empty((height, width, 3), dtype=np.uint8)
     for column, share in columns:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.decode.key_lists import NOT_DRAWN
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.health import INTERIM_DROPS, FilledPart, Health, SourceHealth, WorkerReport
 from clipstream.data.loader.recipe import ModelInputs
@@ -30,8 +29,6 @@ from clipstream.data.order.rng import Keys, mix
 from clipstream.data.order.windows import Order
 from clipstream.data.sources import Source
 from clipstream.features.manifest import IDS
-
-_NOT_DRAWN = -(1 << 63)  # in place of the number of a sample
 
 
 class Taken(NamedTuple):
@@ -197,7 +194,7 @@ class LaneWindows:
         self._count: Numbers = np.zeros(count, dtype=np.int64)
         self._size: Numbers = np.full(count, -1, dtype=np.int64)  # -1: no window is open
         self._keys: Keys = np.zeros(count, dtype=np.uint64)
-        # Of dropped samples, the places and numbers; a number is _NOT_DRAWN where the probability leaves one out.
+        # Of dropped samples, the places and numbers.
         self._dropped: list[tuple[Numbers, Numbers]] = [(self._next, self._next)] * count
 
     def positions(self) -> Positions:
@@ -212,7 +209,11 @@ class LaneWindows:
         keys: Keys = np.empty(n, dtype=np.uint64)
         used = np.ones(n, dtype=bool)
         rows: Any = slice(None)  # of the result, that are not taken yet
+        # In each round `lanes` are those of `rows`: each takes what its window has left, and those that want more open
+        # their next window. So both shrink to what is missing.
         while True:
+            # Lanes are in order: the first of a lane's samples has as many before it as the lanes before it want, and
+            # the m-th is `_next + m` in the lane's window.
             wanted = np.bincount(lanes, minlength=count)
             first = np.cumsum(wanted) - wanted
             at = np.arange(len(lanes)) + (self._next - first)[lanes]
@@ -254,11 +255,7 @@ class LaneWindows:
         """Count the dropped samples of a lane's window between its cursor and `position`."""
         places, numbers = self._dropped[lane]
         low, high = np.searchsorted(places, (self._position[lane], position))
-        health, numbers = self._shards.health(), numbers[low:high]
-        if not_drawn := int((numbers == _NOT_DRAWN).sum()):
-            health.dropped[NOT_DRAWN] += not_drawn
-            numbers = numbers[numbers != _NOT_DRAWN]
-        self._samples.count_dropped(numbers, health)
+        self._samples.count_dropped(numbers[low:high], self._shards.health())
 
     def _advance(self, lane: int) -> None:
         """Open the lane's next window that has a sample to take."""
@@ -284,16 +281,14 @@ class LaneWindows:
         skipped: Flags | None = np.isin(drawn[:, 0], cursor.skipped) if cursor.skipped else None
         shards = np.asarray(walk.numbers, dtype=np.int64)[drawn[:, 0]]
         numbers = self._samples.numbers(shards, drawn[:, 1], skipped)
-        used = self._samples.used(numbers)
+        used, numbers = self._samples.take_part(numbers, int(self._keys[lane]))
         places = np.arange(len(numbers))
         self._dropped[lane] = places[:0], numbers[:0]
-        left_in = self._samples.drawn(numbers, int(self._keys[lane]))
-        if left_in is not None:
-            used &= left_in
+        # Where slots are filled by the next sample, dropped ones leave the window now, and are counted when passed.
         if not self._keeps_slots and not used.all():
-            dropped = numbers if left_in is None else np.where(left_in, numbers, _NOT_DRAWN)
-            self._dropped[lane] = places[~used], dropped[~used]
+            self._dropped[lane] = places[~used], numbers[~used]
             places, numbers = places[used], numbers[used]
+        # All lanes share one array: it is as wide as the longest window so far.
         if (more := len(places) - self._numbers.shape[1]) > 0:
             self._numbers, self._places = (np.pad(rows, ((0, 0), (0, more))) for rows in (self._numbers, self._places))
             self._used = np.pad(self._used, ((0, 0), (0, more))) if self._keeps_slots else self._used

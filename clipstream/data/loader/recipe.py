@@ -6,7 +6,7 @@ process, and forked workers share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,12 +27,17 @@ from clipstream.data.decode.key_lists import SampleLists, build_filter, check_li
 from clipstream.data.decode.labels import GroupField, SampleProbability
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
+from clipstream.data.groups import group_labels, probabilities
 from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferShape
 from clipstream.data.loader.stored import StoredData, StoredSamples
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.sources import Source
-from clipstream.features.manifest import IMAGE
+from clipstream.data.sources.indexes import count_samples
+from clipstream.data.text_settings import JsonCaption
+from clipstream.errors import SettingsError
+from clipstream.features.manifest import IDS, IMAGE
+from clipstream.storage.download import ShardError
 
 
 @dataclass(frozen=True)
@@ -174,3 +179,69 @@ def check_recipes(recipes: Sequence[ReadingRecipe], *, told: bool) -> None:
     """Compare the lists of a run with its sources, as far as they are known before samples are read."""
     chances = [None if one.probability is None else SampleLists(one.probability.list, None) for one in recipes]
     check_lists([*(one.filter for one in recipes), *chances], told=told)
+
+
+def stored_samples(
+    features: StoredData,
+    settings: DataSettings,
+    sources: Mapping[str, Source],
+    tokenizer: Tokenizer,
+    groups: str | None = None,
+) -> dict[str, StoredSamples]:
+    """The samples of each source in the stores; sets the counts of sources that cannot be counted without.
+
+    Args:
+        groups: field with the group of a sample, see ModelInputs.
+
+    Raises SettingsError: the stores lack a source, or have other tokens than the model takes.
+    """
+    if features.replaces_loader and settings.trace:
+        raise SettingsError("data.trace is not supported with data.image_features: remove it")
+    if features.ids is not None:
+        width = features.ids.manifest.parts[IDS].width
+        if width != tokenizer.context_length:
+            raise SettingsError(
+                f"the feature store {features.ids.shown} has {width} token ids per caption, but the model takes "
+                f"{tokenizer.context_length}: precompute it with the same model and tokenizer"
+            )
+    found = {}
+    for name, source in sources.items():
+        section = settings.sources[name]
+        weights = section.caption.weights if isinstance(section.caption, JsonCaption) else None
+        own = build_filter(section, f"data.sources.{name}", source) if features.replaces_loader else None
+        samples = found[name] = StoredSamples(features, name, source, weights, own)
+        if not features.replaces_loader:
+            continue
+        _check_first_shard(source, samples)
+        if settings.sampling.mode == "indexed":
+            try:
+                count_samples(source)
+            except SettingsError:  # the shards themselves need not be there
+                source.counts = samples.counts.tolist()
+                source.empty = {i: samples.fault(i) for i, count in enumerate(source.counts) if not count}
+        elif section.probability is not None:
+            samples.probabilities = samples.by_number(probabilities(source, settings))
+        if groups is not None:
+            samples.groups = samples.by_number(group_labels(source, groups, settings, "loss.positives.by"))
+    check_lists([samples.filter for samples in found.values()])
+    return found
+
+
+def _check_first_shard(source: Source, samples: StoredSamples) -> None:
+    """Compare the keys of the first local shard, if it is there, with those in the stores, as no shard is read later.
+
+    Raises DataError: they differ: the stores are of other shards, whose files have the same names.
+    """
+    for number, shard in enumerate(source.names):
+        if source.types[shard].is_remote(shard) or not samples.counts[number]:
+            continue
+        try:
+            opened = source.open(shard)
+        except (ShardError, OSError):
+            continue
+        try:
+            samples.check_keys(number, [ref.key for ref in opened.index.samples])
+        finally:
+            opened.close()
+            source.types[shard].release(shard)
+        return

@@ -1,8 +1,15 @@
 """Precomputed features in training: which stores give what, and the samples of one source of the training data in them.
 
-Paths of stores enter; sample numbers, choices of captions and views, and stored rows leave. A sample's number is that
-of `features.store.StoredSource` in the first store, the primary one. Other stores may have their shards in another
-order; that they hold the same samples is checked when a shard is held.
+Paths of stores enter; sample numbers, choices of captions and views, and stored rows leave.
+
+**Numbers.** `StoredSamples` gives each sample of a source an int64: `base[shard] + position`, with `base` of
+`features.store.StoredSource` in the first store, the primary one. Numbers below 0 have no rows: -1 - (shard << 40 |
+position) for a sample that the store lacks, which keeps both for messages, and _NOT_DRAWN for one that its probability
+leaves out. Other stores may have their shards in another order: `_Stored.offsets` turns a number into theirs.
+
+**Order of calls.** Of a shard, `hold` maps the rows, compares the stores and notes which samples lists keep (`_kept`).
+Then, of a window, `numbers` and `take_part` say which samples are used; and of a batch, `draw` (or `choose`, for one
+that is read from its shard) draws caption and view, and `gather` copies the rows.
 """
 
 from __future__ import annotations
@@ -17,27 +24,22 @@ import numpy as np
 import torch
 
 from clipstream.data.decode.captions import draw_caption, draw_captions
-from clipstream.data.decode.key_lists import NOT_DRAWN, NOT_KEPT, SampleLists, build_filter, check_lists
-from clipstream.data.decode.tokenizers import Tokenizer
-from clipstream.data.groups import group_labels, probabilities
+from clipstream.data.decode.key_lists import NOT_DRAWN, NOT_KEPT, SampleLists
 from clipstream.data.loader.health import DroppedSample, SourceHealth
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import Keys, SampleRNG, SampleRNGs, is_drawn, mix
 from clipstream.data.order.windows import NO_SAMPLE
 from clipstream.data.order_plan import stable_names
-from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source
-from clipstream.data.sources.indexes import count_samples
-from clipstream.data.text_settings import JsonCaption
 from clipstream.errors import DataError, Dropped, SettingsError
 from clipstream.features.manifest import DTYPES, IDS, IMAGE, TEXT
 from clipstream.features.store import FeatureStore, StoredSource
-from clipstream.storage.download import ShardError
 from clipstream.storage.shard_url import redact
 
 TEACHER = "teacher"  # name of a teacher whose store names it image and text
 Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
-_SHIFT = 40  # a sample that no store has: -1 - (shard << 40 | position in it)
+_SHIFT = 40
+_NOT_DRAWN = -(1 << 63)
 
 
 @dataclass(frozen=True)
@@ -258,20 +260,6 @@ class StoredSamples:
             found[base : base + held] = mine[:held]
         return found
 
-    def drawn(self, numbers: Numbers, key: int) -> Flags | None:
-        """Which samples of a window their probabilities do not leave out; None where all are drawn.
-
-        Args:
-            key: of the window's random numbers.
-        """  # those without a probability, or not kept, are left out for that reason
-        if self.probabilities is None:
-            return None
-        keys = mix(np.arange(len(numbers), dtype=np.uint64), state=key)
-        there = np.maximum(numbers, 0)
-        chances = np.where(numbers < 0, np.nan, self.probabilities[there])
-        found: Flags = np.isnan(chances) | is_drawn(keys, chances)
-        return found if self._kept is None else found | ~self._kept[there]
-
     def fault(self, shard: int) -> str:
         """Why a shard has no samples."""
         return self.primary.shards[self._all[0].shards[shard]].reason or "empty: no sample in it"
@@ -370,6 +358,22 @@ class StoredSamples:
         if absent.any():
             found[absent] = -1 - (shards[absent] << _SHIFT | positions[absent])
         return found
+
+    def take_part(self, numbers: Numbers, key: int) -> tuple[Flags, Numbers]:
+        """Which samples of a window training uses; and their numbers, _NOT_DRAWN for those that chance leaves out.
+
+        Args:
+            key: of the window's random numbers.
+        """
+        used = self.used(numbers)
+        if self.probabilities is None:
+            return used, numbers
+        keys, there = mix(np.arange(len(numbers), dtype=np.uint64), state=key), np.maximum(numbers, 0)
+        chances = np.where(numbers < 0, np.nan, self.probabilities[there])
+        # Samples without a probability, or that lists leave out, are counted for that reason.
+        drawn: Flags = np.isnan(chances) | is_drawn(keys, chances)
+        drawn = drawn if self._kept is None else drawn | ~self._kept[there]
+        return used & drawn, np.where(drawn, numbers, _NOT_DRAWN)
 
     def used(self, numbers: Numbers) -> Flags:
         """Whether training uses the samples: those that no store has dropped."""
@@ -478,7 +482,10 @@ class StoredSamples:
         return found
 
     def count_dropped(self, numbers: Numbers, health: SourceHealth) -> None:
-        """Count samples that training does not use; those that are not kept without Python for each."""
+        """Count samples that training does not use; those that are not drawn or kept without Python for each."""
+        if not_drawn := int((numbers == _NOT_DRAWN).sum()):
+            health.dropped[NOT_DRAWN] += not_drawn
+            numbers = numbers[numbers != _NOT_DRAWN]
         if self._kept is not None:
             there = numbers >= 0
             left_out = np.zeros(len(numbers), dtype=bool)
@@ -527,69 +534,3 @@ class StoredSamples:
                 if reason and position not in found:
                     found[position] = keys[position], reason
         return found
-
-
-def stored_samples(
-    features: StoredData,
-    settings: DataSettings,
-    sources: Mapping[str, Source],
-    tokenizer: Tokenizer,
-    groups: str | None = None,
-) -> dict[str, StoredSamples]:
-    """The samples of each source in the stores; sets the counts of sources that cannot be counted without.
-
-    Args:
-        groups: field with the group of a sample, see ModelInputs.
-
-    Raises SettingsError: the stores lack a source, or have other tokens than the model takes.
-    """
-    if features.replaces_loader and settings.trace:
-        raise SettingsError("data.trace is not supported with data.image_features: remove it")
-    if features.ids is not None:
-        width = features.ids.manifest.parts[IDS].width
-        if width != tokenizer.context_length:
-            raise SettingsError(
-                f"the feature store {features.ids.shown} has {width} token ids per caption, but the model takes "
-                f"{tokenizer.context_length}: precompute it with the same model and tokenizer"
-            )
-    found = {}
-    for name, source in sources.items():
-        section = settings.sources[name]
-        weights = section.caption.weights if isinstance(section.caption, JsonCaption) else None
-        own = build_filter(section, f"data.sources.{name}", source) if features.replaces_loader else None
-        samples = found[name] = StoredSamples(features, name, source, weights, own)
-        if not features.replaces_loader:
-            continue
-        _check_first_shard(source, samples)
-        if settings.sampling.mode == "indexed":
-            try:
-                count_samples(source)
-            except SettingsError:  # the shards themselves need not be there
-                source.counts = samples.counts.tolist()
-                source.empty = {i: samples.fault(i) for i, count in enumerate(source.counts) if not count}
-        elif section.probability is not None:
-            samples.probabilities = samples.by_number(probabilities(source, settings))
-        if groups is not None:
-            samples.groups = samples.by_number(group_labels(source, groups, settings, "loss.positives.by"))
-    check_lists([samples.filter for samples in found.values()])
-    return found
-
-
-def _check_first_shard(source: Source, samples: StoredSamples) -> None:
-    """Compare the keys of the first local shard, if it is there, with those in the stores, as no shard is read later.
-
-    Raises DataError: they differ: the stores are of other shards, whose files have the same names.
-    """
-    for number, shard in enumerate(source.names):
-        if source.types[shard].is_remote(shard) or not samples.counts[number]:
-            continue
-        try:
-            opened = source.open(shard)
-        except (ShardError, OSError):
-            continue
-        try:
-            samples.check_keys(number, [ref.key for ref in opened.index.samples])
-        finally:
-            opened.close()
-            source.types[shard].release(shard)
-        return

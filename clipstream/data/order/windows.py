@@ -262,12 +262,16 @@ class EpochPlan:
         return found
 
     def _merge(self, low: int, high: int, x: np.ndarray[Any, Any], rows: np.ndarray[Any, Any], found: Numbers) -> None:
-        """Write the sources of `rows`, whose references of the sources low … high - 1 are numbers `x[rows]`."""
+        """Write the sources of `rows`, whose references of the sources low … high - 1 are numbers `x[rows]`.
+
+        `x` is rewritten for each half: there it has numbers among the references of that half.
+        """
         if not len(rows) or high - low == 1:
             found[rows] = low
             return
         middle = (low + high) // 2
         left = self._left(low, middle, high, x[rows])
+        # Reference x is of the left half if x + 1 references have one more of it than x have.
         is_left = (self._left(low, middle, high, x[rows] + 1) > left).astype(bool)
         x[rows] = np.where(is_left, left, x[rows] - left)
         self._merge(low, middle, x, rows[is_left], found)
