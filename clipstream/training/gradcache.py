@@ -119,7 +119,7 @@ class GradCache:
         if count == 1:
             features = last(batch.images, batch.texts, **Chunk(slice(None), n, batch.lengths).options(batch.known))
             return features, partial(propagate, features)
-        # Of 5 chunks of which 2 keep their graph, cut makes passes of 1, 2 and 2: the last is `kept`, the others run twice.
+        # Of 5 chunks of which 2 keep their graph, cut makes passes of 1, 2 and 2: the last is `kept`, others run twice.
         joined = min(self.kept, count - 1)
         chunks, places = cut(batch, count, max(joined, 1))
         kept = chunks.pop() if joined else None
