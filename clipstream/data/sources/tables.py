@@ -26,9 +26,8 @@ from clipstream.data.decode.sample_profile import SHORT_FLAGS, usual_columns
 from clipstream.data.json_path import structure
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
-from clipstream.data.sources.arrow_rows import FAULT, RAW, to_arrow
 from clipstream.data.sources.splits import COLUMNS, SPLITS, TRAIN, preferred, split_of_cell
-from clipstream.data.sources.text_rows import RowKeys
+from clipstream.data.sources.table_rows import FAULT, RAW, RowKeys, to_arrow
 from clipstream.errors import DataError, Dropped, SettingsError, did_you_mean
 from clipstream.storage.download import Monitor, ShardError
 from clipstream.storage.schemes import Guard

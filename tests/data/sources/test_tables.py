@@ -27,8 +27,8 @@ from clipstream.curation.check import check
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.loader.loader import Loader
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import Source, tables, text_rows
-from clipstream.data.sources.arrow_rows import to_arrow
+from clipstream.data.sources import Source, table_rows, tables
+from clipstream.data.sources.table_rows import to_arrow
 from clipstream.errors import DataError, Dropped
 from clipstream.storage.shard_url import table_format
 from clipstream.utils.content import file_digest
@@ -502,10 +502,10 @@ def test_a_table_and_its_folder_have_the_same_captions(tmp_path: Path, caplog: p
 
 def test_a_json_list_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text('[{"a": "\\ud83d"},\n{"b": {"c": [1]}} ]')
-    assert list(text_rows.json_rows(tmp_path / "a.json")) == [b'{"a": "\\ud83d"}', b'{"b": {"c": [1]}}']
-    monkeypatch.setattr(text_rows, "MOST_JSON", 10)
+    assert list(table_rows.json_rows(tmp_path / "a.json")) == [b'{"a": "\\ud83d"}', b'{"b": {"c": [1]}}']
+    monkeypatch.setattr(table_rows, "MOST_JSON", 10)
     with pytest.raises(ValueError, match="write one object per line"):
-        list(text_rows.json_rows(tmp_path / "a.json"))
+        list(table_rows.json_rows(tmp_path / "a.json"))
 
 
 @given(st.lists(st.tuples(st.text(), st.text()), min_size=1), st.sampled_from(",\t;|"))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from clipstream.data.settings import SourceSettings
-from clipstream.data.sources import Source, SourceContext, arrow_rows
-from clipstream.data.sources.arrow_rows import checked_batch, to_arrow
+from clipstream.data.sources import Source, SourceContext, table_rows
+from clipstream.data.sources.table_rows import checked_batch, to_arrow
 from clipstream.data.sources.tables import RowShard, mapped
 from clipstream.errors import DataError
 from clipstream.storage.download import ShardError
@@ -35,7 +35,7 @@ def write(path: Path, table: pa.Table) -> None:
 def test_batches_of_large_rows_have_fewer_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, width: int, each: int
 ) -> None:
-    monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 1 << 17)
+    monkeypatch.setattr(table_rows, "BATCH_BYTES", 1 << 17)
     texts = [f"{number}{'x' * width}" for number in range(999)]
     path = tmp_path / f"a.{suffix}"
     if suffix == "csv":
@@ -58,7 +58,7 @@ def test_a_value_in_every_row_ends_before_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     """Parquet writes a dictionary and runs of its numbers: 100 kB stand in 5,000 rows."""
-    monkeypatch.setattr(arrow_rows, "GIB", 1 << 20)
+    monkeypatch.setattr(table_rows, "GIB", 1 << 20)
     indices = pa.DictionaryArray.from_arrays(pa.array([0] * 5000, pa.int8()), ["x" * 100_000])
     write(tmp_path / f"a.{suffix}", pa.table({"title": indices}))
     size = (tmp_path / f"a.{suffix}").stat().st_size
@@ -92,5 +92,5 @@ def test_offsets_that_leave_the_buffer_are_refused(offsets: list[int]) -> None:
 
 
 def test_names_of_many_columns_take_linear_time() -> None:
-    names = arrow_rows._names([f"n{number // 2}" for number in range(100_000)])
+    names = table_rows._names([f"n{number // 2}" for number in range(100_000)])
     assert names[:3] == ["n0.1", "n0.2", "n1.1"] and len({*names}) == 100_000
