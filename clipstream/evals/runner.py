@@ -75,6 +75,7 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
 
 
 def _evaluator(name: str, settings: EvalSettings) -> Evaluator:
+    """The evaluator that the settings describe: one that imports torch, or a part or plug-in of one class."""
     with errors_as(SettingsError, f"evals.{name}", ClipstreamError, ValueError):
         match settings:
             case RetrievalSettings():
