@@ -238,6 +238,8 @@ class _Page:
         if section is None:
             yield from self.place(place)
             return
+        if issubclass(section, PluginSection):
+            builtin_parts(section)  # which the key `type` lists
         kind = next((name for name, cls in types_of(section).items() if cls is section), None)
         given = f" with {prefix}type {kind}" if kind else ""
         yield from self.wrapped(f"{place}{given}: {summary(section)}")
@@ -271,8 +273,6 @@ class _Page:
                 near = did_you_mean(part, known)
                 there = f"{place} has no {part!r}" if place else f"unknown section {part!r}"
                 raise SettingsError(f"--help {path}: {there}{near}; choose from: {', '.join(known)}")
-        if section is not None and issubclass(section, PluginSection):
-            builtin_parts(section)  # which the key `type` lists
         return place, section, prefix
 
     def place(self, path: str) -> Iterator[str]:
