@@ -6,9 +6,6 @@ line are made from the settings' classes and from each verb's --help. Imports no
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
 import shutil
 import sys
@@ -17,15 +14,16 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from clipstream.cli.main import VERBS, verb_module
-from clipstream.config.help import default_note, generic_key, summary, value_form
+from clipstream.cli.main import VERBS, verb_of
+from clipstream.config.flags import generic_key
+from clipstream.config.help import default_note, help_text, summary, value_form
 from clipstream.config.settings import Settings
 from clipstream.config.short_flags import ALIASES
 from clipstream.config.validate import records
 from clipstream.utils.section import Conflict, Is, Section, all_fields, entries_of, section_of, types_of
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = "88"  # of help, as wide as the page
+COLUMNS = 88  # of help, as wide as the page
 
 
 def main(out: Path) -> None:
@@ -168,22 +166,12 @@ def command_line_page() -> str:
         "The flags that set a key of the settings tree are in [Settings](settings.md).",
         "",
     ]
-    for verb, meaning in VERBS.items():
-        text = help_of(verb)
-        lines += [f"## clipstream {verb}", "", _sentence(meaning), "", "```text", text, "```", ""]
-        for topic in re.findall(r"^    (\w+)\s", text.partition("\n  TOPIC\n")[2].partition("\n\n")[0], re.M):
-            lines += [f"### clipstream {verb} {topic}", "", "```text", help_of(verb, topic), "```", ""]
+    for name, meaning in VERBS.items():
+        lines += [f"## clipstream {name}", "", _sentence(meaning), ""]
+        for number, verb in enumerate((verb_of(name), *verb_of(name).topics)):
+            lines += [f"### clipstream {verb.name}", ""] if number else []
+            lines += ["```text", help_text(Settings, verb, width=COLUMNS).rstrip(), "```", ""]
     return "\n".join(lines)
-
-
-def help_of(*words: str) -> str:
-    """What `clipstream WORDS --help` prints."""
-    main_of = verb_module(words[0]).main
-    out = io.StringIO()
-    os.environ["COLUMNS"] = COLUMNS
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        main_of([*words[1:], "--help"])
-    return out.getvalue().rstrip()
 
 
 if __name__ == "__main__":

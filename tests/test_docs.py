@@ -20,9 +20,10 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from clipstream.cli.main import VERBS
-from clipstream.cli.verbs import audit, bench, evaluate, pack, precompute, stage
-from clipstream.config.help import default_note, generic_key, value_form
+from clipstream.cli.main import VERBS, verb_of
+from clipstream.cli.verbs import evaluate
+from clipstream.config.flags import generic_key, spellings
+from clipstream.config.help import default_note, value_form
 from clipstream.config.settings import Settings
 from clipstream.config.short_flags import ALIASES, BY_FLAG
 from clipstream.utils.section import leaves
@@ -166,9 +167,10 @@ FOREIGN = {"from-open_clip.md", "open_clip_flags.md"}  # name open_clip's flags,
 
 def test_flags_that_pages_name_exist() -> None:
     keys = {key for key, _ in leaves(Settings)}
-    of_verbs = {flag for verb in (audit, bench, evaluate, pack, precompute, stage) for flag in verb.OWN_FLAGS}
-    parsers = [path for name in ("cli", "curation") for path in (ROOT / "clipstream" / name).rglob("*.py")]
-    of_verbs |= {flag for path in parsers for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())}
+    verbs = [one for name in VERBS for one in (verb_of(name), *verb_of(name).topics)]
+    of_verbs = {
+        flag for verb in verbs for key, field in verb.own.model_fields.items() for flag in spellings(key, field)
+    }
     for path in PAGES:
         if path.name in FOREIGN:
             continue

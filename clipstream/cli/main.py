@@ -5,33 +5,37 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from types import ModuleType
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from clipstream import __version__
+from clipstream.cli import verbs
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, did_you_mean
 from clipstream.utils.logs import loading
 
-VERBS = {
-    "train": "train a model, evaluate it, save it",
-    "evaluate": "evaluate a checkpoint",
-    "interpolate": "choose weights between the start and the end of a run, or average checkpoints",
-    "check": "inspect a data set: which samples are used and dropped",
-    "filter": "choose the samples to train on, by conditions on fields and scores",
-    "index": "write an index of each shard, for exact epochs",
-    "bench": "measure how fast shards are read, or with `bench train` how fast a model trains",
-    "audit": "audit the dtypes of a training step",
-    "pack": "write new shards from any data: shuffled, resized, split, merged",
-    "stage": "copy shards to this machine ahead of a run",
-    "precompute": "compute and store features of frozen towers and teachers",
-    "search": "find images by a text or an image; near-duplicates, clusters and scores of precomputed features",
-    "export": "write a model for transformers, ONNX, …, or precomputed features as Parquet or NumPy",
-    "compare": "compare runs in one HTML file",
-    "env": "print versions and hardware, for a bug report",
-}
+if TYPE_CHECKING:
+    from clipstream.config.entry import Verb
+
+_FIRST_LINE = re.compile(r'"""The verb (\S+): (.+?)\.?(?:""")?\n')
+
+
+def find_verbs() -> dict[str, str]:
+    """Name -> meaning of each verb, of the first line of its module: `The verb NAME: MEANING.` Nothing is imported."""
+    found: dict[str, str] = {}
+    folder = Path(verbs.__path__[0])
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/__init__.py")]):
+        with path.open(encoding="utf-8") as file:
+            if (line := _FIRST_LINE.match(file.readline())) is not None:
+                found[line[1]] = line[2]
+    return found
+
+
+VERBS = find_verbs()
 
 
 def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
@@ -63,7 +67,7 @@ def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
         from clipstream.config.entry import handle_signals  # after the first output, as it takes a while
 
         handle_signals(verb)
-    codes.append(int(verb_module(verb).main(rest)))
+    codes.append(verb_of(verb)(rest))
     return codes[0]
 
 
@@ -76,6 +80,7 @@ def _end_at_once(codes: Sequence[int]) -> None:
             os._exit(codes[0])
 
 
-def verb_module(verb: str) -> ModuleType:
-    """The module of a verb: it has `main(argv)`, and its flags in `build_parser()` or `OWN_FLAGS`."""
-    return importlib.import_module(f"clipstream.cli.verbs.{verb}")
+def verb_of(name: str) -> Verb[Any]:
+    """The verb of this name: `main` of its module."""
+    found: Verb[Any] = importlib.import_module(f"clipstream.cli.verbs.{name}").main
+    return found

@@ -387,7 +387,7 @@ def format_problem(places: Node, path: Path, text: str) -> str:
 
 
 def _line(place: str, key: str, text: str) -> str:
-    if not place or (place.startswith("--") and place.removeprefix("--").replace("-", "_") == key.replace("-", "_")):
+    if not place or place.lstrip("-").replace("-", "_").lower() == key.replace("-", "_").strip("_").lower():
         return f"{place or key}: {text}"
     return f"{place}: {key}: {text}"
 

@@ -1,14 +1,12 @@
-"""The start and end of every verb: help, settings, errors on stderr, exit code.
+"""The verbs of the command line, and the start and end of each: help, flags, settings, errors on stderr, exit code.
 
-A verb's function and its command line enter; an exit code leaves. Imports no torch: a verb does so once its settings
-are valid.
+A `Verb` and a command line enter; an exit code leaves. Imports no torch: a verb does so once its settings are valid.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import inspect
 import io
 import itertools
@@ -18,22 +16,29 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Generic
 
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.flags import own_flags
+from clipstream.config.flags import Own, read_own, usage
 from clipstream.config.help import help_text
 from clipstream.config.plan import chosen, survey
 from clipstream.config.settings import Settings, Written, changed, load, read, secrets
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
-from clipstream.errors import INTERRUPTED, ClipstreamError, SettingsError, Stopped, WorkInterrupted
+from clipstream.errors import (
+    INTERRUPTED,
+    ClipstreamError,
+    SettingsError,
+    Stopped,
+    WorkInterrupted,
+    did_you_mean,
+)
 from clipstream.text import counted, printable, printable_lines
 from clipstream.utils.atomic_write import keep_inputs
 from clipstream.utils.logs import drop_output, loading, logger, on_terminal, set_level
@@ -48,12 +53,12 @@ class Printed(Exception):
 
 
 @dataclass(frozen=True)
-class CommandLine:
-    """The command line of a verb that has settings."""
+class CommandLine(Generic[Own]):
+    """The command line of a verb."""
 
-    verb: str
-    own: dict[str, str]  # the verb's own flags with their values
-    flags: list[str]  # the rest
+    verb: str  # the words after `clipstream`
+    own: Own  # its own flags and arguments
+    flags: list[str]  # those of settings
     print_all: bool | None  # whether --print-config prints all settings; None without it
 
     def load(self, flags: Sequence[str] | None = None, ranks: int | None = None, run: Path | None = None) -> Written:
@@ -79,23 +84,54 @@ class CommandLine:
             raise Printed
 
 
-def command_line(
-    verb: str, argv: Sequence[str], meanings: Mapping[str, str] | None = None, many: Collection[str] = ()
-) -> CommandLine:
-    """Split a command line; `meanings` and `many` as `own_flags` takes them.
+@dataclass(frozen=True)
+class Verb(Generic[Own]):
+    """A verb, or a topic of one: its module's `main`.
 
-    Raises:
-        SettingsError: a flag of the verb has no value, or there is no such section of help.
-        Printed: by `--help`, `--help all` or `--help SECTION`.
+    Called with a command line, by default the process's, it returns the exit code, as `run_main`.
+
+    Args:
+        name: the words after `clipstream`.
+        own: its own flags and arguments, made by `flags.flag`, `flags.switch` and `flags.argument`; its docstring says
+            what the verb does.
+        run: does the work, and returns the exit code; None is 0, and all errors are raised.
+        themes: keys of `help.THEMES`, of the settings that it takes; without them it takes none.
+        within: the beginning of the keys of these settings, for a verb that does not take all.
+        topics: by the word after its own name, such as `train` in `clipstream bench train`.
     """
-    for flag, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        name, equals, topic = flag.partition("=")
-        if name in ("--help", "-h"):
-            topic = topic if equals or following.startswith("-") else following
-            sys.stdout.write(help_text(Settings, verb, topic, meanings))
-            raise Printed
-    print_all, rest = take_flag(argv)
-    return CommandLine(verb, *own_flags(rest, meanings or {}, many), print_all)
+
+    name: str
+    own: type[Own]
+    run: Callable[[CommandLine[Own]], int | None]
+    themes: tuple[str, ...] = ()
+    topics: tuple[Verb[Any], ...] = ()
+    within: str = ""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        return run_main(self.started, argv)
+
+    def started(self, argv: Sequence[str]) -> int:
+        """Run a command line in this process.
+
+        Raises:
+            SettingsError: a flag is wrong, or there is no such section of help.
+            Printed: by `--help`, `--help all` or `--help SECTION`.
+        """
+        topics = {topic.name.rpartition(" ")[2]: topic for topic in self.topics}
+        if argv and argv[0] in topics:
+            return topics[argv[0]].started(argv[1:])
+        no_arguments = usage(self.name, self.own) == f"clipstream {self.name}"
+        if argv and no_arguments and not argv[0].startswith("-") and (near := did_you_mean(argv[0], topics)):
+            raise SettingsError(f"unknown topic {self.name} {argv[0]}{near}")
+        for flag, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+            name, equals, about = flag.partition("=")
+            if name in ("--help", "-h"):
+                about = about if equals or following.startswith("-") or not self.themes else following
+                sys.stdout.write(help_text(Settings, self, about))
+                raise Printed
+        print_all, rest = take_flag(argv) if self.themes else (None, argv)
+        own, flags = read_own(self.name, self.own, rest, self.within if self.themes else None)
+        return self.run(CommandLine(self.name, own, flags, print_all)) or 0
 
 
 def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:
@@ -196,16 +232,6 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         else:
             tell()
     return code
-
-
-def entry_point(body: Callable[[list[str]], int]) -> Callable[..., int]:
-    """Decorator of a verb's function: `main(argv)` is `run_main(body, argv)`."""
-
-    @functools.wraps(body)
-    def main(argv: Sequence[str] | None = None) -> int:
-        return run_main(body, argv)
-
-    return main
 
 
 def handle_signals(verb: str) -> None:

@@ -7,11 +7,10 @@ Imports neither torch nor anything else that would delay `--help`.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -19,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from clipstream.config.flags import generic_key, meaning_of, plain_field, spellings, trait, usage
 from clipstream.config.short_flags import ALIASES, BY_FLAG, FlagAlias
 from clipstream.errors import SettingsError, did_you_mean
 from clipstream.utils.section import (
@@ -27,6 +27,7 @@ from clipstream.utils.section import (
     all_fields,
     builtin_parts,
     entries_of,
+    items_of,
     kinds,
     section_of,
     types_of,
@@ -68,79 +69,14 @@ THEMES = {
     "Run": ("--name", "--logs", "--seed", "--log-every-n-steps"),
     "Checkpoints": ("--save-frequency", "--checkpoint.keep-last", "--resume", "--remote-sync"),
 }
+READING = ("Training data", "Captions and images")
 
 
-@dataclass(frozen=True)
-class Verb:
-    about: str
-    themes: tuple[str, ...]  # keys of `THEMES` whose flags it uses
-    arguments: str = ""  # positional arguments in its usage line
-
-
-_READING = ("Training data", "Captions and images")
-VERBS = {
-    "train": Verb("Train, evaluate and save a model.", tuple(THEMES)),
-    "evaluate": Verb(
-        "Evaluate a run, a checkpoint or a pretrained model, with its own evaluators or on DATA.",
-        ("Evaluation", "Captions and images", "Model", "Device and precision"),
-        "[RUN [DATA]...] ",
-    ),
-    "interpolate": Verb(
-        "Evaluate weights between those that a run started from, or START, and those of END (WiSE-FT), and write the "
-        "ones with the best target whose guards (evaluators with role: guard) keep their figures at the start. With "
-        "--soup, average several checkpoints. Evaluators are those of the run.",
-        ("Evaluation", "Captions and images", "Device and precision"),
-        "[START] END ",
-    ),
-    "bench": Verb(
-        "Measure how fast shards are read, by stage and number of workers. `bench train` measures how fast a model "
-        "trains.",
-        (*_READING, "Model", "Batch"),
-    ),
-    "bench train": Verb(
-        "Measure how fast the model trains as settings are added one by one, starting from float32 with padded texts, "
-        "without compilation or fusion, and print the suggested settings as YAML. Reports samples/s, memory, MFU and "
-        "the difference from the baseline's loss. Uses the first batches of --train-data, or generated ones. Under "
-        "torchrun, all ranks are measured together.",
-        (*_READING, "Model", "Batch", "Loss and optimizer", "Device and precision"),
-    ),
-    "audit": Verb(
-        "Audit the dtypes of one training step: casts, float32 operations, fp16 underflow of gradients, and 16-bit "
-        "computations where float32 is required (exit code 1).",
-        (*_READING, "Model", "Batch", "Loss and optimizer", "Device and precision", "Speed and memory"),
-        "precision ",
-    ),
-    "precompute": Verb(
-        "Compute the features of frozen towers and teachers, and store them in STORE. Rerun the same command to "
-        "continue after an interruption, or to add parts.",
-        (*_READING, "Model", "Batch", "Device and precision"),
-        "STORE ",
-    ),
-    "pack": Verb(
-        "Write the samples of SOURCE… (what --train-data takes: folders, tables, tars) to OUT as new tars, shuffled "
-        "over all of them, and print the command that trains on them. Rerun the same command to continue after an "
-        "interruption; the bytes are the same for any number of workers.",
-        _READING,
-        "OUT SOURCE... ",
-    ),
-    "stage": Verb(
-        "Copy the shards of a run's sources and evaluators to FOLDER, and print the command that trains on the copies.",
-        (*_READING, "Evaluation"),
-        "FOLDER ",
-    ),
-}
-
-
-def help_text(
-    root: type[Section],
-    verb: str,
-    topic: str = "",
-    own: Mapping[str, str] | None = None,
-    width: int | None = None,
-) -> str:
+def help_text(root: type[Section], verb: Any, topic: str = "", width: int | None = None) -> str:
     """The help of a verb.
 
     Args:
+        verb: an `entry.Verb`.
         topic: '' for the everyday flags, 'all' for every setting, or a section or key, such as 'data.sources'.
         width: columns; by default `terminal_width()`.
 
@@ -150,17 +86,44 @@ def help_text(
     page = _Page(root, width)
     if topic not in ("", ALL):
         return "\n".join(page.topic(topic.removeprefix("--").strip(".").replace("-", "_"))) + "\n"
-    usage = f"usage: clipstream {verb} {VERBS[verb].arguments}[--config\xa0FILE]... [--section.key\xa0VALUE]..."
-    lines = [
-        *(line.replace("\xa0", " ") for line in page.wrapped(usage)),
-        "",
-        *textwrap.wrap(VERBS[verb].about, width),
-        "",
-    ]
-    if own:
-        lines += [f"Flags of {verb}", *(line for flag, text in own.items() for line in page.row(flag, text)), ""]
-    lines += page.everything() if topic == ALL else page.everyday(verb)
+    more = ["[FLAG]..."] if verb.own.model_fields else []
+    more += ["[--config\xa0FILE]...", "[--section.key\xa0VALUE]..."] if verb.themes and not verb.within else []
+    lines = page.wrapped(" ".join([f"usage: {usage(verb.name, verb.own)}", *more]))
+    for one in verb.topics:
+        lines += page.wrapped(f"{'':7}{usage(one.name, one.own)} [FLAG]...")
+    lines = [line.replace("\xa0", " ") for line in lines]
+    lines += ["", *textwrap.wrap(summary(verb.own), width)]
+    if verb.topics:
+        lines += [
+            "",
+            "Topics",
+            *(line for one in verb.topics for line in page.row(one.name.split()[-1], summary(one.own))),
+        ]
+    fields = sorted(verb.own.model_fields.items(), key=lambda item: not trait(item[1], "argument"))
+    lines += ["", f"Flags of {verb.name}"] if fields else []
+    for name, info in fields:
+        form = "" if trait(info, "argument") else own_form(info)
+        head = f"{', '.join(spellings(name, info))} {form}".rstrip()
+        lines += page.row(head, f"{info.description}{own_default(info)}")
+    if verb.within:
+        lines += [*page.themes(verb.themes), *page.row(f"--{verb.within}KEY VALUE", "any other key of it")]
+    elif verb.themes:
+        lines += ["", *(page.everything() if topic == ALL else page.everyday(verb.themes))]
     return "\n".join(lines) + "\n"
+
+
+def own_form(field: FieldInfo) -> str:
+    """The form of the value of one of a verb's own flags; empty for a switch."""
+    bare = trait(field, "bare")
+    form = trait(field, "form") or value_form(items_of(field.annotation) or field.annotation)
+    form = f"{form}..." if trait(field, "many") else form
+    return "" if bare is True else form if bare is None else f"[{form}]"
+
+
+def own_default(field: FieldInfo) -> str:
+    """As `default_note`; a switch, and a flag whose meaning tells it, has none."""
+    told = "default" in (field.description or "") or trait(field, "bare") is not None
+    return "" if told or field.is_required() else default_note(field)
 
 
 def terminal_width() -> int:
@@ -194,23 +157,27 @@ class _Page:
                 self.homes[inner] = below
                 self._find_homes(inner, below)
 
-    def everyday(self, verb: str) -> Iterator[str]:
-        """The flags of the verb's themes, and how to see more."""
+    def everyday(self, themes: Iterable[str]) -> Iterator[str]:
+        """The flags of a verb's themes, and how to see more."""
         yield from textwrap.wrap(_SHORT_INTRO, self.width)
         yield from self.row("--config FILE", "settings in YAML; can be repeated")
-        for theme in VERBS[verb].themes:
-            yield from ("", theme)
-            for flag in THEMES[theme]:
-                if flag in BY_FLAG:
-                    yield from self.short(BY_FLAG[flag], default=True)
-                else:
-                    yield from self.place(flag.removeprefix("--").replace("-", "_"))
+        yield from self.themes(themes)
         sections = ", ".join(self.root.model_fields)
         yield from ("", "More")
         text = f"the settings of a section ({sections}) or a part of it, such as data.sources or evals.zero_shot"
         yield from self.row("--help SECTION", text)
         yield from self.row("--help all", "every setting")
         yield from self.row("--print-config [all]", _PRINT_CONFIG)
+
+    def themes(self, themes: Iterable[str]) -> Iterator[str]:
+        """The flags of these keys of `THEMES`."""
+        for theme in themes:
+            yield from ("", theme)
+            for flag in THEMES[theme]:
+                if flag in BY_FLAG:
+                    yield from self.short(BY_FLAG[flag], default=True)
+                else:
+                    yield from self.place(flag.removeprefix("--").replace("-", "_"))
 
     def everything(self) -> Iterator[str]:
         """Short flags, then every key by section."""
@@ -283,15 +250,14 @@ class _Page:
         yield from self.fields({name: all_fields(section)[name]}, prefix)
 
     def short(self, short: FlagAlias, *, default: bool = False) -> list[str]:
-        """A short flag with the keys that it sets, or with the default of the only key that it sets."""
-        note = f" [sets {', '.join(short.keys)}]"
+        """A short flag with the keys that it sets, or with the default of the setting that it is another name of."""
+        field, note = plain_field(self.root, short), f" [sets {', '.join(short.keys)}]"
         if default:
-            same = short.convert is None and not short.switch and not short.together
-            place, _, name = generic_key(short.keys[0]).rpartition(".")
-            section = self._found(place)[1] if same and place else None
-            note = "" if section is None else default_note(all_fields(section)[name])
+            note = "" if field is None else default_note(field)
             note = note if note.startswith(" [default") and len(note) < SHORT_DEFAULT else ""
-        return self.row(f"{short.flag} {short.value}".rstrip(), f"{short.meaning}{note}")
+        switch = field is not None and bool in kinds(field.annotation)
+        value = short.value or (value_form(field.annotation) if field is not None and not switch else "")
+        return self.row(f"{short.flag} {value}".rstrip(), f"{meaning_of(self.root, short)}{note}")
 
     def fields(self, fields: Mapping[str, FieldInfo], prefix: str) -> Iterator[str]:
         """Keys with type, meaning and default; the keys of a section are listed where its class is used first."""
@@ -333,11 +299,6 @@ def _inner(info: FieldInfo, flag: str) -> tuple[type[Section] | None, str, bool]
     """(class of the settings in a field or None, prefix of their flags, whether the field is a mapping of names)."""
     section, entries = section_of(info.annotation), section_of(entries_of(info.annotation))
     return section or entries, f"{flag}." if section else f"{flag}.NAME.", section is None and entries is not None
-
-
-def generic_key(key: str) -> str:
-    """A short flag's key, with NAME for the name of a source or evaluator."""
-    return re.sub(r"^(data\.sources|evals)\.\w+", r"\1.NAME", key)
 
 
 def summary(section: type[Section]) -> str:

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from typing_extensions import TypedDict, Unpack
 
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.flags import output_file
 from clipstream.config.plan import LARGE, batch_of
 from clipstream.config.settings import PathLike, Settings, changed, load, portable, secrets, tree_of
+from clipstream.config.short_flags import READING_FLAGS
 from clipstream.curation.problems import CONTEXT, Examined, Table, examine, large_note, write_page
 from clipstream.curation.sample_table import Columns, Row, RowReader
 from clipstream.data.batch import ImageSpec
@@ -63,16 +63,6 @@ OFF_TERMINAL = 160  # columns where there is no terminal
 PROFILED = 64  # samples whose members and fields give examples and suggestions of the report on all
 
 
-class ReadingFlags(TypedDict, total=False):
-    """Arguments of `check`."""
-
-    caption_key: str | None
-    caption_lines: str | None
-    caption_json: str | None
-    image_key: str | None
-    separator: str | None
-
-
 def check(
     shards: PathLike | Sequence[PathLike],
     *,
@@ -80,7 +70,7 @@ def check(
     samples: int | None = None,
     all: bool = False,
     settings: Mapping[str, Any] | None = None,
-    **flags: Unpack[ReadingFlags],
+    **flags: str | None,
 ) -> CheckReport:
     """Look into a data set: its members and JSON fields, and the samples that training would use and drop.
 
@@ -91,9 +81,8 @@ def check(
         samples: number of samples to read, spread over the shards; 0 for all; unless set 500, or all of 2,000 or fewer.
         all: also read all samples as `check --all` does; `figures` of the report are then those of its `--json`.
         settings: further keys of the source, as training takes them: `{"caption.type": a_function_of_your_own}`.
-        flags: texts. `caption_key`: suffix of the caption's member, default 'txt', of a CSV 'title' first.
-            `caption_lines`: the 'first' or a 'random' line of a text. `caption_json`: path into the JSON member, such
-            as 'caption.en'; several by ';'. `image_key`: suffixes of the image member. `separator`: of a CSV.
+        flags: short flags of the command line on how samples are read, with underscores, such as `caption_key`,
+            `caption_json` and `image_key`; also `separator`, of a CSV.
 
     Returns:
         The findings, also where no sample is usable.
@@ -112,9 +101,8 @@ def check(
         >>> clipstream.check("shards/*.tar", caption_json="caption.de").drops
         Counter({'no_caption': 24})
     """
-    given: dict[str, Any] = dict.fromkeys(ReadingFlags.__annotations__) | dict(flags)
-    for name, value in given.items():
-        if name not in ReadingFlags.__annotations__:
+    for name, value in flags.items():
+        if name != "separator" and f"--{name.replace('_', '-')}" not in READING_FLAGS:
             raise TypeError(f"check() got an unexpected keyword argument {name!r}")
         if not isinstance(value, str | None):
             raise wrong_type(name, "text", value)
@@ -123,7 +111,7 @@ def check(
     if not isinstance(samples, int | None) or (samples or 0) < 0:
         raise SettingsError(f"samples: expected a number of samples, 0 or more, not {samples!r}")
     names = [os.fspath(one) for one in each("shards", "a pattern or a list of patterns", shards, (str, os.PathLike))]
-    words = reading_flags({**given, "folder": None if folder is None else os.fspath(folder)})
+    words = reading_flags({**flags, "folder": None if folder is None else os.fspath(folder)})
     if not isinstance(settings, Mapping | None):
         raise wrong_type("settings", "a mapping of the keys of a source", settings)
     with on_terminal():
@@ -135,11 +123,11 @@ def check(
         return report
 
 
-def reading_flags(options: Mapping[str, str | None]) -> list[str]:
-    """The flags of training that say how samples are read."""
+def reading_flags(given: Mapping[str, str | None]) -> list[str]:
+    """The flags of training for what is given on how samples are read, by name."""
     own = {name: f"{SHORT_FLAGS}.{name}" for name in ("folder", "separator")}
-    given = ((own.get(name, name), options[name]) for name in (*ReadingFlags.__annotations__, "folder"))
-    return [word for key, value in given if value is not None for word in (f"--{key.replace('_', '-')}", value)]
+    words = ((f"--{own.get(name, name).replace('_', '-')}", value) for name, value in given.items())
+    return [word for flag, value in words if value is not None for word in (flag, value)]
 
 
 @dataclass
@@ -359,7 +347,7 @@ def print_report(settings: Settings, flags: Sequence[str], options: Any) -> None
     """
     for flag, path in {"--json": options.json_, "--html": options.html, "--yaml": options.yaml}.items():
         if path is not None and (flag, path) != ("--json", "-"):
-            output_file({flag: path}, flag)
+            output_file(path, flag)
     section, found = settings.data.sources[SHORT_FLAGS.rpartition(".")[2]], None
     executor, folder = executors.checked(options.executor), None if options.table is None else Path(options.table)
     loading.show("reading samples")

@@ -12,7 +12,6 @@ MetaCLIP's balancing (arXiv:2309.16671).
 
 from __future__ import annotations
 
-import argparse
 import glob
 import json
 import re
@@ -45,7 +44,7 @@ EXAMPLES = 3  # dropped samples that are shown of each test
 CELL = 80
 
 
-def filter_samples(options: argparse.Namespace, flags: Sequence[str]) -> None:
+def filter_samples(options: Any, flags: Sequence[str]) -> None:
     """Evaluate the conditions, print what each of them leaves, and write the file.
 
     Raises:
@@ -273,7 +272,7 @@ def _evaluate(conditions: Conditions, samples: Samples) -> np.ndarray[Any, Any]:
     return kept
 
 
-def _balance(options: argparse.Namespace, samples: Samples, kept: np.ndarray[Any, Any]) -> None:
+def _balance(options: Any, samples: Samples, kept: np.ndarray[Any, Any]) -> None:
     """Write the probability of each usable sample; 0 for those that are not kept."""
     balance = Balance(options.balance, options.t)
     for start, block, rows in samples.blocks(["caption"]):

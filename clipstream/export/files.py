@@ -13,7 +13,6 @@ check.py          what compares all of this with the model
 
 from __future__ import annotations
 
-import argparse
 import ast
 import html
 import inspect
@@ -182,7 +181,7 @@ def write_processor(towers: Towers, folder: Path, kind: str) -> None:
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_transformers(towers: Towers, folder: Path, options: argparse.Namespace) -> str:
+def write_transformers(towers: Towers, folder: Path, options: Any) -> str:
     """Write a folder of transformers; returns a note for the model card.
 
     Raises SettingsError: a part of the model has no counterpart in transformers.
@@ -194,7 +193,7 @@ def write_transformers(towers: Towers, folder: Path, options: argparse.Namespace
     return f"`{type(model).__name__}` of transformers. {logit_note(towers, model)}".strip()
 
 
-def write_open_clip(towers: Towers, folder: Path, options: argparse.Namespace) -> str:
+def write_open_clip(towers: Towers, folder: Path, options: Any) -> str:
     """Write a folder of open_clip; returns a note for the model card."""
     towers.save_pretrained(folder)
     return "A model of open_clip."

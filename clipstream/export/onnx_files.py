@@ -9,7 +9,6 @@ All give features [n, D] with rows of length 1.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ class _Text(nn.Module):
         return normalize(self.clip.encode_text(ids), dim=-1)
 
 
-def write_onnx(towers: Towers, folder: Path, options: argparse.Namespace) -> str:
+def write_onnx(towers: Towers, folder: Path, options: Any) -> str:
     """Write the folder; returns a note for the model card. Raises SettingsError: a tower that torch cannot export."""
     backend, _ = fast_tokenizer(towers)
     form = FORMS[options.preprocess]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +54,7 @@ IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])  # as Hugging
 EXTRAS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "sentence-transformers": ("sentence_transformers",)}
 
 
-def export_model(options: argparse.Namespace) -> None:
+def export_model(options: Any) -> None:
     """Export a model, and push it to the Hub where this is asked for.
 
     Raises ClipstreamError: there is no such model, it has no counterpart, or the exported files give other features.
@@ -111,7 +110,7 @@ def export_model(options: argparse.Namespace) -> None:
         _push(out, options.push_to_hub, options.private)
 
 
-def export_features(options: argparse.Namespace) -> None:
+def export_features(options: Any) -> None:
     """Export the features of a store. Raises ClipstreamError: it cannot be read, or files cannot be written."""
     note_input(options.store)
     claim_output(options.out, "OUT")
@@ -161,7 +160,7 @@ def _is_beside(subject: Subject) -> bool:
     return _parent(subject) == subject.run
 
 
-def _check_free(out: Path, options: argparse.Namespace) -> None:
+def _check_free(out: Path, options: Any) -> None:
     """Raises SettingsError: OUT is or holds the model, or holds other files than an export's, or cannot be made."""
     for name in filter(None, (options.model, options.pretrained)):
         note_input(Path(name.removeprefix(LOCAL)).expanduser())

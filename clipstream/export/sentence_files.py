@@ -5,7 +5,6 @@ The latter where the text tower is pooled in a way that transformers' models of 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import shutil
 from pathlib import Path
@@ -22,7 +21,7 @@ from clipstream.export.files import PROCESSOR_FILES, write_processor, write_toke
 from clipstream.models.towers import Towers
 
 
-def write_sentence_transformers(towers: Towers, folder: Path, options: argparse.Namespace) -> str:
+def write_sentence_transformers(towers: Towers, folder: Path, options: Any) -> str:
     """Write the folder; returns a note for the model card. Raises SettingsError: a tower has no counterpart."""
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
     image, text = image_tower(towers), text_tower(towers)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from clipstream.models.settings import Tower
 
-STORED_DTYPES = ("float32", "float16", "bfloat16", "int8")
+StoredDtype = Literal["float32", "float16", "bfloat16", "int8"]
 CHUNK_ROWS, ROWS_MULTIPLE = 8192, 4096
 
 
@@ -21,7 +22,7 @@ class StoreOptions:
     folder: Path  # of the store, absolute
     towers: tuple[Tower, ...]  # of the settings' model; none to store teachers alone
     views: int  # augmented views of each image; 0: the image as evaluations preprocess it
-    dtype: str  # of STORED_DTYPES
+    dtype: StoredDtype
     zstd: bool  # whether files are compressed
     chunk_rows: int  # samples of a chunk
     random_weights: bool  # whether a teacher may have no pretrained weights

@@ -7,7 +7,6 @@ tasks, IN_FLIGHT are with the cluster. Workers need this version of clipstream, 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import importlib.util
@@ -38,7 +37,7 @@ Result = TypeVar("Result")
 FLAG = "--executor"
 MEANING = (
     "where shards are worked off: local:N processes of this machine, ray (joins or starts a cluster), "
-    "ray://HOST:10001 or dask://HOST:8786"
+    "ray://HOST:10001 or dask://HOST:8786 (default: local, one process per core)"
 )
 IN_FLIGHT = 1000  # tasks that are with a cluster at once; autoscalers see as many
 SHOWN = 20  # failures that a message lists
@@ -47,11 +46,6 @@ ASK = 5.0  # s between two questions for workers while no task ends
 # s without a worker that end the command: the first may have to be started, as by an autoscaler; the last may return
 FIRST_WORKER, LAST_WORKER = 600.0, 60.0
 _PACKAGES = {"ray": "ray", "dask": "distributed"}
-
-
-def add_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add `--executor` to a verb's flags, whose value `checked` takes."""
-    parser.add_argument(FLAG, metavar="EXECUTOR", help=f"{MEANING} (default: local, one process per core)")
 
 
 def checked(executor: str | None, default: int | None = None) -> str:

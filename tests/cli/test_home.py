@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from pydantic import create_model
 
-from clipstream.cli.verbs import bench, check, compare, evaluate, index, stage
+from clipstream.cli.main import VERBS, verb_of
+from clipstream.cli.verbs import check, compare, index
 from clipstream.config.config_sources import accepts_text
-from clipstream.config.flags import own_flags
 from clipstream.config.settings import Settings, load
 from clipstream.data.sources import expand
 from clipstream.data.text_settings import PathTokenizer
-from clipstream.utils.section import leaves, names_path
+from clipstream.utils.section import items_of, leaves, names_path
 from tests.support.tars import write_tar
 
 # Keys whose text is no path; a new one is told here, or has the type `section.PathText`.
@@ -68,11 +67,15 @@ def test_flags_and_files_alike(home: Path) -> None:
     assert settings.tokenizer.model_dump()["name"] == f"{home}/t"
 
 
-@pytest.mark.parametrize("verb", [bench, evaluate, stage])
-def test_flags_of_the_verbs_own(verb: ModuleType, home: Path) -> None:
-    argv = [f"{flag}=~/x" for flag in verb.OWN_FLAGS]
-    assert own_flags(argv, verb.OWN_FLAGS)[0] == dict.fromkeys(verb.OWN_FLAGS, f"{home}/x")
-    assert stage.folder_of("~/staged") == home / "staged"
+def test_flags_of_the_verbs_own(home: Path) -> None:
+    verbs = [one for name in VERBS for one in (verb_of(name), *verb_of(name).topics)]
+    paths = [field for verb in verbs for field in verb.own.model_fields.values() if names_path(field)]
+    assert len(paths) > 12
+    for field in paths:
+        several = items_of(field.annotation) is not None
+        fields: dict[str, Any] = {"value": (field.annotation, field)}
+        made = create_model("One", **fields)(value=["~/x"] if several else "~/x")
+        assert made.model_dump() == {"value": [f"{home}/x"] if several else f"{home}/x"}
 
 
 def test_shards_in_all_their_forms(home: Path) -> None:

@@ -11,9 +11,8 @@ import pytest
 from open_clip_train.params import get_default_params, parse_args
 
 from clipstream.cli import main
-from clipstream.config.flags import DEFAULTS
 from clipstream.config.settings import Settings, load, read
-from clipstream.config.short_flags import BY_FLAG, UNNEEDED, notice, refusal
+from clipstream.config.short_flags import BY_FLAG, DEFAULTS, UNNEEDED, notice, refusal
 from clipstream.utils.section import leaves
 from tests.support.settings_files import problems
 

@@ -447,13 +447,13 @@ def test_a_plan_covers_all_samples_in_bounded_memory() -> None:
         ([], "missing OUT"),
         (["{tmp}/x"], "missing SOURCE"),
         (["{tmp}/x", "0.tar", "--shard-size", "5XB"], "--shard-size: expected"),
-        (["{tmp}/x", "0.tar", "--quality", "5"], "--quality requires"),
+        (["{tmp}/x", "0.tar", "--quality", "5"], "--quality: requires"),
         (["{tmp}/x", "0.tar", "--size", "0"], "--size"),
-        (["{tmp}/x", "0.tar", "--format", "gif"], "--format: expected keep, jpg, webp, png"),
-        (["{tmp}/x", "0.tar", "--shard-size", "source", "--order", "shuffled"], "--order is not supported with"),
-        (["{tmp}/x", "0.tar", "--group", "json:a"], "--group requires --val-split"),
+        (["{tmp}/x", "0.tar", "--format", "gif"], "--format: 'gif' is not one of keep, jpg, webp, png"),
+        (["{tmp}/x", "0.tar", "--shard-size", "source", "--order", "shuffled"], "--order: not supported with"),
+        (["{tmp}/x", "0.tar", "--group", "json:a"], "--group: requires --val-split"),
         (["{tmp}/x", "0.tar", "--val-split", "0.2", "--merge", "0.csv"], "does not compare the captions of --merge"),
-        (["{tmp}/x", "0.tar", "--val-split", "2"], "--val-split: expected a share"),
+        (["{tmp}/x", "0.tar", "--val-split", "2"], "--val-split: expected a number below 1"),
     ],
 )
 def test_wrong_usage(argv: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

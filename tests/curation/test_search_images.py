@@ -198,7 +198,7 @@ def test_a_cache_that_is_read_only_or_damaged_is_no_traceback(
 
 def test_wrong_calls_end_with_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for words, part in (
-        (("local-dir:model", "table.csv"), "at least one query"),
+        (("local-dir:model", "table.csv"), "missing QUERY: clipstream search RUN DATA QUERY..."),
         (("local-dir:model", "table.csv", "a", "-k", "no"), "-k"),
         (("local-dir:model", "table.csv", "gone.png"), "gone.png"),
         (("local-dir:model", "none.csv", "gone.png"), "gone.png"),  # before images are computed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -22,7 +21,8 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer, _create_vision_transformer
 
 import clipstream
-from clipstream.cli.verbs.export import _add_model_flags, main
+from clipstream.cli.verbs.export import ModelFlags, main
+from clipstream.config.flags import read_own
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.export import run as export_run
@@ -331,7 +331,5 @@ def test_push_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
             export_run._push(tmp_path / "out", "me/mine", False)
 
 
-def parsed(argv: list[str]) -> Any:
-    parser = argparse.ArgumentParser()
-    _add_model_flags(parser)
-    return parser.parse_intermixed_args(argv)
+def parsed(argv: list[str]) -> ModelFlags:
+    return read_own("export", ModelFlags, argv, None)[0]

@@ -124,7 +124,7 @@ def test_a_run_with_a_guard_ends_with_the_command(place: Path, capsys: Any) -> N
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "expected clipstream interpolate [START] END"),
+        ([], "missing MODEL: clipstream interpolate MODEL..."),
         (["{place}/runs/b", "--alphas", "0:1"], "--alphas: expected FIRST:LAST:STEP or a list, [0.3, 0.5], not '0:1'"),
         (["{place}/runs/b", "--alphas", "[2]"], "--alphas: Input should be less than or equal to 1, not 2"),
         (["{place}/runs/b", "--guard-kept", "97"], "--guard-kept: Input should be less than or equal to 1, not 97"),
@@ -135,7 +135,7 @@ def test_a_run_with_a_guard_ends_with_the_command(place: Path, capsys: Any) -> N
         (["{place}/runs/b/checkpoints/step_00000006", "--soup", "greedy"], "CHECKPOINT CHECKPOINT"),
         (["{place}/other", "{place}/runs/b"], "is another model than"),
         (["{place}/runs/b", "{place}/runs/b", "--soup", "greedy"], "is named twice"),
-        (["{place}/runs/b", "{place}/runs/a", "--soup", "greedy", "--alphas", "[1]"], "--alphas is not of --soup"),
+        (["{place}/runs/b", "{place}/runs/a", "--soup", "greedy", "--alphas", "[1]"], "--alphas: is not of --soup"),
         (["{place}/runs/b", "--out", "{place}/runs/b/checkpoints/step_00000006"], "not of interpolate: name another"),
         (["{place}/runs/a/interpolated", "{place}/runs/b", "--out", "{place}/runs/a/interpolated"], "one of the mod"),
     ],

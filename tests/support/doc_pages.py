@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from clipstream.cli.main import VERBS, verb_module
+from clipstream.cli.main import VERBS, main
 from clipstream.config.settings import read
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
@@ -193,7 +193,7 @@ class Session:
             return
         out = io.StringIO()
         with contextlib.redirect_stdout(out) if into else contextlib.nullcontext():
-            code = verb_module(verb).main(small(verb, flags))
+            code = main([verb, *small(verb, flags)])
         assert code == 0, f"{block}: {command}"
         if into:
             Path(into.strip()).write_text(out.getvalue(), encoding="utf-8")

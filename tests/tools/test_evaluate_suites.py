@@ -149,8 +149,8 @@ def test_sets_of_any_source_type_are_looked_for(tmp_path: Path, capsys: pytest.C
 def test_what_is_asked_wrong_is_told(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         (["--suite", ROBUSTNESS], "set --evals-root FOLDER, or CLIPSTREAM_EVALS"),
-        (["--suite", ROBUSTNESS, "--missing", "ignore"], "expected error or skip"),
-        (["--evals-root", str(sets)], "--evals-root requires --suite FILE"),
+        (["--suite", ROBUSTNESS, "--missing", "ignore"], "'ignore' is not one of error, skip"),
+        (["--evals-root", str(sets)], "--evals-root: requires --suite FILE"),
         (["--suite", str(sets / "no.yaml")], "does not exist"),
         (["--suite", ROBUSTNESS, "--evals-root", f"{sets}/no", "--missing", "skip"], "no evaluation data"),
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import json
 import os
@@ -17,7 +16,9 @@ import pytest
 import yaml
 
 from clipstream.checkpoint.store import Subject
-from clipstream.cli.main import VERBS, main, verb_module
+from clipstream.cli.main import VERBS, main, verb_of
+from clipstream.config.flags import spellings as flag_spellings
+from clipstream.config.flags import trait
 from clipstream.config.settings import Settings
 from clipstream.export.proof import read
 from clipstream.export.run import Exported
@@ -76,8 +77,8 @@ OTHERS = {  # flags of files or folders that are read, are caches, or are folder
     ("search", "neighbours", "--query-image"), ("search", "neighbours", "--mine"), ("search", "doubt", "--worst"),
     ("evaluate", "", "--checkpoint"), ("evaluate", "", "--suite"), ("evaluate", "", "--evals-root"),
     ("interpolate", "", "--out"), ("audit", "", "--run"), ("precompute", "", "--chunk-rows"),
-    ("export", "model", "--config"),
-    ("export", "model", "--int8"), ("export", "model", "--push-to-hub"), ("export", "features", "--format"),
+    ("export", "*", "--config"), ("export", "*", "--int8"), ("export", "*", "--push-to-hub"),
+    ("precompute", "", "--checkpoint"), ("search", "", "--html"), ("export", "features", "--format"),
     ("export", "features", "--captions"), ("export", "features", "--images"), ("export", "features", "--rows"),
     ("export", "features", "--cache"),
 }  # fmt: skip
@@ -127,31 +128,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def flags_of(parser: argparse.ArgumentParser, topic: str = "") -> Iterator[tuple[str, str, str]]:
-    """(topic, flag, help) of the flags."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, inner in action.choices.items():
-                yield from flags_of(inner, name)
-        elif action.option_strings:
-            yield topic, action.option_strings[-1], f"{action.metavar} {action.help}"
-
-
 def test_each_flag_that_names_a_file_is_tried() -> None:
     """A new flag is added to FILES or OTHERS."""
     found = set()
-    for verb in VERBS:
-        module = verb_module(verb)
-        named = list(flags_of(module.build_parser())) if hasattr(module, "build_parser") else []
-        for table, topic in (("OWN_FLAGS", ""), ("INPUT_FLAGS", ""), ("TRAIN_FLAGS", "train")):
-            one = getattr(module, table, {})
-            if table != "OWN_FLAGS" or not hasattr(module, "TRAIN_FLAGS"):
-                named += [(topic, flag, about) for flag, about in one.items()]
-        found |= {
-            (verb, topic if (verb, "*", flag) not in OTHERS else "*", flag)
-            for topic, flag, about in named
-            if ABOUT_FILES.search(about)
-        }
+    for name in VERBS:
+        for verb in (verb_of(name), *verb_of(name).topics):
+            topic = verb.name.removeprefix(name).strip()
+            for key, field in verb.own.model_fields.items():
+                flag = flag_spellings(key, field)[0]
+                if flag.startswith("--") and ABOUT_FILES.search(f"{trait(field, 'form')} {field.description}"):
+                    found.add((name, topic if (name, "*", flag) not in OTHERS else "*", flag))
     assert found == {*FILES, *OTHERS}
 
 

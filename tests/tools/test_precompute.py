@@ -351,8 +351,8 @@ def test_two_ranks_give_the_store_of_one_process(place: Path, tmp_path: Path) ->
     ("words", "said"),
     [
         ("s --dtype float32", "--towers image, text or both"),
-        ("s --towers images", "--towers: expected"),
-        ("s --towers image --dtype fp8", "--dtype: expected"),
+        ("s --towers images", "--towers: 'images' is not one of image, text, both"),
+        ("s --towers image --dtype fp8", "--dtype: 'fp8' is not one of float32, "),
         ("s --towers image --chunk-rows 5000", "multiple of 4096"),
         ("s --towers image --views -1", "--views: expected"),
         ("s --teacher t", "--teacher: expected NAME=MODEL"),

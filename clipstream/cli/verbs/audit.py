@@ -1,18 +1,18 @@
-"""The verb `clipstream audit precision`: what one training step computes in which dtype.
+"""The verb audit: audit the dtypes of a training step.
 
-Takes the settings of `clipstream.train`, or a run's folder with `--run`, and changes nothing.
+`clipstream audit precision` takes the settings of training, or a run's folder with `--run`, and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from clipstream.checkpoint import store
-from clipstream.config.entry import command_line, entry_point
-from clipstream.config.flags import choice_flag, output_file
+from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.flags import OutPath, argument, flag, output_file
+from clipstream.config.help import READING
 from clipstream.config.plan import Survey, agree, survey
 from clipstream.config.settings import Settings, Written, require_equal
 from clipstream.config.validate import preflight_models, validate_sources
@@ -21,33 +21,36 @@ from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.utils.console import ResultConsole
+from clipstream.utils.section import PathText, Section
 
 if TYPE_CHECKING:
     from clipstream.data.loader.recipe import ModelInputs
 
-TOPIC = "precision"
-OWN_FLAGS = {
-    "--run": "run folder with the settings and weights (newest checkpoint) to audit",
-    "--batch": "shards (default, if set) or synthetic (random images and texts)",
-    "--json": "write all results to this file",
-}
 LENGTHS = (3, 21)  # words of a synthetic text: at least, and one more than at most
 
 
-@entry_point
-def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code: 1 if 16 bits are found where float32 is needed."""
-    topics = [token for token in argv[:1] if not token.startswith("-")]
-    command = command_line("audit", argv[len(topics) :], OWN_FLAGS)
-    if topics != [TOPIC]:
-        raise SettingsError(f"audit requires a topic: clipstream audit {TOPIC} …")
-    own, run = command.own, None
-    if "--run" in own:
-        run = Path(own["--run"])
-        if not (run / "config.yaml").is_file():
-            raise SettingsError(f"--run: {own['--run']} is not a run folder: config.yaml is missing")
-    output_file(own, "--json")
-    settings, places = command.load(run=run)
+class AuditFlags(Section):
+    """Audit the dtypes of one training step: casts, float32 operations, fp16 underflow of gradients, and 16-bit
+    computations where float32 is required (exit code 1).
+    """
+
+    topic: Literal["precision"] = argument("what is audited: precision")
+    run: PathText | None = flag("run folder with the settings and weights (newest checkpoint) to audit", form="FOLDER")
+    batch: Literal["shards", "synthetic"] | None = flag(
+        "shards (default, if set) or synthetic (random images and texts)"
+    )
+    json_: OutPath | None = flag("write all results to this file", form="FILE")
+
+
+def run(command: CommandLine[AuditFlags]) -> int:
+    """Audit the step, and return the exit code: 1 if 16 bits are found where float32 is needed."""
+    own, folder = command.own, None
+    if own.run is not None:
+        folder = Path(own.run)
+        if not (folder / "config.yaml").is_file():
+            raise SettingsError(f"--run: {folder} is not a run folder: config.yaml is missing")
+    output_file(own.json_, "--json")
+    settings, places = command.load(run=folder)
     if _synthetic(own, settings):
         settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": {}})})
         found = survey(settings, count=False)
@@ -57,11 +60,10 @@ def main(argv: list[str]) -> int:
     return run_ranks(settings.run, partial(audit, found, own))
 
 
-def _synthetic(own: Mapping[str, str], settings: Settings) -> bool:
+def _synthetic(own: AuditFlags, settings: Settings) -> bool:
     """Whether the batch is random."""
     data = settings.data
-    default = "shards" if data.sources or data.image_features else "synthetic"
-    choice = choice_flag(own, "--batch", ("shards", "synthetic"), default)
+    choice = own.batch or ("shards" if data.sources or data.image_features else "synthetic")
     if choice == "shards" and not data.sources and not data.image_features:
         raise SettingsError("--batch shards requires --train-data SHARDS")
     if choice == "synthetic" and (data.image_features or data.text_features or data.teacher_features):
@@ -69,7 +71,7 @@ def _synthetic(own: Mapping[str, str], settings: Settings) -> bool:
     return choice == "synthetic"
 
 
-def audit(found: Survey, own: Mapping[str, str], world: World, watch: FailureWatch) -> None:
+def audit(found: Survey, own: AuditFlags, world: World, watch: FailureWatch) -> None:
     """Audit on this rank, and print the tables on rank 0.
 
     Raises:
@@ -81,7 +83,7 @@ def audit(found: Survey, own: Mapping[str, str], world: World, watch: FailureWat
     from clipstream.training.precision_audit import audit_step
 
     require_equal(found.settings, world)
-    run = Path(own["--run"]) if "--run" in own else None
+    run = None if own.run is None else Path(own.run)
     checkpoints = None if run is None else run / "checkpoints"
     last = None if checkpoints is None else resume.agree(lambda: store.newest(checkpoints), world, checkpoints)
     resumed = resume.Resumed(last, None).with_meta(found.settings.train, found.settings.data, world)
@@ -96,9 +98,9 @@ def audit(found: Survey, own: Mapping[str, str], world: World, watch: FailureWat
     result = audit_step(step, batch)
     if world.is_main:
         result.show(ResultConsole(120))
-        if "--json" in own:
-            with errors_as(ClipstreamError, f"--json: cannot write {own['--json']}", OSError):
-                result.write(Path(own["--json"]))
+        if own.json_:
+            with errors_as(ClipstreamError, f"--json: cannot write {own.json_}", OSError):
+                result.write(Path(own.json_))
     if result.of("error"):
         raise ClipstreamError(f"16-bit computations where float32 is required: {result.verdict}")
 
@@ -124,3 +126,11 @@ def synthetic_batch(settings: Settings, world: World, inputs: ModelInputs) -> Ba
     keys = tuple(f"synthetic/{number}" for number in range(start, stop))
     one = torch.ones(stop - start)
     return Batch(pixels(inputs.image), ids, one, keys, torch.zeros_like(one, dtype=torch.uint8), 0, size, **others)  # type: ignore[arg-type]
+
+
+main = Verb(
+    "audit",
+    AuditFlags,
+    run,
+    (*READING, "Model", "Batch", "Loss and optimizer", "Device and precision", "Speed and memory"),
+)

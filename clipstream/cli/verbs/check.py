@@ -2,100 +2,52 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from itertools import islice
-
-from clipstream.config.entry import entry_point, print_config, take_flag
-from clipstream.config.settings import read
+from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.flags import argument, flag, switch
 from clipstream.curation.check import print_report, reading_flags
 from clipstream.data.decode.sample_profile import SHORT_FLAGS
-from clipstream.data.settings import IMAGE_KEY
 from clipstream.storage.shard_url import in_braces
-from clipstream.utils import executors
+from clipstream.utils.executors import MEANING
+from clipstream.utils.section import GIVEN, Conflict, Section
 
-OF_ALL = ("headers", "executor", "table", "json_", "html", "yaml", "strict")  # that need --all
 
+class CheckFlags(Section):
+    """Inspect a data set: its shards, members and JSON fields, the samples that these settings use and drop, and the
+    flags to train on it. Exit code 3 if no sample is usable.
+    """
 
-def build_parser() -> argparse.ArgumentParser:
-    """The verb's command line."""
-    parser = argparse.ArgumentParser(
-        prog="clipstream check",
-        description="Inspect a data set: its shards, members and JSON fields, the samples that these settings use and "
-        "drop, and the flags to train on it. Exit code 3 if no sample is usable.",
-        epilog=f"--{SHORT_FLAGS}.KEY VALUE is that of clipstream train, e.g. caption.type my_module:my_function.",
-    )
-    shards = "tar files: braces, '::', globs, pipe:, http(s):; a table; or a local folder"
-    parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
-    options = (
-        ("--caption-key", "SUFFIX", "text member with the caption (default: txt; for a CSV: title, else txt)"),
-        (
-            "--caption-json",
-            "PATHS",
-            "path into the JSON member, or a text of fields such as '{title} by {brand}'; several, by ';', in order",
-        ),
-        ("--caption-lines", "WHICH", "of a text of several lines: all (default), first, or random"),
-        (
-            "--image-key",
-            "SUFFIXES",
-            f"suffixes of the image member, separated by ';' (default: {IMAGE_KEY.replace(';', '; ')})",
-        ),
-        ("--folder", None, "base folder of a table's relative paths (default: the table's folder)"),
-        ("--separator", "CHARACTER", "separator of a CSV (default: detected from its header)"),
-    )
-    for flag, metavar, meaning in options:
-        parser.add_argument(flag, metavar=metavar, help=meaning)
-    parser.add_argument("--print-config", action="store_true", help="print these flags as YAML for --config, and exit")
-    parser.add_argument(
-        "--samples", type=int, metavar="N", help="samples to read; 0: all (default: 500, or all of 2,000 or fewer)"
-    )
-    group = parser.add_argument_group("the whole of a data set")
-    group.add_argument("--all", action="store_true", help="read all samples: captions, images, duplicates, problems")
-    group.add_argument("--headers", action="store_true", help="read the headers of images only: faster, no duplicates")
-    group.add_argument("--table", metavar="FOLDER", help="folder for the table of samples (default: in the cache)")
-    group.add_argument(
-        "--json", dest="json_", metavar="FILE", help="write the figures as JSON; '-': print nothing else"
-    )
-    group.add_argument("--html", metavar="FILE", help="write a page with charts, the worst samples and examples")
-    group.add_argument("--yaml", metavar="FILE", help="write settings that train on these data, for --config")
-    group.add_argument(
-        "--strict", nargs="?", type=float, const=0.0, metavar="SHARE",
-        help="exit code 3 if a problem concerns more than this share of the samples (default: 0), for CI",
+    shards: list[str] = argument("tar files: braces, '::', globs, pipe:, http(s):; a table; or a local folder")
+    folder: str | None = flag("base folder of a table's relative paths (default: the table's folder)")
+    separator: str | None = flag("separator of a CSV (default: detected from its header)", form="CHARACTER")
+    samples: int | None = flag("samples to read; 0: all (default: 500, or all of 2,000 or fewer)", ge=0)
+    all: bool = switch("read all samples: captions, images, duplicates, problems")
+    headers: bool = switch("with --all: read the headers of images only: faster, no duplicates")
+    table: str | None = flag("with --all: folder for the table of samples (default: in the cache)", form="FOLDER")
+    json_: str | None = flag("with --all: write the figures as JSON; '-': print nothing else", form="FILE")
+    html: str | None = flag("with --all: write a page with charts, the worst samples and examples", form="FILE")
+    yaml: str | None = flag("with --all: write settings that train on these data, for --config", form="FILE")
+    strict: float | None = flag(
+        "with --all: exit code 3 if a problem concerns more than this share of the samples (default: 0), for CI",
+        bare=0.0, ge=0, lt=1,
     )  # fmt: skip
-    executors.add_flag(group)
-    return parser
+    executor: str | None = flag(f"with --all: {MEANING}", form="EXECUTOR")
+
+    pairs = (
+        *(
+            Conflict({key: GIVEN, "all": False}, "needs --all")
+            for key in ("table", "json_", "html", "yaml", "strict", "executor")
+        ),
+        Conflict({"headers": True, "all": False}, "needs --all"),
+        Conflict({"samples": GIVEN, "all": True}, "does not go with --all, which reads all samples"),
+    )
 
 
-@entry_point
-def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if no sample is usable."""
-    parser = build_parser()
-    every, argv = take_flag(argv)
-    reading, argv = _split_reading(argv)
-    options = parser.parse_args(argv)
-    if options.strict is not None and not 0 <= options.strict < 1:
-        parser.error(f"--strict: expected a share from 0 to below 1, not {options.strict:g}")
-    if options.samples is not None and options.samples < 0:
-        parser.error(f"--samples must be 0 or more, not {options.samples}")
-    given = [flag for flag in OF_ALL if getattr(options, flag) not in (None, False)]
-    if given and not options.all:
-        parser.error(f"--{given[0].strip('_')} needs --all")
-    if options.all and options.samples is not None:
-        parser.error("--samples does not go with --all, which reads all samples")
-    shards, flags = "::".join(in_braces(options.shards)), [*reading_flags(vars(options)), *reading]
-    written = read(["--train-data", shards, *flags])
-    if every is not None:
-        return print_config(written, "check", every)
-    print_report(written.settings, ["--train-data", shards, *flags], options)
-    return 0
+def run(command: CommandLine[CheckFlags]) -> None:
+    own = command.own
+    shards = "::".join(in_braces(own.shards))
+    flags = [*reading_flags({"folder": own.folder, "separator": own.separator}), *command.flags]
+    words = ["--train-data", shards, *flags]
+    print_report(command.load(words).settings, words, own)
 
 
-def _split_reading(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags of training's source with their values, and the rest of a command line."""
-    reading, rest, words = list[str](), list[str](), iter(argv)
-    for word in words:
-        if word.startswith(f"--{SHORT_FLAGS}."):
-            reading += [word] if "=" in word else [word, *islice(words, 1)]
-        else:
-            rest.append(word)
-    return reading, rest
+main = Verb("check", CheckFlags, run, ("Captions and images",), within=f"{SHORT_FLAGS}.")

@@ -1,44 +1,35 @@
-"""The verb `clipstream compare RUN…`: one page that shows runs side by side, or the report of one run."""
+"""The verb compare: compare runs in one HTML file."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from clipstream.config.config_sources import enumerate_words
-from clipstream.config.entry import entry_point
+from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.flags import OutPath, argument, flag
 from clipstream.errors import SettingsError, errors_as
 from clipstream.report.html_report import read_run, write_page
 from clipstream.utils.atomic_write import claim_output
 from clipstream.utils.logs import logger
-from clipstream.utils.section import own_path, with_home
+from clipstream.utils.section import PathText, Section
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="clipstream compare",
-        description="Write one self-contained HTML file that shows runs side by side: curves, evaluations, different "
-        "settings, images, data health.",
-    )
-    parser.add_argument("runs", nargs="+", type=with_home, metavar="RUN", help="folder of a run (LOGS/NAME)")
-    parser.add_argument(
-        "--out",
-        type=own_path,
-        default="compare.html",
-        metavar="FILE",
-        help="HTML file to write (default: compare.html)",
-    )
-    return parser
+class CompareFlags(Section):
+    """Write one self-contained HTML file that shows runs side by side: curves, evaluations, different settings, images,
+    data health.
+    """
+
+    run: list[PathText] = argument("folder of a run (LOGS/NAME)")
+    out: OutPath = flag("HTML file to write", "compare.html", form="FILE")
 
 
-@entry_point
-def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code: 0, or 2 if no folder contains a run."""
-    options = build_parser().parse_args(argv)
+def compare(command: CommandLine[CompareFlags]) -> None:
+    """Raises SettingsError: no folder contains a run, or the file cannot be written."""
+    options = command.own
     claim_output(options.out, "--out")
     runs, wrong = [], []
-    for folder in options.runs:
+    for folder in options.run:
         try:
             runs.append(read_run(Path(folder)))
         except SettingsError as error:
@@ -52,4 +43,6 @@ def main(argv: list[str]) -> int:
     for text in others:
         logger.warning(f"not comparable: {text}")
     print(options.out)
-    return 0
+
+
+main = Verb("compare", CompareFlags, compare)

@@ -1,16 +1,17 @@
-"""The verb `clipstream env`: prints versions and hardware, for a bug report."""
+"""The verb env: print versions and hardware, for a bug report."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 
-from clipstream.config.entry import entry_point
+from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.flags import switch
 from clipstream.distributed.run_record import hardware, versions
+from clipstream.utils.section import Section
 
 EXTRAS = (
     "simplejpeg", "torchvision", "torchcodec", "pydantic", "pyarrow", "fsspec", "s3fs", "gcsfs", "adlfs",
@@ -22,27 +23,22 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="clipstream env",
-        description="Print versions, hardware and relevant environment variables for a bug report, without host "
-        "names, user names and paths.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+class EnvFlags(Section):
+    """Print versions, hardware and relevant environment variables for a bug report, without host names, user names and
+    paths.
+    """
+
+    json_: bool = switch("print JSON")
 
 
-@entry_point
-def main(argv: list[str]) -> int:
-    options = build_parser().parse_args(argv)
+def run(command: CommandLine[EnvFlags]) -> None:
     found = environment()
-    if options.json:
+    if command.own.json_:
         print(json.dumps(found, indent=2))
-        return 0
+        return
     width = max(map(len, found))
     for key, value in found.items():
         print(f"{key + ':':<{width + 1}} {value}")
-    return 0
 
 
 def environment() -> dict[str, str]:
@@ -69,3 +65,6 @@ def environment() -> dict[str, str]:
     if os.path.isdir("/dev/shm"):
         found["/dev/shm"] = f"{shutil.disk_usage('/dev/shm').total / 2**30:.1f} GiB"
     return found | {f"${name}": os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+main = Verb("env", EnvFlags, run)

@@ -1,4 +1,6 @@
-"""The verb `clipstream evaluate` and the function `clipstream.evaluate`: metrics of a checkpoint or a pretrained model.
+"""The verb evaluate: evaluate a checkpoint.
+
+Also the function `clipstream.evaluate`: metrics of a checkpoint or a pretrained model.
 
 A command line enters; a table on the terminal, files of metrics and a page of images leave. A suite is a file of
 settings with evaluators only, so that a run takes it with --config. Missing data sets are not downloaded: the message
@@ -10,15 +12,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, named
 from clipstream.config.config_sources import enumerate_words
-from clipstream.config.entry import CommandLine, command_line, entry_point
-from clipstream.config.flags import choice_flag, output_file, own_flags, split
+from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.flags import argument, flag, output_file, split
 from clipstream.config.settings import Config, Settings, Written, changed, load, read, require_equal, settings_from
 from clipstream.config.validate import validate_evals
 from clipstream.data import sources as of_data
@@ -38,38 +39,53 @@ from clipstream.report.terminal import table
 from clipstream.storage.shard_url import ShardURL, in_braces
 from clipstream.text import lines, listed, printable
 from clipstream.utils.logs import announce, logger, on_terminal, set_level
+from clipstream.utils.section import SET, UNSET, Conflict, PathText, Section
 
 if TYPE_CHECKING:
     from clipstream.api.model import Model, Source
     from clipstream.evals.context import Example, Table
 
 ROOT = "CLIPSTREAM_EVALS"
-CLASSES_FROM = "--classes-from"
-SUITE, FOLDER, MISSING = "--suite", "--evals-root", "--missing"
-OWN_FLAGS = {
-    "--checkpoint": "run folder (its latest checkpoint), checkpoint folder, or RUN/checkpoints/best (default: the "
-    "model of the settings)",
-    "--weights": "trained (default) or averaged (train.ema) weights of the checkpoint",
-    "--output": "append results to this file: a table (.csv, .md), with data and settings in a .jsonl beside it, "
-    f"or one JSON line per evaluation (default: {METRICS_FILE} and {TABLE_FILE} in the run folder)",
-    CLASSES_FROM: "column, member or JSON field with the name of each image's class, for zero-shot classification of "
-    "--val-data among these names",
-    "--report": "write an HTML page with the results and images to this file",
-    SUITE: "file with evaluators, such as configs/evals/robustness.yaml; can be repeated; replaces the evaluators of "
-    "the run",
-    FOLDER: f"folder or URL of the suites' data sets, such as hf://datasets/clip-benchmark (default: ${ROOT})",
-    MISSING: "what to do if data sets are missing: error (default) or skip",
-}
-NAMING_FLAGS = ("--model", "--model.name", "--pretrained", "--model.pretrained")
+NAMING_FLAGS = ("--model.name", "--pretrained", "--model.pretrained")
 
 
-@entry_point
-def main(argv: list[str]) -> int:
-    names = [*takewhile(lambda token: not token.startswith("-"), argv)]  # RUN DATA …, as `search` takes them
-    data = ["--val-data", "::".join(in_braces(names[1:]))] if names[1:] else []
-    tokens = [f"--output{token[5:]}" if token.partition("=")[0] == "--out" else token for token in argv[len(names) :]]
-    tokens = [*([f"--model={names[0]}"] if names else []), *data, *tokens]
-    return _evaluate(command_line("evaluate", tokens, OWN_FLAGS, many=(SUITE,)))
+class EvaluateFlags(Section):
+    """Evaluate a run, a checkpoint or a pretrained model, with its own evaluators or on DATA."""
+
+    run: PathText | None = argument("run (its latest checkpoint), checkpoint, or a model's name, as --model", None)
+    data: list[str] = argument("shards to evaluate on, as --val-data", [])
+    checkpoint: PathText | None = flag(
+        "run folder (its latest checkpoint), checkpoint folder, or RUN/checkpoints/best (default: the model of the "
+        "settings)",
+        form="FOLDER",
+    )
+    model: PathText | None = flag("the same as RUN", form="NAME")
+    weights: Weights = flag("trained (default) or averaged (train.ema) weights of the checkpoint", "trained")
+    output: PathText | None = flag(
+        "append results to this file: a table (.csv, .md), with data and settings in a .jsonl beside it, or one JSON "
+        f"line per evaluation (default: {METRICS_FILE} and {TABLE_FILE} in the run folder)",
+        form="FILE",
+        also="--out",
+    )
+    classes_from: str | None = flag(
+        "column, member or JSON field with the name of each image's class, for zero-shot classification of --val-data "
+        "among these names",
+        form="NAME",
+    )
+    report: PathText | None = flag("write an HTML page with the results and images to this file", form="FILE")
+    suite: list[PathText] = flag(
+        "file with evaluators, such as configs/evals/robustness.yaml; can be repeated; replaces the evaluators of the "
+        "run",
+        [],
+        form="FILE",
+    )
+    evals_root: PathText | None = flag(
+        f"folder or URL of the suites' data sets, such as hf://datasets/clip-benchmark (default: ${ROOT})",
+        form="FOLDER",
+    )
+    missing: Literal["error", "skip"] | None = flag("what to do if data sets are missing: error (default) or skip")
+
+    pairs = tuple(Conflict({key: SET, "suite": UNSET}, "requires --suite FILE") for key in ("evals_root", "missing"))
 
 
 def evaluate(
@@ -130,76 +146,57 @@ def _config(evaluators: Any, flags: Mapping[str, Any]) -> tuple[Config, None, di
     return None, None, {"val_data": names, **flags}
 
 
-@dataclass(frozen=True)
-class Suites:
-    """The suites of a command line: their YAML files, in order, and whether missing data sets are skipped."""
+def load_suites(own: EvaluateFlags, run: Path | None, flags: Sequence[str]) -> Written:
+    """The settings, with the suites' evaluators whose data sets exist, and without those of the run itself.
 
-    files: tuple[str, ...]
-    skip: bool
+    Args:
+        own: names the suites; their data sets' folder is put into the environment, which names of shards refer to.
+        run: the folder of the run.
 
-    @classmethod
-    def of(cls, own: Mapping[str, str]) -> Suites:
-        """From the verb's flags; the data sets' folder is put into the environment, which names of shards refer to.
-
-        Raises SettingsError: a flag has an invalid value, or there is no suite.
-        """
-        files = tuple(own[SUITE].split("\n")) if SUITE in own else ()
-        for flag in (FOLDER, MISSING):
-            if flag in own and not files:
-                raise SettingsError(f"{flag} requires {SUITE} FILE")
-        missing = choice_flag(own, MISSING, ("error", "skip"), "error")
-        if (root := own.get(FOLDER)) is not None:
-            os.environ[ROOT] = root.rstrip("/") if ShardURL(root).scheme else str(Path(root))
-        return cls(files, missing == "skip")
-
-    def load(self, run: Path | None, flags: Sequence[str]) -> Written:
-        """The settings, with the suites' evaluators whose data sets exist, and without those of the run itself.
-
-        Args:
-            run: the folder of the run.
-
-        Raises SettingsError: they are wrong, the data sets' folder is not set, or data sets are missing and must not be
-        skipped.
-        """
-        configs = [word for file in self.files for word in ("--config", file)]
-        written = read([*configs, *flags], trains=False, run=run)
-        settings, place_of = written.settings, written.places.place_of
-        set_level(settings.log.level)
-        written.log_notices()
-        own = () if run is None else (f"{run / 'config.yaml'}:",)
-        if not self.files:  # beside evaluators with data of the command line, those of the run are not wanted
-            data = {name: place_of(("evals", name, "data", "shards")) for name in settings.evals}
-            given = {name: settings.evals[name] for name, place in data.items() if not place.startswith(own)}
-            alone = any(section.data is not None for section in given.values())
-            return written._replace(settings=settings.model_copy(update={"evals": given})) if alone else written
-        places = {name: place_of(("evals", name)) for name in settings.evals}
-        evals = {name: section for name, section in settings.evals.items() if not places[name].startswith(own)}
-        sources = {name: list(sources_of(section).values()) for name, section in evals.items()}
-        specs = " ".join(str(source.shards) for of in sources.values() for source in of)
-        if f"${{{ROOT}}}" in specs and not {ROOT, f"WDS_{ROOT}"} & os.environ.keys():
-            raise SettingsError(f"{SUITE} requires the folder of its data sets: set {FOLDER} FOLDER, or {ROOT}")
-        gone = {name: why for name, of in sources.items() if (why := next(filter(None, map(_missing, of)), None))}
-        if gone and not self.skip:
-            root, shown = os.environ.get(ROOT, ""), list[str]()
-            for name, text in gone.items():
-                fetch = None if ShardURL(root).scheme else (evals[name].fetch or "").replace(f"${{{ROOT}}}", root)
-                shown += [f"  {name}: {text}", *([f"    {fetch}"] if fetch else [])]
-            head = f"{len(gone)} of {sum(map(bool, sources.values()))} data sets are missing:"
-            raise SettingsError(lines(head, *shown, f"download them, or use {MISSING} skip"))
-        warnings = [f"{name} skipped: {text}" for name, text in gone.items()]
-        for name, section in [*evals.items()]:
-            if isinstance(section, Mean.Settings) and section.of.keys() & gone.keys():
-                of = {part: metric for part, metric in section.of.items() if part not in gone}
-                rest = f"the mean of {len(of)} of {len(section.of)} sets" if of else "left out"
-                warnings.append(f"{name} is {rest}")
-                evals[name] = section.model_copy(update={"of": of})
-                if not of:
-                    del evals[name]
-        if World.from_env().rank == 0:
-            for text in warnings:
-                logger.warning(text)
-        left = {name: one for name, one in evals.items() if name not in gone}
-        return written._replace(settings=settings.model_copy(update={"evals": left}))
+    Raises SettingsError: they are wrong, the data sets' folder is not set, or data sets are missing and must not be
+    skipped.
+    """
+    if (folder := own.evals_root) is not None:
+        os.environ[ROOT] = folder.rstrip("/") if ShardURL(folder).scheme else str(Path(folder))
+    configs = [word for file in own.suite for word in ("--config", file)]
+    written = read([*configs, *flags], trains=False, run=run)
+    settings, place_of = written.settings, written.places.place_of
+    set_level(settings.log.level)
+    written.log_notices()
+    of_run = () if run is None else (f"{run / 'config.yaml'}:",)
+    if not own.suite:  # beside evaluators with data of the command line, those of the run are not wanted
+        data = {name: place_of(("evals", name, "data", "shards")) for name in settings.evals}
+        given = {name: settings.evals[name] for name, place in data.items() if not place.startswith(of_run)}
+        alone = any(section.data is not None for section in given.values())
+        return written._replace(settings=settings.model_copy(update={"evals": given})) if alone else written
+    places = {name: place_of(("evals", name)) for name in settings.evals}
+    evals = {name: section for name, section in settings.evals.items() if not places[name].startswith(of_run)}
+    sources = {name: list(sources_of(section).values()) for name, section in evals.items()}
+    specs = " ".join(str(source.shards) for of in sources.values() for source in of)
+    if f"${{{ROOT}}}" in specs and not {ROOT, f"WDS_{ROOT}"} & os.environ.keys():
+        raise SettingsError(f"--suite requires the folder of its data sets: set --evals-root FOLDER, or {ROOT}")
+    gone = {name: why for name, of in sources.items() if (why := next(filter(None, map(_missing, of)), None))}
+    if gone and own.missing != "skip":
+        root, shown = os.environ.get(ROOT, ""), list[str]()
+        for name, text in gone.items():
+            fetch = None if ShardURL(root).scheme else (evals[name].fetch or "").replace(f"${{{ROOT}}}", root)
+            shown += [f"  {name}: {text}", *([f"    {fetch}"] if fetch else [])]
+        head = f"{len(gone)} of {sum(map(bool, sources.values()))} data sets are missing:"
+        raise SettingsError(lines(head, *shown, "download them, or use --missing skip"))
+    warnings = [f"{name} skipped: {text}" for name, text in gone.items()]
+    for name, section in [*evals.items()]:
+        if isinstance(section, Mean.Settings) and section.of.keys() & gone.keys():
+            of = {part: metric for part, metric in section.of.items() if part not in gone}
+            rest = f"the mean of {len(of)} of {len(section.of)} sets" if of else "left out"
+            warnings.append(f"{name} is {rest}")
+            evals[name] = section.model_copy(update={"of": of})
+            if not of:
+                del evals[name]
+    if World.from_env().rank == 0:
+        for text in warnings:
+            logger.warning(text)
+    left = {name: one for name, one in evals.items() if name not in gone}
+    return written._replace(settings=settings.model_copy(update={"evals": left}))
 
 
 def _missing(source: SourceSettings) -> str | None:
@@ -214,29 +211,30 @@ def _missing(source: SourceSettings) -> str | None:
     return f"{len(lost)} of {len(shards)} shards do not exist: {lost[0]}{more}" if lost else None
 
 
-def _evaluate(command: CommandLine) -> int:
+def run(command: CommandLine[EvaluateFlags]) -> int:
     """Evaluate a checkpoint or a model on all ranks, and return the exit code."""
-    own, flags, suites = command.own, command.flags, Suites.of(command.own)
-    weights = cast(Weights, choice_flag(own, "--weights", get_args(Weights), "trained"))
-    subject = Subject("")
-    model_flag, rest = own_flags(flags, {"--model": "name the model"})
-    alone = "--checkpoint" not in own and not any(flag.partition("=")[0] in NAMING_FLAGS for flag in rest)
-    if alone and (text := model_flag.get("--model")) is not None and model_at(Path(text)) is not None:
-        own, flags = {**own, "--checkpoint": text}, rest
-    if (label := own.get(CLASSES_FROM)) is not None:
-        flags = [*flags, "--evals.val.type=zero_shot"]
-    if (checkpoint := own.get("--checkpoint")) is not None:
-        if given := [flag for flag in flags if flag.partition("=")[0] in NAMING_FLAGS]:
-            raise SettingsError(f"{given[0]} and --checkpoint are mutually exclusive")
+    own, subject = command.own, Subject("")
+    name, checkpoint, weights, label = own.model or own.run, own.checkpoint, own.weights, own.classes_from
+    naming = [flag for flag in command.flags if flag.partition("=")[0] in NAMING_FLAGS]
+    if name is not None and checkpoint is None and not naming and model_at(Path(name)) is not None:
+        name, checkpoint = None, name
+    flags = [] if name is None else [f"--model={name}"]
+    flags += ["--val-data", "::".join(in_braces(own.data))] if own.data else []
+    flags += command.flags
+    if label is not None:
+        flags.append("--evals.val.type=zero_shot")
+    if checkpoint is not None:
+        if name is not None or naming:
+            raise SettingsError(f"{'--model' if name else naming[0]} and --checkpoint are mutually exclusive")
         if named(checkpoint).startswith(HUB):
-            flags = [*flags, f"--model={checkpoint}"]
+            flags.append(f"--model={checkpoint}")
         else:
             subject = locate(checkpoint)
     trained = [] if subject.run is None else [str(subject.run / "config.yaml")]
-    settings, places = suites.load(subject.run, flags)
+    settings, places = load_suites(own, subject.run, flags)
     settings = settings if label is None else _with_classes(settings, label)
     command.print_settings(Written(settings, places))
-    report = Path(own["--report"]) if "--report" in own else None
+    report = None if own.report is None else Path(own.report)
     _check_settings(Written(settings, places), trained, report)
     model = settings.model
     if subject.checkpoint is not None:
@@ -248,7 +246,8 @@ def _evaluate(command: CommandLine) -> int:
         subject = replace(subject, label=" ".join(part for part in model.label.values() if part))
     preflight(model, settings.tokenizer, ask=World.from_env().local_rank == 0)
     outputs = [] if subject.run is None else [subject.run / METRICS_FILE, subject.run / TABLE_FILE]
-    if (output := Path(own["--output"]) if "--output" in own else None) is not None:
+    if own.output is not None:
+        output = Path(own.output)
         outputs = [output, output.with_suffix(".jsonl")] if output.suffix.lower() in TABLES else [output]
     for source in (source for section in settings.evals.values() for source in sources_of(section).values()):
         _missing(source)  # notes what is read, as a failing evaluator does not end the verb
@@ -302,16 +301,16 @@ def _with_classes(settings: Settings, label: str) -> Settings:
 
     val = settings.evals.get("val")
     if not isinstance(val, ZeroShotSettings) or val.data is None:
-        raise SettingsError(f"{CLASSES_FROM} requires data: clipstream evaluate RUN DATA {CLASSES_FROM} {label}")
+        raise SettingsError(f"--classes-from requires data: clipstream evaluate RUN DATA --classes-from {label}")
     source = of_data.Source(val.data, of_data.SourceContext(cache=settings.data.cache, key="evals.val.data"))
-    with errors_as(SettingsError, CLASSES_FROM, SettingsError):
+    with errors_as(SettingsError, "--classes-from", SettingsError):
         place, names = label_names(source, label, settings.data)
     if numbers := [name for name in names if number_of(name) is not None]:
         more = f"--evals.val.type zero_shot --evals.val.label {place} --evals.val.classes FILE"
         text = f"{label} has numbers, such as {numbers[0]}: name the classes in a file, one a line, and use {more}"
-        raise SettingsError(f"{CLASSES_FROM}: {text}")
+        raise SettingsError(f"--classes-from: {text}")
     if len(names) < 2:
-        raise SettingsError(f"{CLASSES_FROM}: all images have the class {names[0]!r}")
+        raise SettingsError(f"--classes-from: all images have the class {names[0]!r}")
     if World.from_env().is_main:
         announce(f"classes  {len(names):,} in {label}: {listed([printable(name, 40) for name in names], 5)}")
     own = val.model_copy(update={"classes": names, "label": place, "labels": "one"})
@@ -346,13 +345,13 @@ class _Results:
 
         Raises SettingsError: one cannot be written.
         """
-        for flag, path in (*(("--output", path) for path in self.outputs), ("--report", self.report)):
+        for given, path in (*(("--output", path) for path in self.outputs), ("--report", self.report)):
             if path is not None:
                 key = b'"step"' if path.name == METRICS_FILE else b'"eval"'
                 words = (b"eval", b"metric") if path.suffix.lower() in TABLES else (key,)
-                with errors_as(SettingsError, f"{flag}: cannot write {path}", OSError):
+                with errors_as(SettingsError, f"{given}: cannot write {path}", OSError):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                output_file({flag: path}, flag, words if flag == "--output" else ())
+                output_file(path, given, words if given == "--output" else ())
 
     def add(self, evaluation: Record) -> None:
         """Add an evaluation to the files; a failure to write is a warning, and evaluation goes on."""
@@ -390,3 +389,6 @@ class _Results:
     def _lose(self, path: Path, error: OSError) -> None:
         self._lost[path] = why = error.strerror or str(error)
         logger.warning(f"cannot write {path}: {why}")
+
+
+main = Verb("evaluate", EvaluateFlags, run, ("Evaluation", "Captions and images", "Model", "Device and precision"))

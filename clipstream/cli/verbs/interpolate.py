@@ -1,4 +1,4 @@
-"""The verb `clipstream interpolate [START] END`: weights between two models, or averages of checkpoints.
+"""The verb interpolate: choose weights between the start and the end of a run, or average checkpoints.
 
 A command line enters; a model in a folder, a table and a plot leave. The evaluators are those of END's run, as in
 `clipstream evaluate`.
@@ -7,14 +7,14 @@ A command line enters; a model in a folder, a table and a plot leave. The evalua
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, named
 from clipstream.cli.verbs.evaluate import has_own_tokenizer
-from clipstream.config.entry import command_line, entry_point
-from clipstream.config.flags import choice_flag
+from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.flags import OutPath, argument, flag
 from clipstream.config.settings import Settings
 from clipstream.config.validate import validate_evals
 from clipstream.distributed.launch import FailureWatch, run_ranks
@@ -24,26 +24,41 @@ from clipstream.export.settings import INTERPOLATED, InterpolateSettings
 from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
-from clipstream.utils.section import own_path
-
-OWN_FLAGS = {
-    "--alphas": "shares of END to evaluate: FIRST:LAST:STEP, or a list, '[0.3, 0.5]' (default: 0:1:0.1)",
-    "--target": "EVALUATOR/METRIC to be best (default: R@1, or the first metric, of the only evaluator without role: "
-    "guard)",
-    "--guard-kept": "share of the start's figure that each guard must keep (default: 0.97)",
-    "--soup": "average of all models named, instead: uniform, or greedy (each that makes the target no worse)",
-    "--weights": "trained (default) or averaged (train.ema) weights of END, or of the checkpoints of a soup",
-    "--out": "folder to write (default: interpolated, or soup, in END's run)",
-}
+from clipstream.utils.section import SET, Conflict, Section
 
 
-@entry_point
-def main(argv: list[str]) -> int:
-    command = command_line("interpolate", argv, OWN_FLAGS)
-    own, words = command.own, list(command.flags)
-    names = [words.pop(0) for _ in range(next((i for i, w in enumerate(words) if w.startswith("--")), len(words)))]
-    kind = choice_flag(own, "--soup", ("uniform", "greedy"), "")
-    if not names or (kind and len(names) < 2) or (not kind and len(names) > 2):
+class InterpolateFlags(Section):
+    """Evaluate weights between those that a run started from, or START, and those of END (WiSE-FT), and write the ones
+    with the best target whose guards (evaluators with role: guard) keep their figures at the start. With --soup,
+    average several checkpoints. Evaluators are those of the run.
+    """
+
+    model: list[str] = argument("[START] END, a run or a checkpoint each; with --soup, all checkpoints")
+    alphas: str | None = flag("shares of END to evaluate: FIRST:LAST:STEP, or a list, '[0.3, 0.5]' (default: 0:1:0.1)")
+    target: str | None = flag(
+        "EVALUATOR/METRIC to be best (default: R@1, or the first metric, of the only evaluator without role: guard)"
+    )
+    guard_kept: str | None = flag(
+        "share of the start's figure that each guard must keep (default: 0.97)",
+        form="NUMBER",
+    )
+    soup: Literal["uniform", "greedy"] | None = flag(
+        "average of all models named, instead: uniform, or greedy (each that makes the target no worse)"
+    )
+    weights: Literal["trained", "averaged"] = flag(
+        "trained (default) or averaged (train.ema) weights of END, or of the checkpoints of a soup", "trained"
+    )
+    out: OutPath | None = flag("folder to write (default: interpolated, or soup, in END's run)", form="FOLDER")
+
+    pairs = tuple(
+        Conflict({key: SET, "soup": SET}, "is not of --soup, which has no start: remove one of them")
+        for key in ("alphas", "guard_kept")
+    )
+
+
+def run(command: CommandLine[InterpolateFlags]) -> int:
+    own, words, names, kind = command.own, command.flags, command.own.model, command.own.soup
+    if (kind and len(names) < 2) or (not kind and len(names) > 2):
         wanted = "--soup greedy CHECKPOINT CHECKPOINT …" if kind else "[START] END, a run or a checkpoint each"
         raise SettingsError(f"expected clipstream interpolate {wanted}")
     subjects = [locate(name) for name in (names if kind else names[-1:])]
@@ -53,10 +68,8 @@ def main(argv: list[str]) -> int:
     if not settings.evals:
         raise SettingsError(f"{names[-1]} has no evaluators: add --val-data SHARDS, or --config with a section evals")
     validate_evals(written, shown=False)
-    if kind and (given := own.keys() & {"--alphas", "--guard-kept"}):
-        raise SettingsError(f"{min(given)} is not of --soup, which has no start: remove one of them")
     rule = _rule(own)
-    averaged = choice_flag(own, "--weights", ("trained", "averaged"), "trained") == "averaged"
+    averaged = own.weights == "averaged"
     fits = end.run is not None and has_own_tokenizer(settings, end.run, words)
     labels = [_label(subject) for subject in subjects]
     named_as = [str(subject.checkpoint) if labels.count(label) > 1 else label
@@ -70,7 +83,7 @@ def main(argv: list[str]) -> int:
     for model in filter(None, (*models.values(), start)):
         preflight(model.model_copy(update={"allow_mismatch": True}), ask=World.from_env().local_rank == 0)
     place = Path.cwd() if end.run is None else end.run
-    out = Path(own_path(own["--out"])) if "--out" in own else place / ("soup" if kind else INTERPOLATED)
+    out = Path(own.out) if own.out else place / ("soup" if kind else INTERPOLATED)
 
     def body(world: World, watch: FailureWatch) -> None:
         from clipstream.export import interpolation
@@ -78,7 +91,7 @@ def main(argv: list[str]) -> int:
         first = None if kind or len(names) == 1 else model_at(Path(names[0]))
         interpolation.check_out(out, filter(None, (first, *(subject.checkpoint for subject in subjects))))
         if start is None:
-            interpolation.soup(settings, models, "greedy" if kind == "greedy" else "uniform", rule, out, world)
+            interpolation.soup(settings, models, kind or "uniform", rule, out, world)
         else:
             interpolation.interpolate(settings, start, next(iter(models.values())), rule, out, world)
 
@@ -107,15 +120,13 @@ def _start(names: list[str], end: Subject, settings: Settings) -> ModelSettings:
     return model.model_copy(update={"pretrained": name})
 
 
-def _rule(own: dict[str, str]) -> InterpolateSettings:
+def _rule(own: InterpolateFlags) -> InterpolateSettings:
     """What is best, of the verb's flags. Raises SettingsError: a value is wrong."""
-    values: dict[str, Any] = {}
-    if "--target" in own:
-        values["target"] = own["--target"]
-    if "--guard-kept" in own:
-        values["guard_kept"] = own["--guard-kept"]
+    values: dict[str, Any] = {
+        key: value for key in ("target", "guard_kept") if (value := getattr(own, key)) is not None
+    }
     try:
-        if (text := own.get("--alphas")) is not None and ":" in text:
+        if (text := own.alphas) is not None and ":" in text:
             first, last, step = map(float, text.split(":"))
             values["alphas"] = [round(first + i * step, 6) for i in range(round((last - first) / step) + 1)]
         elif text is not None:
@@ -127,3 +138,6 @@ def _rule(own: dict[str, str]) -> InterpolateSettings:
         raise SettingsError(f"--{flag}: {wrong['msg']}, not {wrong['input']}") from error
     except (ValueError, ZeroDivisionError) as error:
         raise SettingsError(f"--alphas: expected FIRST:LAST:STEP or a list, [0.3, 0.5], not {text!r}") from error
+
+
+main = Verb("interpolate", InterpolateFlags, run, ("Evaluation", "Captions and images", "Device and precision"))

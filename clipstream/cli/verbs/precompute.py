@@ -1,4 +1,4 @@
-"""The verb `clipstream precompute STORE --towers image`: features of frozen towers, computed once and stored.
+"""The verb precompute: compute and store features of frozen towers and teachers.
 
 The command line is checked here, before torch is imported; `run` does the work.
 """
@@ -9,11 +9,12 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from clipstream.checkpoint.store import named, with_own_config
-from clipstream.config.entry import command_line, entry_point
-from clipstream.config.flags import choice_flag, number_flag
+from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.flags import OutPath, argument, flag, switch
+from clipstream.config.help import READING
 from clipstream.config.settings import Written
 from clipstream.config.validate import validate_sources
 from clipstream.distributed.launch import run_ranks
@@ -22,28 +23,38 @@ from clipstream.errors import SettingsError, errors_as
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
-from clipstream.precompute import CHUNK_ROWS, ROWS_MULTIPLE, STORED_DTYPES, StoreOptions
+from clipstream.precompute import CHUNK_ROWS, ROWS_MULTIPLE, StoredDtype, StoreOptions
 from clipstream.utils.atomic_write import claim_output
-from clipstream.utils.section import own_path
+from clipstream.utils.section import PathText, Section
 
 NAME = re.compile(r"[A-Za-z0-9][\w-]{0,60}")
 TAKEN = ("image", "text", "ids", "samples", "texts", "model")  # names that no teacher may have
-OWN_FLAGS = {
-    "--checkpoint": "run or checkpoint with the model, as --model",
-    "--towers": "towers of --model to compute: image, text or both",
-    "--teacher": "NAME=MODEL[,PRETRAINED]: another model whose towers to compute, with its own image size and "
-    "tokenizer; can be repeated",
-    "--views": "number of augmented views per image; 0: the preprocessing of evaluation (default: 0)",
-    "--dtype": f"dtype of the stored features: {', '.join(STORED_DTYPES)} (default: float16)",
-    "--zstd": "compress the files with zstd",
-    "--random-weights": "allow a teacher without pretrained weights, for tests",
-    "--chunk-rows": f"samples per file, a multiple of {ROWS_MULTIPLE} (default: {CHUNK_ROWS})",
-}
 
 
-@entry_point
-def main(argv: list[str]) -> int:
-    written, options, teachers = arguments(argv)
+class PrecomputeFlags(Section):
+    """Compute the features of frozen towers and teachers, and store them in STORE. Rerun the same command to continue
+    after an interruption, or to add parts.
+    """
+
+    store: OutPath = argument("folder to write the features to")
+    checkpoint: PathText | None = flag("run or checkpoint with the model, as --model", form="FOLDER")
+    towers: Literal["image", "text", "both"] | None = flag("towers of --model to compute: image, text or both")
+    teacher: list[PathText] = flag(
+        "NAME=MODEL[,PRETRAINED]: another model whose towers to compute, with its own image size and tokenizer; can be "
+        "repeated",
+        [],
+    )
+    views: int = flag("number of augmented views per image; 0: the preprocessing of evaluation", 0, ge=0)
+    dtype: StoredDtype = flag("dtype of the stored features", "float16")
+    zstd: bool = switch("compress the files with zstd")
+    random_weights: bool = switch("allow a teacher without pretrained weights, for tests")
+    chunk_rows: int = flag(
+        f"samples per file, a multiple of {ROWS_MULTIPLE}", CHUNK_ROWS, multiple_of=ROWS_MULTIPLE, gt=0
+    )
+
+
+def run(command: CommandLine[PrecomputeFlags]) -> int:
+    written, options, teachers = asked_by(command)
     settings, found = written.settings, validate_sources(written)
     ask = World.from_env().local_rank == 0
     if options.towers:
@@ -58,48 +69,36 @@ def main(argv: list[str]) -> int:
     return run_ranks(settings.run, partial(precompute, found, options, teachers))
 
 
-def arguments(argv: Sequence[str]) -> tuple[Written, StoreOptions, dict[str, ModelSettings]]:
+def asked_by(command: CommandLine[PrecomputeFlags]) -> tuple[Written, StoreOptions, dict[str, ModelSettings]]:
     """Settings, the store to write, and teachers by name. Raises SettingsError: a flag or a setting is wrong."""
-    pairs = zip(argv, [*argv[1:], "--"], strict=False)
-    bare = ("--zstd", "--random-weights")
-    tokens = [f"{word}=true" if word in bare and after.startswith("--") else word for word, after in pairs]
-    command = command_line("precompute", tokens, OWN_FLAGS, many=("--teacher",))
-    own, (store, *flags) = command.own, command.flags or [""]
-    if not store or store.startswith("-"):
-        raise SettingsError("missing STORE: clipstream precompute STORE --towers image --train-data …")
-    flags += [f"--model={own['--checkpoint']}"] if "--checkpoint" in own else []
-    claim_output(own_path(store), "STORE")
+    own = command.own
+    flags = command.flags + ([f"--model={own.checkpoint}"] if own.checkpoint else [])
+    claim_output(own.store, "STORE")
     written = command.load(flags, ranks=1)  # --batch-size is that of a forward pass, whatever the number of ranks
     settings = written.settings
-    teachers = _teachers(own.get("--teacher", ""), settings.model.cache_dir)
-    towers = choice_flag(own, "--towers", ("image", "text", "both"), "")
-    if not towers and not teachers:
+    teachers = _teachers(own.teacher, settings.model.cache_dir)
+    if not own.towers and not teachers:
         raise SettingsError("set --towers image, text or both, or --teacher NAME=MODEL[,PRETRAINED]")
-    chunk_rows = number_flag(own, "--chunk-rows", CHUNK_ROWS, least=0)
-    if chunk_rows < 1 or chunk_rows % ROWS_MULTIPLE:
-        raise SettingsError(f"--chunk-rows: expected a multiple of {ROWS_MULTIPLE}, not {chunk_rows}")
-    views = number_flag(own, "--views", 0, least=0)
-    if views and not settings.data.augment.enabled:
+    if own.views and not settings.data.augment.enabled:
         raise SettingsError("--views requires data.augment.enabled")
     micro = settings.train.micro_batch_size
-    chosen: dict[str, Any] = {"": (), "image": ("image",), "text": ("text",), "both": ("image", "text")}
     options = StoreOptions(
-        folder=Path(own_path(store)).absolute(),
-        towers=chosen[towers],
-        views=views,
-        dtype=choice_flag(own, "--dtype", STORED_DTYPES, "float16"),
-        zstd=choice_flag(own, "--zstd", ("true", "false"), "false") == "true",
-        chunk_rows=chunk_rows,
-        random_weights=choice_flag(own, "--random-weights", ("true", "false"), "false") == "true",
-        batch_size=min(micro if isinstance(micro, int) else settings.data.global_batch_size, chunk_rows),
+        folder=Path(own.store).absolute(),
+        towers=("image", "text") if own.towers == "both" else (own.towers,) if own.towers else (),
+        views=own.views,
+        dtype=own.dtype,
+        zstd=own.zstd,
+        chunk_rows=own.chunk_rows,
+        random_weights=own.random_weights,
+        batch_size=min(micro if isinstance(micro, int) else settings.data.global_batch_size, own.chunk_rows),
     )
     return written, options, teachers
 
 
-def _teachers(lines: str, cache_dir: str | None) -> dict[str, ModelSettings]:
+def _teachers(given: Sequence[str], cache_dir: str | None) -> dict[str, ModelSettings]:
     """The teachers by name, of the values of --teacher. Raises SettingsError."""
     teachers: dict[str, ModelSettings] = {}
-    for text in lines.splitlines():
+    for text in given:
         name, _, model = text.partition("=")
         model, _, pretrained = model.partition(",")
         if not model or not NAME.fullmatch(name):
@@ -111,3 +110,6 @@ def _teachers(lines: str, cache_dir: str | None) -> dict[str, ModelSettings]:
         names = {"name": named(model), "pretrained": named(pretrained) if pretrained else None}
         teachers[name] = ModelSettings(**with_own_config(names), cache_dir=cache_dir)
     return teachers
+
+
+main = Verb("precompute", PrecomputeFlags, run, (*READING, "Model", "Batch", "Device and precision"))

@@ -1,166 +1,157 @@
-"""The verb `clipstream search TOPIC STORE`: search in precomputed features. The flags; `run` does the work."""
+"""The verb search: find images by a text or an image; near-duplicates, clusters and scores of precomputed features.
+
+The flags; `images` and `run` do the work.
+"""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from typing import Any
+import sys
+from shutil import get_terminal_size
+from typing import Any, Literal
 
-from clipstream.config.entry import entry_point
+from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.flags import OutPath, argument, flag, output_file
+from clipstream.config.help import READING
 from clipstream.curation.images import search as images
-from clipstream.utils.section import own_path, with_home
-
-TOPICS = ("neighbours", "duplicates", "clusters", "scores", "doubt")
-
-
-@entry_point
-def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if the store cannot be read."""
-    if argv and argv[0] not in TOPICS and not argv[0].startswith("-"):
-        images.main(argv)
-        return 0
-    parser = build_parser()
-    options, flags = parser.parse_known_args(argv)
-    options.flags = flags
-    if flags and not getattr(options, "images", None):
-        hint = "" if flags[0].startswith("-") else ": it takes one store, which `clipstream precompute` writes of data"
-        parser.error(f"{options.topic}: unrecognized arguments: {' '.join(flags)}{hint}")
-    images.computed().search(options)  # on use: --help imports no torch
-    return 0
+from clipstream.curation.images.image_index import ImageSearch
+from clipstream.errors import SettingsError
+from clipstream.text import printable
+from clipstream.utils.logs import loading
+from clipstream.utils.section import GIVEN, Conflict, Is, PathText, Section
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="clipstream search",
-        usage="clipstream search RUN DATA QUERY… [-k N] [--html F]\n       clipstream search TOPIC STORE …",
-        description='`clipstream search runs/first images "a red bird"` prints the images of a data set that match '
-        "texts, or images given by their paths, best. RUN names a model, DATA is what training reads. The topics "
-        "search a store written by `clipstream precompute`: neighbours of images and texts, near-duplicates, "
-        "clusters, scores of images with their captions, and doubtful captions.",
+class SearchFlags(Section):
+    """`clipstream search runs/first images "a red bird"` prints the images of a data set that match texts, or images
+    given by their paths, best. The topics search a store written by `clipstream precompute`.
+    """
+
+    run: PathText = argument("a run or its folder, a checkpoint, or a model's name")
+    data: str = argument("what training reads: a folder, a table, tars")
+    query: list[str] = argument("texts, or paths of images")
+    k: int = flag("matches of each query", 10, ge=1, also="-k")
+    html: OutPath | None = flag("write a page with the images to this file", form="FILE")
+
+
+class StoreFlags(Section):
+    store: PathText = argument("folder or URL of the store, written by `clipstream precompute`")
+    out: OutPath | None = flag(
+        "write the result to this file: .parquet, .csv, .jsonl, or .txt (SHARD/KEY)", form="FILE"
     )
-    topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC", prog="clipstream search")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("store", type=with_home, metavar="STORE", help="folder or URL of the store")
-    common.add_argument(
-        "--out",
-        type=own_path,
-        metavar="FILE",
-        help="write the result to this file: .parquet, .csv, .jsonl, or .txt (SHARD/KEY)",
-    )
-    common.add_argument("--device", default="auto", help="cpu, cuda, … (default: a GPU if available)")
-    common.add_argument("--cache", type=own_path, metavar="FOLDER", help="folder for downloads of a remote store")
-    part = argparse.ArgumentParser(add_help=False)
-    part.add_argument(
-        "--part", default="image", help="image, text, or a teacher's NAME.image or NAME.text (default: image)"
+    device: str = flag("cpu, cuda, … (default: a GPU if available)", "auto")
+    cache: OutPath | None = flag("folder for downloads of a remote store", form="FOLDER")
+
+
+class PartFlags(StoreFlags):
+    part: str = flag("image, text, or a teacher's NAME.image or NAME.text", "image")
+
+
+class PageFlags(Section):
+    html: OutPath | None = flag("write a page with these images to this file", form="FILE")
+    images: PathText | None = flag(
+        "data that the store was computed of, for --html; with flags of settings on how they are read", form="DATA"
     )
 
-    topic = topics.add_parser(
-        "neighbours", parents=[common, part], help="the rows nearest to a query",
-        description="Print the rows with the largest cosine to each query.",
-    )  # fmt: skip
-    query = topic.add_argument_group("queries (the model in STORE/model encodes images and texts)")
-    query.add_argument("--query-image", nargs="+", default=[], type=with_home, metavar="FILE", help="images")
-    query.add_argument("--query-text", nargs="+", default=[], metavar="TEXT", help="texts")
-    query.add_argument("--query-key", nargs="+", default=[], metavar="KEY", help="stored samples, KEY or SHARD/KEY")
-    topic.add_argument("-k", type=_count, default=10, metavar="N", help="number of neighbours per query (default: 10)")
-    topic.add_argument(
-        "--mine", choices=("image-text", "text-text", "image-image"),
-        help="write the hard negatives of every sample to --out: the others whose texts match its image (or its text) "
-            "best, or whose images do, without those with the same captions or with nearly the same image; "
-            "data.hard_negatives reads the file",
-    )  # fmt: skip
-    topic.add_argument(
-        "--max-cosine", type=_cosine, default=0.95, metavar="COSINE",
-        help="with --mine: images with this cosine or more count as the same one (default: 0.95)",
-    )  # fmt: skip
 
-    topic = topics.add_parser(
-        "clusters", parents=[common, part], help="spherical k-means",
-        description="Cluster the rows by cosine (k-means). --out lists the cluster of each row.",
-    )  # fmt: skip
-    topic.add_argument("--k", type=_count, default=100, metavar="N", help="clusters (100)")
-    topic.add_argument("--seed", type=int, default=0, help="seed of the initial centroids (default: 0)")
-    topic.add_argument(
-        "--init", choices=("k-means++", "random"), default="k-means++", help="first centroids (k-means++)"
+class NeighbourFlags(PartFlags):
+    """Print the rows with the largest cosine to each query."""
+
+    query_image: list[PathText] = flag("images, which the model in STORE/model encodes", [], many=True, form="FILE")
+    query_text: list[str] = flag("texts, which it encodes", [], many=True)
+    query_key: list[str] = flag("stored samples, KEY or SHARD/KEY", [], many=True, form="KEY")
+    k: int = flag("number of neighbours per query", 10, ge=1, also="-k")
+    mine: Literal["image-text", "text-text", "image-image"] | None = flag(
+        "write the hard negatives of every sample to --out: the others whose texts match its image (or its text) best, "
+        "or whose images do, without those with the same captions or with nearly the same image; data.hard_negatives "
+        "reads the file"
     )
-    topic.add_argument("--iterations", type=_count, default=25, metavar="N", help="most iterations (25)")
-    topic.add_argument("--nearest", type=_count, default=3, metavar="N", help="rows to show per cluster (default: 3)")
-    _add_lists(topics, common, part)
-    _add_doubt(topics, common)
-    return parser
+    max_cosine: float = flag("with --mine: images with this cosine or more count as the same one", 0.95, ge=-1, le=1)
 
 
-def _add_lists(topics: Any, common: argparse.ArgumentParser, part: argparse.ArgumentParser) -> None:
-    """The topics whose files are lists of samples to drop or to keep."""
-    topic = topics.add_parser(
-        "duplicates", parents=[common, part], help="near-duplicate images",
-        description="Find images with a cosine of at least --threshold to one that is preferred to them (--keep-by). "
-            "--out lists these samples, which are to drop: one of each group stays.",
-    )  # fmt: skip
-    topic.add_argument(
-        "--threshold", type=_cosine, default=0.95, metavar="COSINE", help="minimum cosine of a pair (default: 0.95)"
+class DuplicateFlags(PageFlags, PartFlags):
+    """Find near-duplicates: images with a cosine of at least --threshold to one that is preferred to them (--keep-by).
+    --out lists these samples, which are to drop: one of each group stays.
+    """
+
+    threshold: float = flag("minimum cosine of a pair", 0.95, ge=-1, le=1)
+    clusters: int = flag(
+        "compare images of the same one of N clusters alone (SemDeDup), after k-means (default: all pairs)", 0, ge=0
     )
-    topic.add_argument(
-        "--clusters", type=_count, default=0, metavar="N",
-        help="compare images of the same one of N clusters alone (SemDeDup), after k-means (default: all pairs)",
-    )  # fmt: skip
-    topic.add_argument(
-        "--keep-by", choices=("first", "score", "centroid"), default="first",
-        help="which image of a group stays: the first, the one with the largest cosine with its caption, or the one "
-            "farthest from the centroid of its cluster (default: first)",
-    )  # fmt: skip
-    _add_page(topic)
-
-    topic = topics.add_parser(
-        "scores", parents=[common], help="cosines of images with their captions",
-        description="Print quantiles of the cosines of images with their captions. --out lists all pairs, or with "
-        "--min-score or --top-fraction the samples whose best caption scores high enough.",
-    )  # fmt: skip
-    limit = topic.add_mutually_exclusive_group()
-    limit.add_argument("--min-score", type=_cosine, metavar="COSINE", help="minimum score of samples to keep")
-    limit.add_argument("--top-fraction", type=_share, metavar="SHARE", help="fraction of samples to keep, 0 to 1")
+    keep_by: Literal["first", "score", "centroid"] = flag(
+        "which image of a group stays: the first, the one with the largest cosine with its caption, or the one "
+        "farthest from the centroid of its cluster",
+        "first",
+    )
 
 
-def _number(parse: Callable[[str], float], holds: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
-    """The type of a flag. Raises ArgumentTypeError: not what is `wanted`."""
+class ClusterFlags(PartFlags):
+    """Cluster the rows by cosine (spherical k-means). --out lists the cluster of each row."""
 
-    def number(text: str) -> float:
-        try:
-            if holds(value := parse(text)):
-                return value
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"expected {wanted}, not {text!r}")
-
-    return number
+    k: int = flag("clusters", 100, ge=1)
+    seed: int = flag("seed of the initial centroids", 0)
+    init: Literal["k-means++", "random"] = flag("first centroids", "k-means++")
+    iterations: int = flag("most iterations", 25, ge=1)
+    nearest: int = flag("rows to show per cluster", 3, ge=1)
 
 
-def _add_doubt(topics: Any, common: argparse.ArgumentParser) -> None:
-    topic = topics.add_parser(
-        "doubt", parents=[common], help="pairs that may be wrong",
-        description="Print the images that captions of similar images match better than their own, captions that match "
-            "many images of others best, or the classes most confused where captions are labels. --out lists the most "
-            "doubtful samples, the worst first.",
-    )  # fmt: skip
-    topic.add_argument(
-        "--worst", type=_count_or_share, default=100, metavar="N|SHARE",
-        help="samples of the list and the page: a number, or a fraction of all (default: 100)",
-    )  # fmt: skip
-    topic.add_argument("-k", type=_count, default=5, metavar="N", help="neighbours to compare with (default: 5)")
-    _add_page(topic)
+class ScoreFlags(StoreFlags):
+    """Print quantiles of the cosines of images with their captions. --out lists all pairs, or with --min-score or
+    --top-fraction the samples whose best caption scores high enough.
+    """
+
+    min_score: float | None = flag("minimum score of samples to keep", ge=-1, le=1)
+    top_fraction: float | None = flag("fraction of samples to keep, 0 to 1", gt=0, le=1)
+
+    pairs = (Conflict({"min_score": GIVEN, "top_fraction": GIVEN}, "not supported with --top-fraction"),)
 
 
-def _add_page(topic: argparse.ArgumentParser) -> None:
-    topic.add_argument("--html", type=own_path, metavar="FILE", help="write a page with these images to this file")
-    topic.add_argument(
-        "--images", type=with_home, metavar="DATA",
-        help="data that the store was computed of, for --html; followed by flags of training on how they are read",
-    )  # fmt: skip
+class DoubtFlags(PageFlags, StoreFlags):
+    """Print the images that captions of similar images match better than their own, captions that match many images of
+    others best, or the classes most confused where captions are labels. --out lists the most doubtful samples, the
+    worst first.
+    """
+
+    worst: float = flag("samples of the list and the page: a number, or a fraction of all", 100, gt=0)
+    k: int = flag("neighbours to compare with", 5, ge=1, also="-k")
+
+    pairs = (
+        Conflict(
+            {"worst": Is("", lambda value: value > 1 and value % 1)}, "expected a number or a fraction below 1, not {0}"
+        ),
+    )
 
 
-_count = _number(int, lambda value: value >= 1, "a whole number, at least 1")
-_cosine = _number(float, lambda value: -1 <= value <= 1, "a cosine, from -1 to 1")
-_count_or_share = _number(
-    float, lambda value: 0 < value < 1 or (value >= 1 and value % 1 == 0), "a number or a fraction below 1"
+def search_images(command: CommandLine[SearchFlags]) -> None:
+    own = command.own
+    output_file(own.html, "--html")
+    found = images.SearchResults(ImageSearch(own.run, own.data, tuple(command.flags)), own.query, own.k)
+    loading.end()
+    columns = get_terminal_size().columns if sys.stdout.isatty() else 0
+    print(*map(printable, found.lines(columns)), sep="\n")
+    if own.html:
+        found.save(own.html)
+        print(own.html)
+
+
+def search_store(command: CommandLine[Any]) -> None:
+    for word in () if getattr(command.own, "images", None) else command.flags[:1]:
+        why = (
+            "is of the settings that read --images: set --images DATA" if word[0] == "-" else "is one argument too many"
+        )
+        raise SettingsError(f"{word} {why}")
+    images.computed().search(command)  # on use: --help imports no torch
+
+
+_ON_PAGE = ("Captions and images",)
+main = Verb(
+    "search",
+    SearchFlags,
+    search_images,
+    (*READING, "Model", "Device and precision"),
+    (
+        Verb("search neighbours", NeighbourFlags, search_store),
+        Verb("search duplicates", DuplicateFlags, search_store, _ON_PAGE),
+        Verb("search clusters", ClusterFlags, search_store),
+        Verb("search scores", ScoreFlags, search_store),
+        Verb("search doubt", DoubtFlags, search_store, _ON_PAGE),
+    ),
 )
-_share = _number(float, lambda value: 0 < value <= 1, "a fraction above 0 and at most 1")

@@ -17,8 +17,9 @@ from typing import Any
 from rich.filesize import decimal
 
 from clipstream.config.config_sources import Node, to_yaml
-from clipstream.config.entry import command_line, entry_point
-from clipstream.config.flags import split
+from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.flags import OutPath, argument, flag, split
+from clipstream.config.help import READING
 from clipstream.config.settings import Settings, load
 from clipstream.data.shard_pass import PARTS, lock_output
 from clipstream.data.sources import expand
@@ -29,39 +30,37 @@ from clipstream.storage.shard_url import redact
 from clipstream.text import MESSAGE, duration, listed, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import print_training
-from clipstream.utils.executors import FLAG, MEANING, checked, require_all
-from clipstream.utils.section import Tree, own_path
+from clipstream.utils.executors import MEANING, checked, require_all
+from clipstream.utils.section import Section, Tree
 
 SETTINGS_FILE = "staged.yaml"
 COPYING = 16  # default number of local processes, which mostly wait for servers and disks
 
 
-OWN_FLAGS = {FLAG: f"{MEANING} (default: local:{COPYING})"}
+class StageFlags(Section):
+    """Copy the shards of a run's sources and evaluators to FOLDER, and print the command that trains on the copies."""
+
+    folder: OutPath = argument("folder to copy to")
+    executor: str | None = flag(MEANING.replace("local, one process per core", f"local:{COPYING}"), form="EXECUTOR")
 
 
-@entry_point
-def main(argv: list[str]) -> int:
-    """Run the verb, and return its exit code: 0, 2 for wrong usage, 3 if some shards could not be copied."""
-    command = command_line("stage", argv, OWN_FLAGS)
-    name, *flags = command.flags or [""]
-    if not name or name.startswith("-"):
-        raise SettingsError("missing FOLDER: clipstream stage FOLDER --train-data SHARDS")
-    folder, executor = folder_of(name), checked(command.own.get(FLAG), COPYING)
+def run(command: CommandLine[StageFlags]) -> None:
+    """Raises SettingsError: wrong usage. Raises DataError: some shards could not be copied."""
+    folder, executor = folder_of(command.own.folder), checked(command.own.executor, COPYING)
     atomic_write.claim_output(folder / PARTS, "FOLDER", holds=True)
-    settings, places = command.load(flags)
+    settings, places = command.load()
     named = [(("data", "sources", name), source) for name, source in settings.data.sources.items()]
     named += [(("evals", name, "data"), one.data) for name, one in settings.evals.items() if one.data is not None]
     with lock_output(folder):
         try:
-            _stage(folder, executor, settings, flags, places, [plan_copies(*one, folder) for one in named])
+            _stage(folder, executor, settings, command.flags, places, [plan_copies(*one, folder) for one in named])
         finally:
             shutil.rmtree(folder / PARTS, ignore_errors=True)
-    return 0
 
 
 def folder_of(name: str) -> Path:
     """The folder of copies, absolute. Raises SettingsError: its name has a meaning as a pattern."""
-    folder = Path(os.path.abspath(own_path(name)))
+    folder = Path(os.path.abspath(name))
     inside = str(folder / "0.tar")
     with contextlib.suppress(SettingsError):
         if expand(inside) == [inside]:
@@ -137,3 +136,6 @@ def _write_settings(folder: Path, places: Node, argv: Sequence[str], staged: Seq
             found = found[part]
         if found != {**source.settings.model_dump(mode="json"), "shards": source.copied(folder)}:
             print(f"note: {flags[source.name]} overrides {SETTINGS_FILE}: set that source in a file, and rerun")
+
+
+main = Verb("stage", StageFlags, run, (*READING, "Evaluation"))

@@ -13,18 +13,15 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from clipstream.config.flags import output_file
 from clipstream.curation.images.image_index import (
     ENDS,
     FEATURES,
@@ -227,27 +224,6 @@ class SearchResults:
         with (self._folder / IMAGES).open("rb") as file:
             file.seek(self._ends[row])
             return ImageRow(*json.loads(file.read(self._ends[row + 1] - self._ends[row])))
-
-
-def main(argv: Sequence[str]) -> None:
-    """`clipstream search RUN DATA QUERY… [-k N] [--html FILE] [flags of training]`. Raises ClipstreamError."""
-    own, names, flags, tokens = {"-k": "10", "--html": ""}, list[str](), list[str](), list(argv)
-    while tokens:
-        flag, equals, value = (token := tokens.pop(0)).partition("=")
-        if flag in own:
-            own[flag] = value if equals else tokens.pop(0) if tokens else ""
-        else:  # a flag of training, and all behind it
-            (flags if flags or token.startswith("--") else names).append(token)
-    if len(names) < 3 or not own["-k"].isdecimal():
-        raise SettingsError(f"name a run, data and at least one query, and as -k a whole number, as in: {USAGE}")
-    output_file(own, "--html")
-    found = SearchResults(ImageSearch(names[0], names[1], tuple(flags)), names[2:], max(1, int(own["-k"])))
-    loading.end()
-    columns = get_terminal_size().columns if sys.stdout.isatty() else 0
-    print(*map(printable, found.lines(columns)), sep="\n")
-    if own["--html"]:
-        found.save(own["--html"])
-        print(own["--html"])
 
 
 def search(

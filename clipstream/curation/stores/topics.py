@@ -8,7 +8,6 @@ Queries by image or text are encoded by the model in the store, in float32.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -24,6 +23,7 @@ import pyarrow as pa
 import torch
 
 from clipstream.api.model import Model, usable_device
+from clipstream.config.entry import CommandLine
 from clipstream.config.flags import output_file
 from clipstream.config.plan import survey
 from clipstream.curation.gallery import Card, render_gallery
@@ -72,34 +72,41 @@ Groups = Sequence[tuple[str, Sequence[tuple[int, float]]]]  # heads, and rows wi
 QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 
 
-def search(options: argparse.Namespace) -> None:
-    """Run the topic that the command line names.
+def search(command: CommandLine[Any]) -> None:
+    """Run the topic of a command line.
 
     Raises:
         SettingsError: an option does not fit the store, or the file cannot be written.
         DataError: the store cannot be read, or has no rows.
     """
+    options, topic = command.own, command.verb.rpartition(" ")[2]
     if options.out:
         check_suffix(Path(options.out), "--out")
-    output_file({"--html": getattr(options, "html", None)}, "--html")
+    output_file(getattr(options, "html", None), "--html")
     store = FeatureStore(options.store, options.cache)
     rows = StoredRows(store, getattr(options, "part", IMAGE))
     if not len(rows):
         raise DataError(f"{store.shown} has no rows in {rows.part}: all samples were dropped")
-    if options.topic == "scores":
+    if topic == "scores":
         scores(options, rows)
         return
     try:
         device = torch.empty(0, device=usable_device(options.device)).device
     except (RuntimeError, AssertionError, ImportError) as error:  # of a backend that this torch does not have
         raise SettingsError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
-    if options.topic == "doubt" or getattr(options, "mine", None):
-        (doubt if options.topic == "doubt" else mine)(options, store, device)
-        return
-    {"neighbours": neighbours, "duplicates": duplicates, "clusters": clusters}[options.topic](options, rows, device)
+    if topic == "doubt":
+        doubt(options, command.flags, store, device)
+    elif topic == "duplicates":
+        duplicates(options, command.flags, rows, device)
+    elif topic == "clusters":
+        clusters(options, rows, device)
+    elif options.mine:
+        mine(options, store, device)
+    else:
+        neighbours(options, rows, device)
 
 
-def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
+def neighbours(options: Any, rows: StoredRows, device: torch.device) -> None:
     """Print, and write, the rows nearest to each query."""
     titles, queries = _queries(options, rows)
     found = exact.search(rows, queries, options.k, device=device)
@@ -121,17 +128,15 @@ def neighbours(options: argparse.Namespace, rows: StoredRows, device: torch.devi
             writer.write({name: [row[name] for row in written] for name in writer.schema.names})
 
 
-def duplicates(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
+def duplicates(options: Any, flags: Sequence[str], rows: StoredRows, device: torch.device) -> None:
     """Print groups of near-duplicates, and write the list and the page. Raises SettingsError: as `stored_images`."""
     if rows.per_caption:
         raise SettingsError(f"--part {rows.part}: duplicates requires a part of images")
-    with stored_images(options, rows.store) as images:
+    with stored_images(options, flags, rows.store) as images:
         _duplicates(options, rows, images, device)
 
 
-def _duplicates(
-    options: argparse.Namespace, rows: StoredRows, images: StoredImages | None, device: torch.device
-) -> None:
+def _duplicates(options: Any, rows: StoredRows, images: StoredImages | None, device: torch.device) -> None:
     """`duplicates`; the file lists the samples to drop: all but one of each group."""
     roots = near_duplicates(rows, options.clusters, options.keep_by, device).kept(options.threshold)
     first, sizes = np.unique(roots, return_counts=True)
@@ -170,7 +175,7 @@ def _duplicates(
         write_page(options, rows, shown, images, device)
 
 
-def clusters(options: argparse.Namespace, rows: StoredRows, device: torch.device) -> None:
+def clusters(options: Any, rows: StoredRows, device: torch.device) -> None:
     """Print sizes and nearest rows of clusters; the file lists the cluster of each row."""
     found = exact.kmeans(
         rows, options.k, seed=options.seed, init=options.init, iterations=options.iterations, device=device
@@ -201,7 +206,7 @@ def clusters(options: argparse.Namespace, rows: StoredRows, device: torch.device
         print(options.out)
 
 
-def scores(options: argparse.Namespace, images: StoredRows) -> None:
+def scores(options: Any, images: StoredRows) -> None:
     """Print quantiles of the cosines of images and captions; the file lists the pairs, or the samples kept."""
     store = images.store
     # Made at once: small arrays that stay between large ones that go would keep the memory of these from reuse.
@@ -261,7 +266,7 @@ def _write_scores(path: Path, found: Iterator[PairScores], least: float | None) 
             writer.write(of)
 
 
-def _queries(options: argparse.Namespace, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
+def _queries(options: Any, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
     """(what each query is called, float32 [q, D])."""
     store, part = rows.store, rows.part
     titles, features = [*options.query_image, *options.query_text], torch.empty(0, rows.width)
@@ -395,12 +400,12 @@ class Mistaken(NamedTuple):
     rows: list[int]  # some of them
 
 
-def doubt(options: argparse.Namespace, store: FeatureStore, device: torch.device) -> None:
+def doubt(options: Any, flags: Sequence[str], store: FeatureStore, device: torch.device) -> None:
     """Print doubtful pairs, captions that match many images, and classes that are confused; write the list and page.
 
     Raises SettingsError: the store lacks a tower, or the data of the images are not those of the store.
     """
-    with stored_images(options, store) as images:
+    with stored_images(options, flags, store) as images:
         pairs = PairRows(store)
         found = doubts(pairs, options.k, device=device)
         order = np.argsort(found.scores, kind="stable")
@@ -488,17 +493,15 @@ def _groups(found: Doubts, worst: Numbers, texts: Sequence[Mistaken], names: Map
 
 
 @contextlib.contextmanager
-def stored_images(options: argparse.Namespace, store: FeatureStore) -> Iterator[StoredImages | None]:
+def stored_images(options: Any, flags: Sequence[str], store: FeatureStore) -> Iterator[StoredImages | None]:
     """The images of a store for --html; None without it. Raises SettingsError: these are not those of the store."""
     if bool(options.html) != bool(options.images):
         raise SettingsError("--html FILE shows images of --images DATA: set both, or none")
     with contextlib.closing(ShardCache(None)) as cache:
-        yield StoredImages(store, options.images, cache, options.flags) if options.html else None
+        yield StoredImages(store, options.images, cache, flags) if options.html else None
 
 
-def write_page(
-    options: argparse.Namespace, rows: StoredRows, groups: Groups, images: StoredImages, device: torch.device
-) -> None:
+def write_page(options: Any, rows: StoredRows, groups: Groups, images: StoredImages, device: torch.device) -> None:
     """Write the page with groups of images, each with the images near it; warns of images that cannot be read."""
     shown = list(dict.fromkeys(row for _, found in groups for row, _ in found))
     near = exact.search(rows, exact.gather(rows, shown), NEAR + 1, device=device)
@@ -525,7 +528,7 @@ def write_page(
         )
 
 
-def mine(options: argparse.Namespace, store: FeatureStore, device: torch.device) -> None:
+def mine(options: Any, store: FeatureStore, device: torch.device) -> None:
     """Write the hard negatives of every sample with captions. Raises SettingsError: flags do not go together."""
     if not options.out or Path(options.out).suffix not in (".parquet", ".jsonl"):
         raise SettingsError("--mine writes lists of neighbours: set --out FILE.parquet (or .jsonl)")

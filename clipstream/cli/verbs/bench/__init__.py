@@ -1,4 +1,4 @@
-"""The verb `clipstream bench`: throughput of shards on this machine, and with `bench train` of training by setting.
+"""The verb bench: measure how fast shards are read, or with `bench train` how fast a model trains.
 
 `bench` reads as training does, with the same settings, by stage and number of workers, and discards the batches; a
 model is built only for its image size and tokenizer. `bench train` is in `ladder`, which imports torch.
@@ -7,18 +7,18 @@ model is built only for its image size and tokenizer. `bench train` is in `ladde
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import BeforeValidator
 from rich.console import Console
 
-from clipstream.config.entry import CommandLine, command_line, entry_point
-from clipstream.config.flags import choice_flag, number_flag, output_file
+from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.flags import OutPath, flag, output_file
+from clipstream.config.help import READING
 from clipstream.config.plan import with_lanes
 from clipstream.config.settings import Written
 from clipstream.config.validate import preflight_models, validate_sources
@@ -32,68 +32,70 @@ from clipstream.report.sinks import json_line
 from clipstream.text import counted, duration, milliseconds, percent
 from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.cores import cores
+from clipstream.utils.section import Section
 
 if TYPE_CHECKING:
     from clipstream.data.batch import ImageSpec
     from clipstream.data.decode.tokenizers import Tokenizer
     from clipstream.data.loader.stage_timing import StageTimes
 
-INPUT_FLAGS = {
-    "--counts": "numbers of workers to measure, separated by ',' (default: 1, 2, 4 … up to the number of cores)",
-    "--seconds": "seconds to measure each number of workers (default: 10)",
-    "--gpus": "number of GPUs to feed (default: 1)",
-    "--gpu-rate": "samples/s that one GPU trains (default: shows 500, 1000, 2000 and 4000)",
-    "--output": "append a JSON line per measurement to this file",
-}
 RUNGS = (
     "tf32", "precision", "fused", "compile", "buckets", "checkpointing", "micro-batch", "fsdp", "patch-dropout",
     "shards",
 )  # fmt: skip
-TRAIN_FLAGS = {
-    "--rungs": f"settings to measure, separated by ',': {', '.join(RUNGS)} (default: all)",
-    "--rounds": "number of interleaved rounds (default: 3)",
-    "--steps": "measured steps per setting and round (default: 5)",
-    "--warmup-steps": "warm-up steps before them (default: 2)",
-    "--loss-steps": "steps after which losses are compared (default: 20)",
-    "--loss-tolerance": "maximum relative difference from the baseline's loss (default: 0.01)",
-    "--against": "open_clip: also measure the training step of open_clip's trainer on the same tensors",
-    "--csv": "write the table to this file",
-    "--yaml": "write the suggested settings to this file, for --config",
-}
-OWN_FLAGS = {**INPUT_FLAGS, **TRAIN_FLAGS}
 USUAL_RATES = (500.0, 1000.0, 2000.0, 4000.0)
 GENERATED = "toy:train"  # source of the batches of `bench train` where no shards are given
 
 
-@dataclass(frozen=True)
-class Options:
-    """What `bench train` measures, and where it is written."""
+class InputFlags(Section):
+    """Measure how fast shards are read, by stage and number of workers, or with `bench train` how a model trains."""
 
-    rungs: tuple[str, ...] = RUNGS
-    rounds: int = 3
-    steps: int = 5
-    warmup_steps: int = 2
-    loss_steps: int = 20
-    loss_tolerance: float = 0.01
-    open_clip: bool = False
-    csv: Path | None = None
-    yaml: Path | None = None
+    counts: str | None = flag("numbers of workers to measure, separated by ',' (default: 1, 2, 4 … up to all cores)")
+    seconds: float = flag("seconds to measure each number of workers", 10.0, gt=0)
+    gpus: float = flag("number of GPUs to feed", 1.0, gt=0)
+    gpu_rate: float | None = flag("samples/s that one GPU trains (default: shows 500, 1000, 2000 and 4000)", gt=0)
+    output: OutPath | None = flag("append a JSON line per measurement to this file", form="FILE")
 
 
-@entry_point
-def main(argv: list[str]) -> int:
-    if argv[:1] == ["train"]:
-        return _bench_train(command_line("bench train", argv[1:], TRAIN_FLAGS))
-    if argv and not argv[0].startswith("-") and (meant := did_you_mean(argv[0], ["train"])):
-        raise SettingsError(f"unknown topic bench {argv[0]}{meant}")
-    return _bench_input(command_line("bench", argv, INPUT_FLAGS))
+def _rungs(given: str | Sequence[str]) -> Sequence[str]:
+    """The names, in a text separated by ','. Raises ValueError: one is unknown."""
+    names = given.split(",") if isinstance(given, str) else given
+    for name in names:
+        if name not in RUNGS:
+            raise ValueError(f"unknown setting {name!r}{did_you_mean(name, RUNGS)}; choose from {', '.join(RUNGS)}")
+    return names
 
 
-def _bench_train(command: CommandLine) -> int:
+class Options(Section):
+    """Measure how fast the model trains as settings are added one by one, starting from float32 with padded texts,
+    without compilation or fusion, and print the suggested settings as YAML. Reports samples/s, memory, MFU and the
+    difference from the baseline's loss. Uses the first batches of --train-data, or generated ones. Under torchrun,
+    all ranks are measured together.
+    """
+
+    rungs: Annotated[tuple[str, ...], BeforeValidator(_rungs)] = flag(
+        f"settings to measure, separated by ',': {', '.join(RUNGS)} (default: all)", RUNGS, form="NAMES"
+    )
+    rounds: int = flag("number of interleaved rounds", 3, ge=1)
+    steps: int = flag("measured steps per setting and round", 5, ge=1)
+    warmup_steps: int = flag("warm-up steps before them", 2, ge=0)
+    loss_steps: int = flag("steps after which losses are compared", 20, ge=1)
+    loss_tolerance: float = flag("maximum relative difference from the baseline's loss", 0.01, gt=0)
+    against: Literal["open_clip"] | None = flag(
+        "also measure the training step of open_clip's trainer on the same tensors"
+    )
+    csv: OutPath | None = flag("write the table to this file", form="FILE")
+    yaml: OutPath | None = flag("write the suggested settings to this file, for --config", form="FILE")
+
+
+def bench_train(command: CommandLine[Options]) -> int:
     """Raises ClipstreamError: wrong settings, or the baseline cannot run."""
-    options, (settings, places) = train_options(command.own), command.load()
+    options = command.own
+    output_file(options.csv, "--csv")
+    output_file(options.yaml, "--yaml")
+    settings, places = command.load()
     if not settings.data.sources:
-        options = replace(options, rungs=tuple(name for name in options.rungs if name != "shards"))
+        options = options.model_copy(update={"rungs": tuple(name for name in options.rungs if name != "shards")})
         source = SourceSettings.model_validate({"shards": GENERATED})
         data = settings.data.model_copy(update={"sources": {"train": source}})
         settings = settings.model_copy(update={"data": data})
@@ -102,28 +104,6 @@ def _bench_train(command: CommandLine) -> int:
     from clipstream.cli.verbs.bench.ladder import run
 
     return run_ranks(settings.run, partial(run, found, options))
-
-
-def train_options(own: Mapping[str, str]) -> Options:
-    """The options that the verb's own flags give. Raises SettingsError: a flag has a wrong value."""
-    rungs = tuple(own["--rungs"].split(",")) if "--rungs" in own else RUNGS
-    for name in rungs:
-        if name not in RUNGS:
-            raise SettingsError(
-                f"--rungs: unknown setting {name!r}{did_you_mean(name, RUNGS)}; choose from {', '.join(RUNGS)}"
-            )
-    choice_flag(own, "--against", ("open_clip",), "open_clip")
-    return Options(
-        rungs,
-        number_flag(own, "--rounds", Options.rounds, least=1),
-        number_flag(own, "--steps", Options.steps, least=1),
-        number_flag(own, "--warmup-steps", Options.warmup_steps, least=0),
-        number_flag(own, "--loss-steps", Options.loss_steps, least=1),
-        number_flag(own, "--loss-tolerance", Options.loss_tolerance),
-        "--against" in own,
-        output_file(own, "--csv"),
-        output_file(own, "--yaml"),
-    )
 
 
 @dataclass(frozen=True)
@@ -150,25 +130,24 @@ class Measured:
         }
 
 
-def _bench_input(command: CommandLine) -> int:
-    """Measure, print tables, and return the exit code."""
+def bench_input(command: CommandLine[InputFlags]) -> None:
+    """Measure, and print tables."""
     own = command.own
-    seconds, gpus = number_flag(own, "--seconds", 10.0), number_flag(own, "--gpus", 1.0)
-    rates = (number_flag(own, "--gpu-rate", 0.0),) if "--gpu-rate" in own else USUAL_RATES
+    rates = USUAL_RATES if own.gpu_rate is None else (own.gpu_rate,)
     settings = command.load().settings
     if not settings.data.sources:
         raise SettingsError("bench requires shards: --train-data SHARDS")
     settings = settings.model_copy(update={"data": with_lanes(settings.data)})
     lanes, most = int(settings.data.lanes), cores()
     counts = [count for count in (2**k for k in range(most.bit_length())) if count <= min(most, lanes)]
-    if (given := own.get("--counts")) is not None:
+    if (given := own.counts) is not None:
         try:
             counts = sorted({int(part) for part in given.split(",")})
         except ValueError:
             counts = [-1]
         if counts[0] < 0 or counts[-1] > lanes:
             raise SettingsError(f"--counts: expected numbers from 0 to {lanes}, the lanes, as in 1,2,4, not {given!r}")
-    output = output_file(own, "--output")
+    output = output_file(own.output, "--output")
     preflight(settings.model, settings.tokenizer)
     from clipstream.data.decode.tokenizers import build_tokenizer
     from clipstream.models.build import build_towers
@@ -181,16 +160,15 @@ def _bench_input(command: CommandLine) -> int:
     found = []
     for count in counts:
         console.print(f"{counted(count, 'worker')} …")
-        found.append(measure(settings.data, count, seconds, tokenizer, towers.image, settings.run.seed))
+        found.append(measure(settings.data, count, own.seconds, tokenizer, towers.image, settings.run.seed))
     _show(found, console)
     best = max(found, key=lambda one: one.rate)
-    for line in needs(best, gpus, rates, cores()):
+    for line in needs(best, own.gpus, rates, cores()):
         console.print(line)
     if output is not None:
         failed = errors_as(ClipstreamError, f"--output: cannot write {output}", OSError)
         with failed, output.open("a", encoding="utf-8") as file:
             file.writelines(json_line(one.record()) for one in found)
-    return 0
 
 
 def measure(
@@ -261,5 +239,17 @@ def _show(found: Sequence[Measured], console: Console) -> None:
     console.print(stages)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = Verb(
+    "bench",
+    InputFlags,
+    bench_input,
+    (*READING, "Model", "Batch"),
+    (
+        Verb(
+            "bench train",
+            Options,
+            bench_train,
+            (*READING, "Model", "Batch", "Loss and optimizer", "Device and precision"),
+        ),
+    ),
+)

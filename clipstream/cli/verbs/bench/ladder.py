@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -200,7 +201,7 @@ def run(found: Survey, options: Options, world: World, watch: FailureWatch) -> N
     for path, text in ((options.csv, table.getvalue()), (options.yaml, to_use)):
         try:
             if path is not None:
-                path.write_text(text, encoding="utf-8", newline="")
+                Path(path).write_text(text, encoding="utf-8", newline="")
         except OSError as error:
             failed.append(f"cannot write {path}: {error.strerror}")
     console = ResultConsole(150, markup=False)
@@ -305,7 +306,7 @@ class Ladder:
             if gain is not None and gain >= (1 / WORTH if default else WORTH) and not row.differs:
                 chosen |= row.rung.changes
         others = [rung for name, rungs in self.variants().items() if name in names for rung in rungs]
-        if self.options.open_clip:
+        if self.options.against:
             reason = None if self.world.size == 1 else "measured on one rank only"
             if self.settings.distill.model is not None or self.settings.data.teacher_features:
                 reason = "measured without distillation only"
