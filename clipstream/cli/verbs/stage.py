@@ -52,8 +52,9 @@ def run(command: CommandLine[StageFlags]) -> None:
     named = [(("data", "sources", name), source) for name, source in settings.data.sources.items()]
     named += [(("evals", name, "data"), one.data) for name, one in settings.evals.items() if one.data is not None]
     with lock_output(folder):
+        sources = [plan_copies(*one, folder) for one in named]  # refuses inputs in the folder, before any are removed
         try:
-            _stage(folder, executor, settings, command.flags, places, [plan_copies(*one, folder) for one in named])
+            _stage(folder, executor, settings, command.flags, places, sources)
         finally:
             shutil.rmtree(folder / PARTS, ignore_errors=True)
 
