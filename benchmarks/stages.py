@@ -24,7 +24,7 @@ import numpy as np
 import webdataset as wds
 from PIL import Image
 
-from clipstream.data import build
+from clipstream.data import pipeline
 from clipstream.data.batch import ImageSpec
 from clipstream.data.loader import workers
 from clipstream.data.loader.loader import Loader
@@ -68,7 +68,7 @@ def make_loader(shards: str, pixels: int, stopwatch: type[Stopwatch]) -> Loader:
         {"global_batch_size": BATCH, "lanes": 16, "workers": 0, "sources": {"train": {"shards": shards}}}
     )
     image = ImageSpec((min(pixels, 224),) * 2)
-    return build.training_loader(settings, ModelInputs(ByteTokenizer(), image), world=World(), seed=0)
+    return pipeline.training_loader(settings, ModelInputs(ByteTokenizer(), image), world=World(), seed=0)
 
 
 def abba(one: Loader, other: Loader) -> tuple[float, float]:
