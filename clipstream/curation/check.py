@@ -180,24 +180,6 @@ class CheckReport:
     def _repr_html_(self) -> str:
         return f'<pre style="white-space:pre;overflow-x:auto;font-family:monospace">{html.escape(str(self))}</pre>'
 
-    def add(self, row: Row) -> None:
-        """Count a sample by its row of the sample table."""
-        where, size = f"{row['shard']}/{row['key']}", (row.get("width", 0), row.get("height", 0))
-        self.large += [where] * (size[0] * size[1] > LARGE_PIXELS)
-        if row["reason"]:
-            self.drops[row["reason"]] += 1
-            shown, detail = printable(where, 200), row["detail"]
-            self.examples.setdefault(row["reason"], f"{shown}: {detail}" if detail else shown)
-            return
-        self.used += 1
-        self.first_captions.add(where, row["caption"], None, flat=row["one_colour"])
-        self.long += row["caption_tokens"] > CONTEXT
-        self.lost.append(lost_area(size, SQUARE))
-        self.transparent += row["transparent"]
-        self.hashes.append((row["caption_hash"], row["file_hash"]))
-        if len(self.captions) < 3:
-            self.captions[where] = row["caption"]
-
 
 def look(source: SourceSettings, samples: int | None) -> CheckReport:
     """Read `samples` samples (0: all; None: `SAMPLES`, or all of `WHOLE` and fewer), spread evenly over the shards, or
@@ -242,9 +224,28 @@ def look(source: SourceSettings, samples: int | None) -> CheckReport:
                 report.faults[redact(name)] = fault_of(error)
                 continue
             for row in rows:
-                report.add(row)
+                _count(report, row)
             report.of_shards += [number] * (len(report.hashes) - len(report.of_shards))
     return report
+
+
+def _count(report: CheckReport, row: Row) -> None:
+    """Count a sample by its row of the sample table."""
+    where, size = f"{row['shard']}/{row['key']}", (row.get("width", 0), row.get("height", 0))
+    report.large += [where] * (size[0] * size[1] > LARGE_PIXELS)
+    if row["reason"]:
+        report.drops[row["reason"]] += 1
+        shown, detail = printable(where, 200), row["detail"]
+        report.examples.setdefault(row["reason"], f"{shown}: {detail}" if detail else shown)
+        return
+    report.used += 1
+    report.first_captions.add(where, row["caption"], None, flat=row["one_colour"])
+    report.long += row["caption_tokens"] > CONTEXT
+    report.lost.append(lost_area(size, SQUARE))
+    report.transparent += row["transparent"]
+    report.hashes.append((row["caption_hash"], row["file_hash"]))
+    if len(report.captions) < 3:
+        report.captions[where] = row["caption"]
 
 
 def show(report: CheckReport, console: Console) -> None:
