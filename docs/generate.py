@@ -20,7 +20,17 @@ from clipstream.config.help import default_note, help_text, summary, value_form
 from clipstream.config.settings import Settings
 from clipstream.config.short_flags import ALIASES
 from clipstream.config.validate import records
-from clipstream.utils.section import Conflict, Is, Section, all_fields, entries_of, section_of, types_of
+from clipstream.utils.section import (
+    Conflict,
+    Is,
+    PluginSection,
+    Section,
+    all_fields,
+    builtin_parts,
+    entries_of,
+    section_of,
+    types_of,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 88  # of help, as wide as the page
@@ -67,6 +77,8 @@ def settings_page() -> str:
 def _keys(section: type[Section], prefix: str, homes: dict[type[Section], str]) -> Iterator[str]:
     """The keys of a class and of its types; a class that is used in several places is described in the first one."""
     types = types_of(section)
+    if issubclass(section, PluginSection):
+        builtin_parts(section)  # which the key `type` lists
     for name, info in all_fields(section).items():
         key = f"{prefix}.{name}"
         inner, entry = section_of(info.annotation), section_of(entries_of(info.annotation))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -111,3 +113,17 @@ def test_help_and_messages_know_registered_parts(capsys: pytest.CaptureFixture[s
     ):
         with pytest.raises(SettingsError, match=said):
             load(argv.split())
+
+
+def test_the_order_of_parts_is_that_of_their_modules() -> None:
+    """Not that of imports: the first type that knows an entry of `shards` lists it."""
+    code = """
+{}
+from clipstream.data.settings import SourceSettings
+from clipstream.utils.section import builtin_parts
+print(*builtin_parts(SourceSettings))
+print(SourceSettings.model_fields["type"].description)
+"""
+    imports = ("", "import clipstream.data.sources.toy_data, clipstream.data.sources.tars")
+    found = [subprocess.check_output([sys.executable, "-c", code.format(one)], text=True) for one in imports]
+    assert found[0] == found[1] and found[0].splitlines()[1].startswith("auto, folder, imagenet, table")

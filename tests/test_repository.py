@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import clipstream
 from clipstream.cli.main import VERBS
 
@@ -123,6 +125,14 @@ def test_settings_import_no_torch() -> None:
     imports = f"import sys, {', '.join(owners)}, clipstream.cli.main"
     code = f"{imports}; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--help", "data.sampling"]], ids=" ".join)
+def test_help_imports_no_arrays(argv: list[str]) -> None:
+    heavy = "{'torch', 'numpy', 'pyarrow', 'PIL'} & sys.modules.keys()"
+    code = f"import sys; from clipstream.cli.main import main; main({argv}); sys.exit(' '.join({heavy}) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(("usage", "data.sampling"))
 
 
 def test_dependencies_have_lower_bounds_only_which_are_the_lowest_constraints() -> None:

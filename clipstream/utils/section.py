@@ -239,10 +239,20 @@ def part(family: type[PluginSection], *names: str) -> Callable[[Class], Class]:
         parts = _PARTS.setdefault(family, {})
         assert not parts.keys() & names, f"{names} are registered already"
         parts.update(dict.fromkeys(names, cls))
-        family.model_fields["type"].description = f"{', '.join(parts)}, or package.module:Name"
+        _order(family)
         return cls
 
     return register
+
+
+def _order(family: type[PluginSection]) -> None:
+    """Sort the parts of a family, those of its own module first, whichever module was imported first."""
+
+    def place(item: tuple[str, Any]) -> tuple[bool, str]:
+        return item[1].__module__ != family.__module__, item[1].__module__
+
+    _PARTS[family] = dict(sorted(_PARTS[family].items(), key=place))
+    family.model_fields["type"].description = f"{', '.join(_PARTS[family])}, or package.module:Name"
 
 
 def is_family(cls: type[PluginSection]) -> bool:
@@ -251,7 +261,7 @@ def is_family(cls: type[PluginSection]) -> bool:
 
 
 def builtin_parts(section: type[PluginSection]) -> Mapping[str, Any]:
-    """The registered classes of the family of `section`, by name."""
+    """The registered classes of the family of `section`, by name; from then on the description of `type` lists them."""
     family = next(cls for cls in section.__mro__ if issubclass(cls, PluginSection) and is_family(cls))
     _import_all(family.home)
     return _PARTS.get(family, {})
