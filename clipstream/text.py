@@ -1,4 +1,5 @@
-"""Text of messages: counts, shares and times, long texts cut, and untrusted text made safe to print or to name a file.
+"""Text of messages: counts, shares and times, long texts cut, rows of a help, and untrusted text made safe to print or
+to name a file.
 
 A message is one line: errors and the logger print control characters as their escapes, line breaks included. Only
 `lines` makes a message of several. Untrusted text (keys, captions, file names, JSON fields, plug-ins' messages) may
@@ -9,7 +10,11 @@ controls, which reorder the characters of a line.
 from __future__ import annotations
 
 import html
+import os
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from urllib.parse import quote
 
@@ -119,3 +124,18 @@ def framed(page: str, title: str) -> str:
         f'<iframe sandbox="allow-scripts" style="width:100%;height:{FRAME}px;border:0" title="{html.escape(title)}" '
         f'srcdoc="{html.escape(page)}"></iframe>'
     )
+
+
+def terminal_width() -> int:
+    """Columns of the terminal or of the variable COLUMNS, at most 140; 120 without both."""
+    terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return min(shutil.get_terminal_size().columns, 140) if terminal else 120
+
+
+def row(head: str, text: str, column: int, width: int) -> list[str]:
+    """A name, and its meaning from `column` on; below the name if this is long."""
+    first = f"  {head}"
+    body = textwrap.wrap(text, width - column, break_on_hyphens=False) or [""]
+    if len(first) < column - 1:
+        first, body = f"{first:<{column}}{body[0]}".rstrip(), body[1:]
+    return [first, *(f"{'':<{column}}{line}" for line in body)]

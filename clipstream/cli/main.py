@@ -16,6 +16,7 @@ from clipstream import __version__
 from clipstream.cli import verbs
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, did_you_mean
+from clipstream.text import row, terminal_width
 from clipstream.utils.logs import loading
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
     """The console script: `clipstream VERB …`, or `python -m clipstream VERB …`; `own` with another name."""
     own, argv = own or argv is None, list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "help"):
-        from clipstream.config.help import row, terminal_width
-
         rows = [line for verb, meaning in VERBS.items() for line in row(verb, meaning, 14, terminal_width())]
         print("usage: clipstream VERB …", "", *rows, "", "clipstream VERB --help shows the flags of a verb.", sep="\n")
         return 0 if argv else SettingsError.exit_code

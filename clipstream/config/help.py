@@ -6,9 +6,6 @@ Imports neither torch nor anything else that would delay `--help`.
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +18,7 @@ from pydantic_core import PydanticUndefined
 from clipstream.config.flags import generic_key, meaning_of, plain_field, spellings, trait, usage
 from clipstream.config.short_flags import ALIASES, BY_FLAG, FlagAlias
 from clipstream.errors import SettingsError, did_you_mean
+from clipstream.text import row, terminal_width
 from clipstream.utils.section import (
     PluginSection,
     Section,
@@ -124,21 +122,6 @@ def own_default(field: FieldInfo) -> str:
     """As `default_note`; a switch, and a flag whose meaning tells it, has none."""
     told = "default" in (field.description or "") or trait(field, "bare") is not None
     return "" if told or field.is_required() else default_note(field)
-
-
-def terminal_width() -> int:
-    """Columns of the terminal or of the variable COLUMNS, at most 140; 120 without both."""
-    terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return min(shutil.get_terminal_size().columns, 140) if terminal else 120
-
-
-def row(head: str, text: str, column: int, width: int) -> list[str]:
-    """A name, and its meaning from `column` on; below the name if this is long."""
-    first = f"  {head}"
-    body = textwrap.wrap(text, width - column, break_on_hyphens=False) or [""]
-    if len(first) < column - 1:
-        first, body = f"{first:<{column}}{body[0]}".rstrip(), body[1:]
-    return [first, *(f"{'':<{column}}{line}" for line in body)]
 
 
 @dataclass
