@@ -55,21 +55,25 @@ def test_a_caption_of_the_json_takes_the_place_of_a_text(
     assert [one["txt"] for one in found] == [json.loads(one["json"])["caption"]["alt"][0].encode() for one in wanted]
 
 
+@pytest.mark.ci
 def test_the_loss() -> None:
     table = output_of("loss", "--sizes", "16", "--width", "8", "--rounds", "1")
     assert "clip" in table and "siglip" in table
 
 
+@pytest.mark.ci
 def test_saving(model: tuple[str, str], tmp_path: Path) -> None:
     assert "s a save" in output_of("saving", *model, "--folder", str(tmp_path), "--batch", "4", "--rounds", "2")
 
 
+@pytest.mark.ci
 def test_features(tmp_path: Path) -> None:
     sizes = ("--rows", "9000", "--large", "30000", "--width", "8", "--batch", "64", "--rounds", "1", "--batches", "1")
     table = output_of("features", *sizes, "--folder", str(tmp_path))
     assert "of memcpy" in table and "loader, 64 lanes" in table and "opening 30,000 rows" in table and "int8" in table
 
 
+@pytest.mark.ci
 def test_precompute(shards: list[str], model: tuple[str, str]) -> None:
     small = ("--batch-size", "8", "--workers", "1", "--rounds", "1")
     assert "of the bare loop" in output_of("precompute", *shards, *model, *small)
@@ -81,6 +85,7 @@ def test_images_of_a_group_find_each_other(shards: list[str], model: tuple[str, 
     assert "21 queries, 62 images, mAP 1.0000, R@1 1.0000" in output_of("groups", model[1], *asked)
 
 
+@pytest.mark.ci
 def test_accuracy_of_stored_types(place: Path, model: tuple[str, str], tmp_path: Path) -> None:
     data, classes = str(place / "val/{00000..00001}.tar"), tmp_path / "classes.txt"
     classes.write_text("one\ntwo\nthree\n")
@@ -92,6 +97,7 @@ def test_accuracy_of_stored_types(place: Path, model: tuple[str, str], tmp_path:
     assert "zero_shot_top1" in table[0] and "(+0.000)" in table[1] and table[2].startswith("int8")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("benchmark", "flags", "said"),
     [

@@ -387,98 +387,72 @@ ROLES = torch.tensor(
 )
 
 
-def play_several(world: World, counts: list[int]) -> list[Tensors]:
-    """The shares and gradients, summed over the ranks, of 9 images with up to three texts."""
-    start, found = sum(counts[: world.rank]), []
-    rows = slice(start, start + counts[world.rank])
-    for tile, gib, (kind, duplicates) in itertools.product(((1024, 1024), (2, 5)), (0.0, 1.0), SEVERAL):
-        set_tiles(tile)
-        loss, leaves = make_loss(kind, duplicates=duplicates, gather_gib=gib, terms=(0.2, 1.5)), several_leaves()
-        features = Features(leaves["image"][rows], leaves["text"][rows], leaves["scale"], leaves["bias"])
-        ids = CAPTIONS[rows].int()
-        batch = make_batch(counts[world.rank], ids=ids, roles=ROLES[rows].int(), weights=make_weights(9)[rows])
-        share = loss(features, batch, world)
-        share.backward()
-        made = {"loss": share.detach(), **grads(leaves)}
-        found.append({name: world.all_reduce_sum(tensor) for name, tensor in made.items()})
-    return found
-
-
 def several_leaves(texts: int = 3) -> Tensors:
     inputs = make_inputs(9)
     inputs["text"] = torch.cat([make_inputs(9, seed=seed)["text"] for seed in range(texts)], dim=1)
     return {name: inputs[name].requires_grad_() for name in LEAVES}
 
 
-@pytest.mark.parametrize("counts", [[9], [6, 3], [4, 3, 2], [2, 5, 0, 2]], ids=len)
-def test_several_texts_of_a_sample_equal_the_dense_reference(counts: list[int]) -> None:
-    wanted, weights = [], make_weights(9)
-    for kind, duplicates in SEVERAL:
-        leaves = several_leaves()
-        image, text, scale, bias = leaves.values()
-        labels = CAPTIONS if duplicates == "positives" else torch.arange(9)
-        kwargs = {"softmax": kind == "clip"}
-        total = several_loss(image, text, (scale, bias), weights, labels, ROLES, **kwargs)
-        if duplicates == "positives":
-            shares = (ROLES > 0) / (ROLES > 0).sum(dim=1, keepdim=True)
-            of_texts = (weights[:, None] * shares).flatten(), labels.repeat_interleave(3)
-            total = total + 0.2 * within_loss(image, scale, bias, weights, labels, **kwargs)
-            total = total + 1.5 * within_loss(text.view(27, -1), scale, bias, *of_texts, **kwargs)
-        total.backward()
-        wanted.append({"loss": total.detach(), **grads(leaves)})
-    for ranks in run_ranks(len(counts), play_several, counts):
-        for found, one in zip(ranks, itertools.cycle(wanted)):
-            assert_close(found, one, 1e-10)
+def roles_of(texts: int, kept: int | None) -> torch.Tensor:
+    """Roles of so many texts; if components are kept, the last one is a short one, of all samples but two."""
+    if kept is None:
+        return ROLES[:, :texts]
+    return torch.cat([ROLES[:, : texts - 1], torch.tensor([2, 2, 0, 2, 2, 2, 2, 0, 2])[:, None]], dim=1)
 
 
-def with_short(roles: torch.Tensor) -> torch.Tensor:
-    """Roles whose last text is a short one, of all samples but two."""
-    return torch.cat([roles[:, :-1], torch.tensor([2, 2, 0, 2, 2, 2, 2, 0, 2])[:, None]], dim=1)
-
-
-def play_short(world: World, counts: list[int], texts: int, kept: int) -> list[Tensors]:
-    """The shares and gradients, summed over the ranks, of 9 images whose last text is a short one."""
-    start, found = sum(counts[: world.rank]), []
-    losses.COMPONENTS, rows = kept, slice(start, start + counts[world.rank])
-    for kind, duplicates in SEVERAL:
-        loss, leaves = make_loss(kind, duplicates=duplicates, terms=(0.2, 1.5), short=0.7), several_leaves(texts)
+def play_several(world: World, counts: list[int], texts: int, kept: int | None) -> list[Tensors]:
+    """The shares and gradients, summed over the ranks, of 9 images with several texts, maybe a short one."""
+    start, found, losses.COMPONENTS = sum(counts[: world.rank]), [], kept or losses.COMPONENTS
+    rows = slice(start, start + counts[world.rank])
+    for tile, gib, (kind, duplicates) in itertools.product(((1024, 1024), (2, 5)), (0.0, 1.0), SEVERAL):
+        set_tiles(tile)
+        given: dict[str, Any] = {"duplicates": duplicates, "gather_gib": gib, "terms": (0.2, 1.5), "short": 0.7}
+        loss, leaves = make_loss(kind, **given), several_leaves(texts)
         features = Features(leaves["image"][rows], leaves["text"][rows], leaves["scale"], leaves["bias"])
         batch = make_batch(counts[world.rank], ids=CAPTIONS[rows].int(), weights=make_weights(9)[rows])
-        batch = replace(batch, roles=with_short(ROLES[:, :texts])[rows].int(), has_short=True)
+        batch = replace(batch, roles=roles_of(texts, kept)[rows].int(), has_short=kept is not None)
         share = loss(features, batch, world)
         share.backward()
-        assert set(loss.parts) >= {"image_text", "short"}
+        assert kept is None or set(loss.parts) >= {"image_text", "short"}
         made = {"loss": share.detach(), **grads(leaves)}
         found.append({name: world.all_reduce_sum(tensor) for name, tensor in made.items()})
     return found
 
 
 @pytest.mark.parametrize(
-    ("counts", "texts", "kept"), [([9], 3, 3), ([6, 3], 2, 2), ([5, 0, 4], 3, 3), ([9], 2, 32)], ids=str
+    ("counts", "texts", "kept"),
+    [
+        *((counts, 3, None) for counts in ([9], [6, 3], [4, 3, 2], [2, 5, 0, 2])),
+        *(([9], 3, 3), ([6, 3], 2, 2), ([5, 0, 4], 3, 3), ([9], 2, 32)),
+    ],
+    ids=str,
 )
-def test_short_texts_have_a_loss_of_principal_components(counts: list[int], texts: int, kept: int) -> None:
-    wanted, weights = [], make_weights(9)
+def test_several_texts_of_a_sample_equal_the_dense_reference(counts: list[int], texts: int, kept: int | None) -> None:
+    """Of a short text, that of the image's principal components."""
+    wanted, weights, roles = [], make_weights(9), roles_of(texts, kept)
+    long = texts if kept is None else texts - 1
     for kind, duplicates in SEVERAL:
         leaves = several_leaves(texts)
         image, text, scale, bias = leaves.values()
         labels = CAPTIONS if duplicates == "positives" else torch.arange(9)
-        roles, kwargs = with_short(ROLES[:, :texts]), {"softmax": kind == "clip"}
-        width = image.shape[1]
-        long, short = text[:, :-width], text[:, -width:]
-        total = several_loss(image, long, (scale, bias), weights, labels, roles[:, :-1], **kwargs)
-        reference = softmax_loss if kind == "clip" else sigmoid_loss
-        logits = scale * principal(image, weights, kept) @ short.T + (0 if kind == "clip" else bias)
-        total = total + 0.7 * reference(logits, weights * (roles[:, -1] == 2), labels, duplicates)
+        kwargs = {"softmax": kind == "clip"}
+        rows = text[:, : long * image.shape[1]]
+        total = several_loss(image, rows, (scale, bias), weights, labels, roles[:, :long], **kwargs)
+        if kept is not None:
+            reference = softmax_loss if kind == "clip" else sigmoid_loss
+            short = text[:, long * image.shape[1] :]
+            logits = scale * principal(image, weights, kept) @ short.T + (0 if kind == "clip" else bias)
+            total = total + 0.7 * reference(logits, weights * (roles[:, -1] == 2), labels, duplicates)
         if duplicates == "positives":
-            total = total + 0.2 * within_loss(image, scale, bias, weights, labels, **kwargs)
-            own = roles[:, :-1] > 0
+            own = roles[:, :long] > 0
             shares = own / own.sum(dim=1, keepdim=True)
-            of_texts = (weights[:, None] * shares).flatten(), labels.repeat_interleave(texts - 1)
-            total = total + 1.5 * within_loss(long.reshape(9 * (texts - 1), -1), scale, bias, *of_texts, **kwargs)
+            of_texts = (weights[:, None] * shares).flatten(), labels.repeat_interleave(long)
+            total = total + 0.2 * within_loss(image, scale, bias, weights, labels, **kwargs)
+            total = total + 1.5 * within_loss(rows.reshape(9 * long, -1), scale, bias, *of_texts, **kwargs)
         total.backward()
         wanted.append({"loss": total.detach(), **grads(leaves)})
-    for ranks in run_ranks(len(counts), play_short, counts, texts, kept):
-        for found, one in zip(ranks, wanted, strict=True):
+    for ranks in run_ranks(len(counts), play_several, counts, texts, kept):
+        for found, one in zip(ranks, itertools.cycle(wanted)):
             assert_close(found, one, 1e-10)
 
 
