@@ -48,7 +48,7 @@ def test_of_pages():
 """
 
 
-@pytest.mark.parametrize("flags", [(), ("-n", "1", "--wds-secure")])
+@pytest.mark.parametrize("flags", [(), pytest.param(("-n", "1", "--wds-secure"), marks=pytest.mark.ci)])
 def test_a_hostile_environment_is_hidden_from_tests_and_their_children(tmp_path: Path, flags: tuple[str, ...]) -> None:
     (tmp_path / "home/.cache/clipstream").mkdir(parents=True)
     (tmp_path / "test_inner.py").write_text(TESTS)
@@ -101,6 +101,7 @@ def drawn_in(folder: Path, constant: int, *flags: str) -> str:
     return (folder / "drawn").read_text()
 
 
+@pytest.mark.ci
 def test_examples_are_the_same_in_every_run(tmp_path: Path) -> None:
     """Whatever modules are loaded: Hypothesis 6.170 draws numbers and texts that occur in them."""
     assert drawn_in(tmp_path / "one", 1_000_000) == drawn_in(tmp_path / "two", 2_000_000)

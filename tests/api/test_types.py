@@ -32,6 +32,7 @@ def verified() -> dict[str, Any]:
     return {symbol["name"]: symbol for symbol in json.loads(done.stdout)["typeCompleteness"]["symbols"]}
 
 
+@pytest.mark.ci
 def test_every_public_type_is_known() -> None:
     """Also of what the public names lead to: a class is known where all its members and base classes are."""
     symbols = verified()

@@ -103,6 +103,7 @@ ci = pytest.mark.ci
 KINDS, TARGETS = ("vit", "resnet", "convnext", "siglip", "bert", "pooled"), ("transformers", "onnx", "open_clip")
 FAST = {("siglip", "onnx"), ("bert", "sentence-transformers")}  # a vit: the example of the card, below
 PAIRS = [(kind, target) for kind in KINDS[1:] for target in (*TARGETS, "sentence-transformers")]
+EACH = ["transformers", *(pytest.param(one, marks=ci) for one in ("open_clip", "onnx", "sentence-transformers"))]
 UNKNOWN = {("resnet", "transformers"), ("resnet", "sentence-transformers"), ("bert", "transformers")}
 UNKNOWN |= {("siglip", "open_clip")}  # the test's own timm model is unknown to a process without this file
 
@@ -170,9 +171,7 @@ def exported(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return export
 
 
-@pytest.mark.parametrize(
-    "target", ["transformers", *(pytest.param(one, marks=ci) for one in ("open_clip", "onnx", "sentence-transformers"))]
-)
+@pytest.mark.parametrize("target", EACH)
 def test_the_example_of_the_card_gives_the_models_features_of_images_of_each_mode(
     target: str, models: Any, exported: Any, tmp_path: Path
 ) -> None:
@@ -209,7 +208,7 @@ def test_the_samples_of_an_export_are_of_all_modes_of_the_data(tmp_path: Path) -
     assert (found.transparent, found.looked_at) == (1, 150)
 
 
-@pytest.mark.parametrize("target", ["transformers", "open_clip", "onnx", "sentence-transformers"])
+@pytest.mark.parametrize("target", EACH)
 def test_a_full_disk_is_one_line_and_leaves_nothing(
     target: str, models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
