@@ -24,7 +24,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from clipstream import __version__
 from clipstream.errors import DataError, SettingsError
@@ -106,26 +106,7 @@ def require_all(label: str, results: Sequence[Result | Failed], advice: str) -> 
     return [one for one in results if not isinstance(one, Failed)]
 
 
-class _Cluster(Protocol):
-    """A cluster that `do` was given to."""
-
-    name: str
-    lost: tuple[type[Exception], ...]  # errors of a task whose workers have died, RETRIES times
-
-    def submit(self, number: int) -> Future[_Answer]:
-        """Have a task done by some worker."""
-        ...
-
-    def has_workers(self) -> bool:
-        """Whether the cluster has any. Raises Exception: it does not answer within CONNECT."""
-        ...
-
-    def end(self, tasks: Sequence[Future[_Answer]]) -> None:
-        """End tasks that wait or run; returns when their clean-ups are over, or after PATIENCE."""
-        ...
-
-
-def _run_on(cluster: _Cluster, count: int) -> Generator[tuple[int, Any] | None]:
+def _run_on(cluster: _Dask | _Ray, count: int) -> Generator[tuple[int, Any] | None]:
     numbers, ended = iter(range(count)), queue.SimpleQueue[Future[_Answer]]()
     tasks: dict[Future[_Answer], int] = {}
     limit, alive = FIRST_WORKER, time.monotonic()
@@ -157,7 +138,7 @@ def _run_on(cluster: _Cluster, count: int) -> Generator[tuple[int, Any] | None]:
             cluster.end(list(tasks))
 
 
-def _result(cluster: _Cluster, task: Future[_Answer]) -> Any:
+def _result(cluster: _Dask | _Ray, task: Future[_Answer]) -> Any:
     """The result of a task, or Failed. Raises as `run` does."""
     try:
         answer = task.result()
@@ -196,13 +177,8 @@ class _Answer(NamedTuple):
     value: Any  # the result, the traceback, or a message
 
 
-class _Held(NamedTuple):
-    token: str
-    do: Callable[[int], Any]
-
-
 _lock = threading.Lock()
-_held: _Held | None = None  # the last `do` of this process
+_held: tuple[str, Callable[[int], Any]] | None = None  # the last `do` of this process, and its token
 _running: dict[int, str] = {}  # thread -> token
 
 
@@ -234,7 +210,7 @@ def _work(token: str, packed: Any, number: int) -> _Answer:
 
 def _unpacked(token: str, packed: Any) -> Callable[[int], Any]:
     global _held
-    if _held is None or _held.token != token:
+    if _held is None or _held[0] != token:
         if isinstance(packed, list):
             packed = importlib.import_module("ray").get(packed[0])
         version, folder, dumped = pickle.loads(packed)
@@ -244,8 +220,8 @@ def _unpacked(token: str, packed: Any) -> Callable[[int], Any]:
             os.chdir(folder)
         if folder not in sys.path:
             sys.path.append(folder)
-        _held = _Held(token, pickle.loads(dumped))
-    return _held.do
+        _held = token, pickle.loads(dumped)
+    return _held[1]
 
 
 def _end(token: str) -> int:
@@ -261,6 +237,8 @@ def _end(token: str) -> int:
 
 
 class _Dask:
+    """A cluster that `do` was given to. `lost`: errors of a task whose workers have died, RETRIES times."""
+
     def __init__(self, name: str, client: Any, packed: bytes) -> None:
         from distributed.scheduler import KilledWorker
 
@@ -271,13 +249,16 @@ class _Dask:
         self._packed = client.submit(bytes, packed, pure=False)
 
     def submit(self, number: int) -> Future[_Answer]:
+        """Have a task done by some worker."""
         task: Future[_Answer] = self._executor.submit(_work, self._token, self._packed, number)
         return task
 
     def has_workers(self) -> bool:
+        """Whether the cluster has any. Raises Exception: it does not answer within CONNECT."""
         return bool(self._client.sync(self._client.scheduler.ncores, workers=None, callback_timeout=CONNECT))
 
     def end(self, tasks: Sequence[Future[_Answer]]) -> None:
+        """End tasks that wait or run; returns when their clean-ups are over, or after PATIENCE."""
         self._executor.shutdown(wait=False)  # a task that runs does not notice it
         until = time.monotonic() + PATIENCE
         with contextlib.suppress(OSError):  # the scheduler has gone
@@ -300,6 +281,8 @@ def _dask(executor: str, do: Callable[[int], Any]) -> Iterator[_Dask]:
 
 
 class _Ray:
+    """As `_Dask`."""
+
     def __init__(self, name: str, packed: bytes) -> None:
         import ray
 

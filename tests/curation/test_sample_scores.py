@@ -107,10 +107,10 @@ def test_scores_of_samples(tmp_path: Path) -> None:
     features = torch.cat([block for _, block in rows.blocks()])
     by_score = np.argsort(-np.nan_to_num(scores, nan=-2), kind="stable").argsort()
     for keep_by, order in (("first", np.arange(len(rows))), ("score", by_score)):
-        found = list(sample_scores(made.store, "duplicate", keep_by=keep_by))
-        np.testing.assert_allclose(
-            np.concatenate([some.scores for some in found]), expected(features, order), atol=1e-6
-        )
+        found = near_duplicates(rows, keep_by=keep_by).cosines
+        np.testing.assert_allclose(found, expected(features, order), atol=1e-6)
+    some = np.concatenate([some.scores for some in sample_scores(made.store, "duplicate")])
+    np.testing.assert_array_equal(some, near_duplicates(rows).cosines)
     with pytest.raises(SettingsError, match="'clipscore' is no score of a store"):
         list(sample_scores(made.store, "clipscore"))
     with pytest.raises(SettingsError, match="set their number"):

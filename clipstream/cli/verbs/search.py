@@ -88,8 +88,6 @@ class ClusterFlags(PartFlags):
 
     k: int = flag("clusters", 100, ge=1)
     seed: int = flag("seed of the initial centroids", 0)
-    init: Literal["k-means++", "random"] = flag("first centroids", "k-means++")
-    iterations: int = flag("most iterations", 25, ge=1)
     nearest: int = flag("rows to show per cluster", 3, ge=1)
 
 

@@ -243,14 +243,13 @@ class ShardScores(NamedTuple):
     scores: Scores  # [n]
 
 
-def sample_scores(store: FeatureStore, kind: str, *, keep_by: str = "first") -> Iterator[ShardScores]:
+def sample_scores(store: FeatureStore, kind: str) -> Iterator[ShardScores]:
     """The scores of all samples in use: one item for each shard, in order.
 
     Args:
         kind: 'clip_score', the cosine of an image with its best caption; 'doubt', see `pairs.doubts`, smaller for more
             doubtful captions; both NaN without captions; or 'duplicate', its largest cosine with an image that is
             preferred to it, -inf for none: those with less than 0.95 are a data set without near-duplicates.
-        keep_by: of 'duplicate', see `near_duplicates`.
 
     Raises SettingsError: there is no such kind, or the store has no such features.
     """
@@ -263,7 +262,7 @@ def sample_scores(store: FeatureStore, kind: str, *, keep_by: str = "first") -> 
         scores, found = np.full(len(rows), np.nan, np.float32), doubts(PairRows(store))
         scores[found.rows] = found.scores
     else:
-        scores = near_duplicates(rows, keep_by=keep_by).cosines
+        scores = near_duplicates(rows).cosines
     for number, shard in enumerate(rows.shards):
         first, end = int(rows.firsts[number]), int(rows.firsts[number + 1])
         yield ShardScores(shard.source.name, shard.name, rows.keys_of(number), scores[first:end])

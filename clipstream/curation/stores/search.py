@@ -97,8 +97,10 @@ def _ordered(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-SAMPLED = 65536  # rows among which k-means++ chooses the first centroids; k if there are more clusters
+SAMPLED = 65536  # rows among which the first centroids are chosen; k if there are more clusters
 PART = 8192  # rows added up in float64 at once
+ITERATIONS = 25  # most updates of the centroids
+TOLERANCE = 1e-4  # share by which the mean of 1 - cosine has to become smaller
 
 
 @dataclass(frozen=True)
@@ -114,31 +116,19 @@ class Clusters:
         return _assign(block, self.centroids.to(block.device))
 
 
-def kmeans(
-    rows: Rows,
-    k: int,
-    *,
-    seed: int = 0,
-    init: str = "k-means++",
-    iterations: int = 25,
-    tolerance: float = 1e-4,
-    device: torch.device | str = "cpu",
-) -> Clusters:
+def kmeans(rows: Rows, k: int, *, seed: int = 0, device: torch.device | str = "cpu") -> Clusters:
     """Clusters by Lloyd's algorithm on the sphere (Dhillon and Modha, 2001), each iteration one pass over the rows.
 
     A cluster that becomes empty continues at one of the rows that are farthest from their centroids.
 
     Args:
         k: number of clusters, at most the number of rows.
-        init: 'k-means++' (Arthur and Vassilvitskii, 2007) on up to `SAMPLED` rows, or 'random', k different rows.
-        iterations: most updates of the centroids.
-        tolerance: stop when the mean of 1 - cosine has become smaller by less than this share.
 
     Raises SettingsError: there are fewer rows than clusters.
     """
     if not 1 <= k <= len(rows):
         raise SettingsError(f"{k:,} clusters of {len(rows):,} rows: the number must be from 1 to the number of rows")
-    centroids = _first_centroids(rows, k, seed, init).to(device)
+    centroids = _first_centroids(rows, k, seed).to(device)
     means: list[float] = []
     while True:
         sums = torch.zeros((k, rows.width), dtype=torch.float64)
@@ -156,7 +146,9 @@ def kmeans(
             far_scores, order = torch.cat([far_scores, scores[farthest]]).sort(stable=True)
             far, far_scores = torch.cat([far, features[farthest]])[order[:k]], far_scores[:k]
         means.append(total / len(rows))
-        if len(means) > iterations or (len(means) > 1 and not _improved(means, tolerance)):
+        # Of the mean of 1 - cosine; the first iteration has none before it.
+        before, now = (1 - mean for mean in means[-2:]) if len(means) > 1 else (1.0, 0.0)
+        if len(means) > ITERATIONS or before - now <= TOLERANCE * before:
             return Clusters(centroids.cpu(), sizes, means)
         empty = (sizes == 0).nonzero().squeeze(1)
         sums[empty] = far[: len(empty)].double()
@@ -164,11 +156,6 @@ def kmeans(
         lengths = torch.linalg.vector_norm(sums, dim=1, keepdim=True)
         centroids = torch.where(lengths > 0, sums / lengths.clamp(min=1e-300), centroids.cpu().double()).float()
         centroids = centroids.to(device)
-
-
-def _improved(means: list[float], tolerance: float) -> bool:
-    before, now = (1 - mean for mean in means[-2:])
-    return before - now > tolerance * before
 
 
 def _assign(block: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,13 +176,11 @@ def gather(rows: Rows, numbers: Sequence[int] | np.ndarray[Any, Any]) -> torch.T
     return found
 
 
-def _first_centroids(rows: Rows, k: int, seed: int, init: str) -> torch.Tensor:
-    """The centroids to begin with, float32 [k, D]: rows."""
+def _first_centroids(rows: Rows, k: int, seed: int) -> torch.Tensor:
+    """The centroids to begin with, float32 [k, D]: rows, by k-means++ (Arthur and Vassilvitskii, 2007)."""
     draw = np.random.default_rng(seed)
-    count = k if init == "random" else min(len(rows), max(k, SAMPLED))
+    count = min(len(rows), max(k, SAMPLED))
     sample = gather(rows, np.sort(draw.choice(len(rows), count, replace=False, shuffle=False)))
-    if init == "random":
-        return sample
     taken = [int(draw.integers(count))]
     near = sample @ sample[taken[0]]
     while len(taken) < k:

@@ -177,9 +177,7 @@ def _duplicates(options: Any, rows: StoredRows, images: StoredImages | None, dev
 
 def clusters(options: Any, rows: StoredRows, device: torch.device) -> None:
     """Print sizes and nearest rows of clusters; the file lists the cluster of each row."""
-    found = exact.kmeans(
-        rows, options.k, seed=options.seed, init=options.init, iterations=options.iterations, device=device
-    )
+    found = exact.kmeans(rows, options.k, seed=options.seed, device=device)
     near = exact.search(rows, found.centroids, options.nearest, device=device)
     names = names_of(rows, near.rows.flatten().tolist())
     table = result_table("Clusters", ("cluster", "rows", "share", "nearest"), NUMBERS)
