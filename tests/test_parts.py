@@ -13,7 +13,10 @@ import torch
 from pydantic import Field
 
 from clipstream.config.settings import load
-from clipstream.data.settings import SourceSettings
+from clipstream.data.decode.captions import RawSample
+from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import CaptionSettings, SourceSettings
+from clipstream.data.sources import SourceContext
 from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext
@@ -53,9 +56,31 @@ class Halved:
 class Reversed(TarSource):
     """The tars of a folder, the last one first."""
 
+    class Settings(SourceSettings):
+        type: Literal["reversed"] = "reversed"
+        most: int = Field(99, description="number of tars")
+
+    def __init__(self, settings: Settings, context: SourceContext) -> None:
+        super().__init__(settings, context)
+        self.most = settings.most
+
     def list_shards(self, spec: str) -> Sequence[str]:
-        tars = sorted(Path(spec.partition(":")[2]).glob("*.tar"), reverse=True)
+        tars = sorted(Path(spec.partition(":")[2]).glob("*.tar"), reverse=True)[: self.most]
         return [shard for path in tars for shard in TarSource.list_shards(self, str(path))]
+
+
+class Capitals:
+    class Settings(CaptionSettings):
+        """A text member in capitals."""
+
+        type: Literal["capitals"] = "capitals"
+        member: str = Field("txt", description="suffix of the member")
+
+    def __init__(self, settings: Settings) -> None:
+        self.members = (settings.member,)
+
+    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
+        return sample[self.members[0]].decode().upper()
 
 
 class Rows:
@@ -80,6 +105,7 @@ def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
         OptimSettings: {"lion": Lion},
         ScheduleSettings: {"halved": Halved},
         SourceSettings: {"reversed": Reversed},
+        CaptionSettings: {"capitals": Capitals},
         EvalSettings: {"rows": Rows},
     }
     for family, parts in families.items():
@@ -89,15 +115,18 @@ def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
             section.part(family, name)(cls)
 
 
-def test_a_run_trains_and_evaluates_with_registered_parts(tmp_path: Path) -> None:
+def test_a_run_trains_and_evaluates_with_registered_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     furnish(tmp_path)
     more = (
         "--opt=lion --optim.beta=0.8 --schedule.type=halved --data.sources.train.type=reversed "
-        f"--data.sources.train.shards={tmp_path}/pairs --evals.held.type=rows --evals.held.times=2 "
+        f"--data.sources.train.most=3 --data.sources.train.shards={tmp_path}/pairs "
+        "--data.sources.train.caption.type=capitals --data.sources.train.caption.member=txt "
+        f"--evals.held.type=rows --evals.held.times=2 "
         f"--evals.held.data.shards={tmp_path}/val/*.tar"
     )
     go([*flags(tmp_path, "one", *more.split(), steps=2)[2:]])
     assert [line["lr"] for line in lines(tmp_path, "one")] == [5e-4, 5e-4]
+    assert "train: 3 shards" in caplog.text
     assert [line["rows"] for line in lines(tmp_path, "one", "rows")] == [40]
 
 
@@ -105,6 +134,9 @@ def test_help_and_messages_know_registered_parts(capsys: pytest.CaptureFixture[s
     for place, name in (("optim", "lion"), ("schedule", "halved"), ("data.sources", "reversed"), ("evals", "rows")):
         go(["--help", place])
         assert f"{name}, or package.module:Name" in " ".join(capsys.readouterr().out.split())
+    for place, told in (("data.sources.NAME.caption.capitals", "member TEXT"),):
+        go(["--help", place])
+        assert told in capsys.readouterr().out
     for argv, said in (
         ("--optim.type=lino --optim.lr=1", "did you mean 'lion'"),
         ("--opt=lino", "expected adamw, nadamw, lion, timm/NAME or module:Name"),

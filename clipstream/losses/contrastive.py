@@ -54,7 +54,7 @@ from clipstream.losses.tiled import Ring
 from clipstream.models.towers import Features
 from clipstream.text import listed
 from clipstream.utils.logs import logger
-from clipstream.utils.plugins import make_plugin
+from clipstream.utils.section import make_part
 
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # image, text, scale, bias
 Kind = Literal["softmax", "sigmoid"]
@@ -256,7 +256,7 @@ def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss
                 f"loss.type is {settings.type!r}, but the model was built for {towers_loss_type!r}: leave it at 'auto'"
             )
         return SoftmaxLoss(settings) if isinstance(settings, ClipLossSettings) else SigmoidLoss(settings)
-    loss = make_plugin("loss.type", settings)
+    loss = make_part("loss.type", settings)
     if not callable(loss) or not hasattr(loss, "max_logit_scale"):
         raise SettingsError(
             f"loss.type: {settings.type} needs __call__ and max_logit_scale, as ContrastiveLoss has them"

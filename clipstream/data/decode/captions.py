@@ -26,7 +26,8 @@ from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonC
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import listed, printable
 from clipstream.utils.content import HEAD, PRINTED, check_bytes, encoding_of, kind, to_utf8
-from clipstream.utils.plugins import called, load_function, load_plugin, make_plugin
+from clipstream.utils.plugins import called, is_plugin, load_function, load_plugin
+from clipstream.utils.section import make_part
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG, SampleRNGs
@@ -206,10 +207,10 @@ def build_caption(settings: CaptionSettings) -> CaptionExtractor:
     if isinstance(settings, LabelCaption):
         return LabelText(settings)
     with errors_as(SettingsError, "caption", TypeError, ValueError):
-        found = load_plugin(settings.type)
+        found = load_plugin(settings.type) if is_plugin(settings.type) else None
         if inspect.isfunction(found) and not hasattr(found, "Settings"):
             return _OwnExtractor(found, _takes_rng(found))
-        return _OwnExtractor(make_plugin("caption", settings))
+        return _OwnExtractor(make_part("caption", settings))
 
 
 def build_transform(path: str | None) -> SampleTransform | None:

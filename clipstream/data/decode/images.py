@@ -24,7 +24,8 @@ from clipstream.data.decode.image_files import FORMATS, check_size, jpeg_header
 from clipstream.data.decode.image_files import opened as opened
 from clipstream.data.image_settings import MAX_PIXELS, ImageTransformSettings, rgb
 from clipstream.errors import Dropped
-from clipstream.utils.plugins import called, make_plugin
+from clipstream.utils.plugins import called
+from clipstream.utils.section import make_part
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG
@@ -102,7 +103,7 @@ class OwnImageTransform:
     ) -> None:
         self._size, self._background, self._upright = spec.size, rgb(background), upright
         self._max_pixels = max_pixels
-        self._transform: UserImageTransform = make_plugin("image_transform", settings)
+        self._transform: UserImageTransform = make_part("image_transform", settings)
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: as EvalTransform, `image_transform_error`, or the user's own reason."""

@@ -17,7 +17,8 @@ import numpy as np
 from clipstream.data.text_settings import HubTokenizer, PathTokenizer, TokenizerSettings
 from clipstream.errors import SettingsError, absent
 from clipstream.text import shortened
-from clipstream.utils.plugins import make_plugin, not_trusted, raised
+from clipstream.utils.plugins import not_trusted, raised
+from clipstream.utils.section import make_part
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,7 @@ def build_tokenizer(
     elif settings.type == "model":
         tokenizer = wrap(model_tokenizer, length)
     else:
-        tokenizer = make_plugin("tokenizer", settings)
+        tokenizer = make_part("tokenizer", settings)
     # Two texts are encoded now, so that a tokenizer that cannot pad, for example, is an error in the settings.
     who = f"tokenizer ({settings.type})"
     try:
