@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -315,6 +315,8 @@ def usage(verb: str, own: type[Section]) -> str:
     for name, field in own.model_fields.items():
         word = spellings(name, field)[0]
         if trait(field, "argument"):
+            if get_origin(field.annotation) is Literal:
+                word = "|".join(get_args(field.annotation))
             word += "..." * (is_list(field))
             words.append(word if field.is_required() else f"[{word}]")
         elif field.is_required():

@@ -154,7 +154,7 @@ def behind(world: World, kind: str) -> int:
     """As `stuck`, where gloo stands in for nccl: it waits, and breaks no connection."""
     world.start()
     watch = FailureWatch(replace(world, device="cuda:0"))
-    watch.step = lambda: 18 - world.rank
+    watch.note_step(18 - world.rank)
     watch.start()
     if watch.limit != 0.9 * 1800:
         return 5

@@ -40,6 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
              "--evals.old.data.shards", f"{folder}/pairs/00000.tar"]  # fmt: skip
     assert train([*flags(folder, "a", *start, *evals, steps=6), "--lora", "4"]) == 0
     assert train(flags(folder, "b", *start, *evals, "--run.seed", "3", "--lr", "1e-2", steps=6)) == 0
+    assert main([f"{folder}/runs/a", "--alphas", "[0.5, 1]", "--guard-kept", "0"]) == 0
     return folder
 
 
@@ -48,7 +49,6 @@ def figures(folder: Path) -> Any:
 
 
 def test_the_best_weights_between_start_and_end_are_chosen(place: Path, capsys: Any) -> None:
-    assert main([f"{place}/runs/a", "--alphas", "[0.5, 1]", "--guard-kept", "0"]) == 0
     out = place / "runs" / "a" / "interpolated"
     said = figures(out)
     assert [point["weights"] for point in said["points"]] == ["alpha 0", "alpha 0.5", "alpha 1"]

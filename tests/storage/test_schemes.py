@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.data import build
+from clipstream.data import pipeline
 from clipstream.storage import schemes
 from clipstream.storage.download import ShardError
 from clipstream.storage.schemes import Fetcher
@@ -96,7 +96,9 @@ def test_a_tar_without_end_ends_at_the_limit(
     """By http, by a command, and packed; with the cache that the settings make."""
 
     made: list[ShardCache] = []
-    monkeypatch.setattr(build, "ShardCache", lambda *given, **more: made.append(ShardCache(*given, **more)) or made[0])
+    monkeypatch.setattr(
+        pipeline, "ShardCache", lambda *given, **more: made.append(ShardCache(*given, **more)) or made[0]
+    )
     loader(data(shards, cache=str(tmp_path / "cache"), max_shard_gib=4 / 1024))
     members = tmp_path / "members"
     members.write_bytes(MEMBERS)

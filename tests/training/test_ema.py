@@ -106,7 +106,7 @@ def test_a_run_that_begins_with_them_later_begins_at_its_weights(
     averaged = ["--weights", "averaged"]
     for argv, told in (
         (["--checkpoint", run, *averaged], "(--train.ema)"),
-        (["--checkpoint", run, "--weights", "mean"], "--weights: expected trained or averaged, not 'mean'"),
+        (["--checkpoint", run, "--weights", "mean"], "--weights: 'mean' is not one of trained, averaged"),
         (["--val-data", "a.tar", *averaged], "--weights averaged requires --checkpoint"),
     ):
         assert evaluate.main(argv) == 2 and told in capsys.readouterr().err
