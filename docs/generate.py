@@ -23,10 +23,8 @@ from clipstream.config.validate import records
 from clipstream.utils.section import (
     Conflict,
     Is,
-    PluginSection,
     Section,
     all_fields,
-    builtin_parts,
     entries_of,
     section_of,
     types_of,
@@ -77,8 +75,6 @@ def settings_page() -> str:
 def _keys(section: type[Section], prefix: str, homes: dict[type[Section], str]) -> Iterator[str]:
     """The keys of a class and of its types; a class that is used in several places is described in the first one."""
     types = types_of(section)
-    if issubclass(section, PluginSection):
-        builtin_parts(section)  # which the key `type` lists
     for name, info in all_fields(section).items():
         key = f"{prefix}.{name}"
         inner, entry = section_of(info.annotation), section_of(entries_of(info.annotation))

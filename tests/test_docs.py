@@ -26,8 +26,7 @@ from clipstream.config.flags import generic_key, spellings
 from clipstream.config.help import default_note, value_form
 from clipstream.config.settings import Settings
 from clipstream.config.short_flags import ALIASES, BY_FLAG
-from clipstream.data.settings import SourceSettings
-from clipstream.utils.section import builtin_parts, leaves
+from clipstream.utils.section import leaves
 from tests.support import hubtree
 from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder
 from tests.support.pictures import picture
@@ -254,7 +253,6 @@ def described_settings(page: str) -> dict[str, str]:
 def test_the_reference_describes_every_setting_with_type_default_and_flag(site: Path) -> None:
     page = (site.parent / "docs/reference/settings.md").read_text(encoding="utf-8")
     described, seen = described_settings(page), set()
-    builtin_parts(SourceSettings)  # which the key `type` lists
     shared = re.compile(r"The keys are those of \[(\S+)\]\(#\1\)")
     for key, field in leaves(Settings):
         where = key

@@ -134,7 +134,11 @@ def test_help_and_messages_know_registered_parts(capsys: pytest.CaptureFixture[s
     for place, name in (("optim", "lion"), ("schedule", "halved"), ("data.sources", "reversed"), ("evals", "rows")):
         go(["--help", place])
         assert f"{name}, or package.module:Name" in " ".join(capsys.readouterr().out.split())
-    for place, told in (("data.sources.NAME.caption.capitals", "member TEXT"),):
+    for place, told in (
+        ("data.sources", "--data.sources.NAME.most INT"),
+        ("data.sources.reversed", "data.sources.NAME with --data.sources.NAME.type reversed"),
+        ("data.sources.NAME.caption.capitals", "member TEXT"),
+    ):
         go(["--help", place])
         assert told in capsys.readouterr().out
     for argv, said in (

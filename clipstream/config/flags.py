@@ -8,7 +8,6 @@ Lists are written `'[a, b]'`; a flag given again replaces its earlier value. A f
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 import re
 from collections import Counter
@@ -45,6 +44,7 @@ from clipstream.utils.section import (
     dotted,
     entries_of,
     kinds,
+    leaf,
     leaves,
     own_path,
     with_home,
@@ -165,16 +165,10 @@ def generic_key(key: str) -> str:
     return re.sub(r"^(data\.sources|evals)\.\w+", r"\1.NAME", key)
 
 
-@functools.cache
-def fields_of(root: type[Section]) -> dict[str, FieldInfo]:
-    """The field of every key, with NAME for users' names."""
-    return dict(leaves(root))
-
-
 def plain_field(root: type[Section], alias: FlagAlias) -> FieldInfo | None:
     """The setting that a short flag is another name of; None where it means something else."""
     plain = not (alias.words or alias.convert or alias.sets or alias.together or alias.keys[1:])
-    return fields_of(root).get(generic_key(alias.keys[0])) if plain else None
+    return leaf(root, generic_key(alias.keys[0])) if plain else None
 
 
 def meaning_of(root: type[Section], alias: FlagAlias) -> str:
@@ -209,7 +203,7 @@ def advice(root: type[Section], flag: str) -> str:
     if (text := refusal(flag.replace("_", "-"))) is not None:
         return text
     name = flag.removeprefix("--").replace("-", "_")
-    fields = {key: field for key, field in fields_of(root).items() if "NAME" not in key}
+    fields = {key: field for key, field in leaves(root) if "NAME" not in key}
     flags = {key: f"--{key.replace('_', '-')}" for key in fields}
     if same := [known for key, known in flags.items() if key.rpartition(".")[2] == name]:
         return f"unknown flag; did you mean {' or '.join(map(repr, same))}?"

@@ -6,9 +6,10 @@ Imports neither torch nor anything else that would delay `--help`.
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,10 +21,8 @@ from clipstream.config.short_flags import ALIASES, BY_FLAG, FlagAlias
 from clipstream.errors import SettingsError, did_you_mean
 from clipstream.text import row, terminal_width
 from clipstream.utils.section import (
-    PluginSection,
     Section,
     all_fields,
-    builtin_parts,
     entries_of,
     items_of,
     kinds,
@@ -128,17 +127,19 @@ def own_default(field: FieldInfo) -> str:
 class _Page:
     root: type[Section]  # the class of the whole tree
     width: int
-    homes: dict[type[Section], str] = field(default_factory=dict)  # class -> prefix of the flags that describe it
 
-    def __post_init__(self) -> None:
-        self._find_homes(self.root, "--")
+    @functools.cached_property
+    def homes(self) -> dict[type[Section], str]:
+        """Class -> prefix of the flags that describe it. It imports the modules of all built-in parts."""
+        return self._homes(self.root, "--", {})
 
-    def _find_homes(self, section: type[Section], prefix: str) -> None:
+    def _homes(self, section: type[Section], prefix: str, found: dict[type[Section], str]) -> dict[type[Section], str]:
         for name, info in all_fields(section).items():
             inner, below, _ = _inner(info, prefix + name.replace("_", "-"))
-            if inner is not None and inner not in self.homes:
-                self.homes[inner] = below
-                self._find_homes(inner, below)
+            if inner is not None and inner not in found:
+                found[inner] = below
+                self._homes(inner, below, found)
+        return found
 
     def everyday(self, themes: Iterable[str]) -> Iterator[str]:
         """The flags of a verb's themes, and how to see more."""
@@ -188,8 +189,6 @@ class _Page:
         if section is None:
             yield from self.place(place)
             return
-        if issubclass(section, PluginSection):
-            builtin_parts(section)  # which the key `type` lists
         kind = next((name for name, cls in types_of(section).items() if cls is section), None)
         given = f" with {prefix}type {kind}" if kind else ""
         yield from self.wrapped(f"{place}{given}: {summary(section)}")
@@ -209,17 +208,22 @@ class _Page:
         for part in path.split("."):
             if section is None:
                 raise SettingsError(f"--help {path}: {place} is a setting without parts")
-            types, fields = types_of(section), all_fields(section)
+            if named and part == "NAME":
+                named = False
+                continue
+            types, fields = {}, {} if named else section.model_fields
+            if part not in fields:  # else the modules of parts are not imported
+                types, fields = types_of(section), {} if named else all_fields(section)
             if part in types:
                 section, named = types[part], False
-            elif named and (part == "NAME" or not types):
+            elif named and not types:
                 named = False
-            elif not named and part in fields:
+            elif part in fields:
                 place = f"{place}.{part}".strip(".")
                 section, prefix, named = _inner(fields[part], prefix + part.replace("_", "-"))
                 place += ".NAME" * named
             else:
-                known = [*(() if named else fields), *types]
+                known = [*fields, *types]
                 near = did_you_mean(part, known)
                 there = f"{place} has no {part!r}" if place else f"unknown section {part!r}"
                 raise SettingsError(f"--help {path}: {there}{near}; choose from: {', '.join(known)}")
@@ -254,8 +258,6 @@ class _Page:
                 yield from self.row(f"{below}KEY", f"{meaning}: the same keys as {self.homes[inner]}KEY")
             else:
                 yield from self.wrapped(f"  {flag}: {meaning}")
-                if issubclass(inner, PluginSection):
-                    builtin_parts(inner)  # which the key `type` lists
                 yield from self.fields(inner.model_fields, below)
                 yield from self.types(inner, below)
 

@@ -44,7 +44,6 @@ class SourceSettings(PluginSection):
     """One named source of image-text pairs: its shards and how to read them. `type` may be your own `module:Name`."""
 
     home: ClassVar[str] = "clipstream.data.sources"
-    one_class: ClassVar[bool] = True
 
     type: str = AUTO
     shards: str | list[str] = Field(

@@ -212,7 +212,6 @@ class PluginSection(Section):
     """
 
     home: ClassVar[str] = ""  # package whose modules register further parts; imported when a name is looked up
-    one_class: ClassVar[bool] = False  # whether the registered parts have no settings of their own
 
     type: str
 
@@ -260,9 +259,14 @@ def is_family(cls: type[PluginSection]) -> bool:
     return PluginSection in cls.__bases__
 
 
+def family_of(section: type[PluginSection]) -> type[PluginSection]:
+    """The family of a part's settings."""
+    return next(cls for cls in section.__mro__ if issubclass(cls, PluginSection) and is_family(cls))
+
+
 def builtin_parts(section: type[PluginSection]) -> Mapping[str, Any]:
     """The registered classes of the family of `section`, by name; from then on the description of `type` lists them."""
-    family = next(cls for cls in section.__mro__ if issubclass(cls, PluginSection) and is_family(cls))
+    family = family_of(section)
     _import_all(family.home)
     return _PARTS.get(family, {})
 
@@ -380,10 +384,12 @@ def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def types_of(section: type[Section]) -> dict[str, type[PluginSection]]:
-    """The built-in types of a family whose types have classes of their own."""
-    if not issubclass(section, PluginSection) or section.one_class:
+    """The built-in types of a family that have settings of their own, with the classes of these."""
+    if not issubclass(section, PluginSection):
         return {}
-    return {name: _settings_of(found, section) for name, found in builtin_parts(section).items()}
+    family = family_of(section)
+    types = {name: _settings_of(found, family) for name, found in builtin_parts(section).items()}
+    return {name: cls for name, cls in types.items() if cls is not family}
 
 
 def all_fields(section: type[Section]) -> dict[str, FieldInfo]:
@@ -392,6 +398,17 @@ def all_fields(section: type[Section]) -> dict[str, FieldInfo]:
     for cls in (section, *types_of(section).values()):
         found = {**found, **{name: field for name, field in cls.model_fields.items() if name not in found}}
     return found
+
+
+def leaf(section: type[Section], key: str) -> FieldInfo | None:
+    """As `dict(leaves(section)).get(key)`; the modules of a family's parts are imported only for a key of theirs."""
+    head, _, rest = key.partition(".")
+    if (field := section.model_fields.get(head) or all_fields(section).get(head)) is None:
+        return None
+    entry = section_of(entries_of(field.annotation))
+    if (inner := section_of(field.annotation) or entry) is None:
+        return None if rest else field
+    return leaf(inner, rest.removeprefix("NAME.") if inner is entry else rest)
 
 
 def leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
