@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from clipstream.models.build import build_towers
-from clipstream.models.execution.checkpointing import LEVELS, chosen, fit_budgets, measured, set_policy
+from clipstream.models.execution.checkpointing import LEVELS, choose_levels, fit_budgets, measure, set_policy
 from clipstream.models.layers import blocks
 from clipstream.models.settings import TOWERS, ModelSettings, Tower
 from clipstream.models.towers import Towers
@@ -58,10 +58,10 @@ def main() -> None:
         print("\n".join(fit_budgets(towers, settings, options.batch, nullcontext)))
     for tower in TOWERS:
         found = blocks(towers.tower(tower))
-        held = measured(found, partial(encode, towers, tower))
+        held = measure(found, partial(encode, towers, tower))
         policies: dict[str, list[str]] = {level: [level] * len(found) for level in LEVELS}
         for share in options.shares:
-            levels = chosen(held, share * sum(held["off"]))
+            levels = choose_levels(held, share * sum(held["off"]))
             if levels is not None:
                 policies[str(share)] = list(levels)
         times: dict[str, list[float]] = {name: [] for name in policies}

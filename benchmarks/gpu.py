@@ -70,7 +70,7 @@ from clipstream.errors import ClipstreamError
 from clipstream.models.execution.flops import peak_tflops
 from clipstream.models.model_config import builtin
 from clipstream.utils.logs import on_terminal
-from clipstream.utils.timing import DATA, GIB, PARTS, PeakMemory, StepTimer, timed
+from clipstream.utils.timing import DATA, GIB, PARTS, PeakMemory, StepTimer, time_part
 
 BEGIN, END = "<!-- benchmarks/gpu.py: table -->", "<!-- benchmarks/gpu.py: end -->"
 CAPTIONS = Path(__file__).with_name("captions.txt")
@@ -236,7 +236,7 @@ def step_of(parts: Parts, lr: float, batches: Sequence[Any] | None) -> Callable[
         if once is not None:
             count, batch = next(once)
         else:
-            with timed(DATA):
+            with time_part(DATA):
                 batch = next(parts.batches)
             count = len(batch)
         started.append(parts.step(batch, lr / 100))

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from clipstream.distributed.world import World
-from clipstream.evals.metrics import COLUMNS, ROWS, Tile
+from clipstream.evals.metrics import COLUMNS, ROWS, ScoreTile
 from clipstream.evals.pairs import recalls
 
 LARGE = (1_000_000, 5_000_000)
@@ -61,7 +61,7 @@ def seconds_a_tile(images: torch.Tensor, texts: torch.Tensor, owners: torch.Tens
     found = []
     for _ in range(count):
         began = time.perf_counter()
-        Tile(texts, images).count(*limits, *counts)
+        ScoreTile(texts, images).count(*limits, *counts)
         found.append(time.perf_counter() - began)
     return statistics.median(found)
 

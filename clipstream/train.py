@@ -28,8 +28,17 @@ from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.state import CheckpointMeta, Tensors
 from clipstream.config.entry import make_callable
 from clipstream.config.plan import Plan, Survey, agree, draft, plan, with_value
-from clipstream.config.settings import SHIPPED, Settings, by_key, changes, noted, redacted, require_equal, write_config
-from clipstream.config.validate import tell_stored
+from clipstream.config.settings import (
+    SHIPPED,
+    Settings,
+    by_key,
+    changes,
+    redacted,
+    require_equal,
+    settings_of_weights,
+    write_config,
+)
+from clipstream.config.validate import log_ignored_with_store
 from clipstream.data.batch import Batch
 from clipstream.data.decode import tokenizers
 from clipstream.data.loader.loader import Loader
@@ -162,7 +171,7 @@ def train_rank(found: Survey, world: World, watch: FailureWatch) -> Path:
             ending = None
             watch.held.enter_context(lossy_output())  # nobody has to look on while a run trains
             if world.is_main:  # the folder is locked until the process ends
-                watch.held.enter_context(store.occupied(folder))
+                watch.held.enter_context(store.lock_folder(folder))
                 atomic_write.require_space(folder, FREE_SPACE)
                 watch.held.enter_context(run_log(folder))
                 watch.on_end = ending = Ending(folder, lambda: watch.steps, report=settings.log.report)
@@ -240,7 +249,7 @@ def build_model(plan: Plan, world: World) -> Model:
         )
     if stored is not None:
         check_stores(stored, settings.data, towers, tokenizer)
-        tell_stored(plan, world, stored.views)
+        log_ignored_with_store(plan, world, stored.views)
     # Any rank may have to save, where others are lost.
     keep = world.is_main or train.rescue_seconds > 0
     prepare_towers(towers, train.arithmetic, model, world.device, tf32=train.tf32, keep=keep)
@@ -450,7 +459,7 @@ def build_writer(run: Run, step: TrainStep, resumed: Resumed, outputs: Outputs) 
         run.folder / "checkpoints",
         run.world,
         run.settings.checkpoint,
-        Content(towers, step.optimizer, noted(run.plan.recorded), tensors, files),
+        Content(towers, step.optimizer, settings_of_weights(run.plan.recorded), tensors, files),
         sync=resumed.remote_sync,
         status=outputs.status,
     )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-OFFERED = {"hold_out": ("clipstream.curation.val_split", "held_out")}  # for data.val_split: the list of a source
+OFFERED = {"hold_out": ("clipstream.curation.val_split", "make_held_out")}  # for data.val_split: the list of a source
 
 
-def offered(name: str) -> Any:
-    """What the wing offers by this name."""
+def load_offer(name: str) -> Any:
+    """The part of the wing for `name`, a key of OFFERED."""
     module, attribute = OFFERED[name]
     return getattr(importlib.import_module(module), attribute)

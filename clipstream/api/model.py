@@ -19,7 +19,7 @@ from PIL import Image
 from torch.nn.functional import normalize
 
 from clipstream.api.run import Run
-from clipstream.checkpoint.store import locate, model_in, named, with_own_config
+from clipstream.checkpoint.store import locate, model_in, resolve_model_name, with_own_config
 from clipstream.config.settings import Settings, load
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.class_names import class_names, prompt_templates
@@ -38,7 +38,7 @@ from clipstream.models.towers import Towers
 from clipstream.training.precision import autocast
 from clipstream.training.settings import Precision
 from clipstream.utils.logs import on_terminal
-from clipstream.utils.torch_state import restored_matmul_precision
+from clipstream.utils.torch_state import restore_matmul_precision
 
 ImageLike: TypeAlias = "Image.Image | str | os.PathLike[str] | bytes | torch.Tensor"
 FILES = (Image.Image, str, os.PathLike, bytes)  # what an image is decoded from
@@ -326,7 +326,7 @@ def load_model(
         if chosen not in known:
             raise SettingsError(f"{name}: {chosen!r} is not one of {', '.join(known)}")
     found_paths = {name: None if value is None else os.fspath(value) for name, value in paths.items()}
-    with on_terminal(), restored_matmul_precision():
+    with on_terminal(), restore_matmul_precision():
         settings, model = _settings_of(source, weights, **found_paths)
         preflight(model, settings.tokenizer)
         train = settings.train.model_copy(update={"precision": precision})
@@ -346,7 +346,7 @@ def _settings_of(
         if weights != "trained":
             raise SettingsError(f"weights={weights!r}: {source} is not a checkpoint")
         names = {"name": str(path), "pretrained": pretrained}
-        names = {key: None if name is None else named(name) for key, name in names.items()}
+        names = {key: None if name is None else resolve_model_name(name) for key, name in names.items()}
         model = ModelSettings(**with_own_config(names), **cache)
         return Settings(model=model), model
     if pretrained is not None:

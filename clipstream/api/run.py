@@ -133,7 +133,7 @@ class Run:
     @property
     def best(self) -> Path | None:
         """The folder of the best checkpoint by `checkpoint.keep_best`; None if no evaluation has chosen one."""
-        found = store.pointed(self.folder / "checkpoints" / store.BEST)
+        found = store.read_pointer(self.folder / "checkpoints" / store.BEST)
         return found if found is not None and store.marker_of(found) is not None else None
 
     @property

@@ -158,7 +158,7 @@ class RemoteDir:
     def checkpoints(self) -> dict[str, bool]:
         """The checkpoints in this folder and those that `latest` and `best` name, and whether they are listed."""
         listed = {name for name in self.names() if NAME.fullmatch(name)}
-        named = {pointed_name((self / pointer).read()) for pointer in (LATEST, BEST)}
+        named = {parse_pointer((self / pointer).read()) for pointer in (LATEST, BEST)}
         return {name: name in listed for name in sorted(listed | named, reverse=True) if NAME.fullmatch(name)}
 
     def examined(self) -> dict[str, Marker | str]:
@@ -181,7 +181,7 @@ def _parts(system: Any, path: str) -> dict[str, int]:
     return {name: value for name, value in (("chunksize", PART), ("max_concurrency", PARTS)) if name in own}
 
 
-def pointed_name(content: bytes | None) -> str:
+def parse_pointer(content: bytes | None) -> str:
     """The name of the checkpoint in a file `latest` or `best`."""
     return (content or b"").decode(errors="replace").partition("\n")[0].strip()
 
@@ -194,7 +194,7 @@ def with_retries(act: Callable[[], _Result]) -> _Result:
 
 
 @contextmanager
-def told(remote: RemoteDir, verb: str, where: str = "") -> Iterator[None]:
+def as_settings_error(remote: RemoteDir, verb: str, where: str = "") -> Iterator[None]:
     """Raise errors of backends, which have types of their own, as SettingsError: the remote folder cannot be read."""
     try:
         yield
@@ -216,7 +216,7 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
 
     def candidates() -> list[tuple[RemoteDir, Marker | str]]:
         """The checkpoints that the URL may name, as from `RemoteDir.examined`."""
-        named = remote.parent / pointed_name(remote.read()) if remote.name in (LATEST, BEST) else remote
+        named = remote.parent / parse_pointer(remote.read()) if remote.name in (LATEST, BEST) else remote
         if NAME.fullmatch(named.name):
             return [(named, named.examine())]
         for part in (named / CHECKPOINTS, named):
@@ -224,7 +224,7 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
                 return [(part / name, one) for name, one in there.items()]
         return []
 
-    with told(remote, "copy", f" to {folder}"):
+    with as_settings_error(remote, "copy", f" to {folder}"):
         found = with_retries(candidates)
         for candidate, marker in found:
             damage = marker if isinstance(marker, str) else None
@@ -355,7 +355,7 @@ class RemoteSync:
                 with self._lock:
                     markers = store.markers(self._checkpoints, [])
                     found = {name: marker for name, marker in markers.items() if not name.endswith(ASIDE)}
-                    kept = store.retained(self._checkpoints, found, last=1, every=self._settings.keep_every)
+                    kept = store.names_to_keep(self._checkpoints, found, last=1, every=self._settings.keep_every)
                     local = {name: marker for name, marker in found.items() if name in kept}
                     self._held = frozenset(local)
                 self._copy(local)
@@ -381,7 +381,7 @@ class RemoteSync:
             return
         last, every = self._settings.keep_last, self._settings.keep_every
         there = {name: marker for name, marker in self._there.items() if marker is not None}
-        kept = store.retained(self._checkpoints, there, last=last, every=every)
+        kept = store.names_to_keep(self._checkpoints, there, last=last, every=every)
         for name in self._there.keys() - kept:
             self._do((checkpoints / name).remove)
             del self._there[name]

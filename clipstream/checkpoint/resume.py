@@ -17,8 +17,8 @@ from clipstream.checkpoint.remote_sync import (
     METRICS,
     RemoteDir,
     RemoteSync,
+    as_settings_error,
     download,
-    told,
     with_retries,
 )
 from clipstream.checkpoint.state import CheckpointMeta, OpenClipCheckpoint, load, read_meta
@@ -122,7 +122,7 @@ def find(
     def on_main() -> Path | None:
         if remote_sync is not None:
             remote = remote_sync.remote
-            with told(remote, "read"):
+            with as_settings_error(remote, "read"):
                 whole = with_retries((remote / CHECKPOINTS).whole)
             if whole and resume is None:
                 raise SettingsError(
@@ -199,7 +199,7 @@ def newest_intact(remote_sync: RemoteSync, run_folder: Path) -> Path | None:
         # The run appends to these files. They are downloaded before the checkpoint: a process that is killed in between
         # still finds the remote checkpoint newer, and downloads both again.
         for name in (METRICS, f"{CHECKPOINTS}/{store.BEST}"):
-            with told(remote, "copy"):
+            with as_settings_error(remote, "copy"):
                 if (content := with_retries((remote / name).read)) is not None:
                     atomic_write.replace(run_folder / name, content)
         return download(remote, folder) or found

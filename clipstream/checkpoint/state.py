@@ -33,7 +33,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, errors_as
 from clipstream.models.model_config import ADAPTER
 from clipstream.models.towers import Towers
-from clipstream.models.weights import finite, named_tensors, of_clip, plain, read_object, without_prefix
+from clipstream.models.weights import check_finite, named_tensors, of_clip, plain, read_object, without_prefix
 from clipstream.text import shortened
 from clipstream.training.optimizer_state import groups_from_json
 from clipstream.training.parallel import shard_like
@@ -41,7 +41,7 @@ from clipstream.training.precision import RandomState, set_random_state
 from clipstream.training.state import TrainState
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import tensors_header
-from clipstream.utils.section import OBJECTS, Count, checked
+from clipstream.utils.section import OBJECTS, Count, parse_as
 from clipstream.utils.torch_state import page_lock, page_unlock
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "open_clip_model.safetensors", "optimizer.safetensors", "rng.pt", "state.json"
@@ -72,9 +72,9 @@ class CheckpointMeta:
         Raises SettingsError: it has another format version, or a value of another type.
         """
         with errors_as(SettingsError, f"{path / STATE} is invalid", ValueError):
-            values = checked(dict[str, Any], text)
+            values = parse_as(dict[str, Any], text)
             version = values.pop("version", 0)
-            found = checked(cls, values) if version == VERSION else None
+            found = parse_as(cls, values) if version == VERSION else None
         if found is None:
             raise SettingsError(
                 f"{path} has checkpoint format {version}, but this version reads {VERSION}: resume it with the version "
@@ -226,7 +226,7 @@ def load(
     try:
         present = {**towers.clip.state_dict(), **dict(towers.clip.named_parameters())}
         # Each rank keeps only its part of sharded weights.
-        saved = towers.not_stored(finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS))
+        saved = towers.not_stored(check_finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS))
         if (adapters := towers.adapters) is not None:
             saved = adapters.in_place_of(saved, checkpoint / ADAPTER, towers.clip)
         weights = {name: shard_like(weight, present.get(name)) for name, weight in saved}
@@ -247,7 +247,7 @@ def load(
 def set_random_state_of(path: Path, world: World) -> None:
     """Set this rank's random states, read from a file of all ranks'. Raises SettingsError: it does not hold them."""
     try:
-        if not (states := checked(list[RandomState], read_object(path))):
+        if not (states := parse_as(list[RandomState], read_object(path))):
             raise ValueError("an empty list")
         if world.rank < len(states):
             set_random_state(states[world.rank], world.device)
@@ -330,7 +330,7 @@ class OpenClipCheckpoint:
         try:
             weights = without_prefix(dict(named_tensors(found["state_dict"])), of_clip, path)
             values = {key: found.get(key) for key in ("epoch", "scaler", "global_step")}
-            return checked(cls, {**values, "path": path, "weights": weights})
+            return parse_as(cls, {**values, "path": path, "weights": weights})
         except ValueError as error:
             text = f"--resume {path}: not a checkpoint of open_clip's trainer: {short(error)}"
             raise SettingsError(text) from error
@@ -343,7 +343,7 @@ class OpenClipCheckpoint:
             )
         try:
             present = towers.clip.state_dict()
-            saved = towers.not_stored(finite(self.weights.items(), self.path))
+            saved = towers.not_stored(check_finite(self.weights.items(), self.path))
             towers.clip.load_state_dict({name: shard_like(tensor, present.get(name)) for name, tensor in saved})
         except RuntimeError as error:
             raise SettingsError(f"--resume {self.path}: weights do not match the model: {short(error)}") from error

@@ -37,7 +37,7 @@ from clipstream.models.transformers_names import other_model
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import LOCK
 from clipstream.utils.logs import logger
-from clipstream.utils.section import Count, checked, with_home
+from clipstream.utils.section import Count, parse_as, with_home
 
 MARKER, LATEST, BEST = "COMPLETE", "latest", "best"
 NAME = re.compile(r"step_(\d{8})(\.old)?")  # .old: moved aside for a new save of the same step
@@ -77,8 +77,8 @@ class Marker:
     def from_json(cls, text: bytes) -> Marker | None:
         """The marker in a text; None if it is incomplete, as after a crash."""
         try:
-            values = checked(dict[str, Any], text)
-            return checked(cls, {**values, "sizes": values.get("files")})
+            values = parse_as(dict[str, Any], text)
+            return parse_as(cls, {**values, "sizes": values.get("files")})
         except ValueError:
             return None
 
@@ -101,7 +101,7 @@ class Best:
         """The content of a text; None if it is incomplete."""
         name, _, rest = text.partition("\n")
         try:
-            return checked(cls, {**checked(dict[str, Any], rest), "name": name})
+            return parse_as(cls, {**parse_as(dict[str, Any], rest), "name": name})
         except ValueError:
             return None
 
@@ -175,7 +175,7 @@ def whole(folder: Path) -> list[Path]:
     return [folder / name for name in markers(folder)]
 
 
-def pointed(pointer: Path) -> Path | None:
+def read_pointer(pointer: Path) -> Path | None:
     """The checkpoint that a file `latest` or `best` names, whole or not."""
     try:
         name = pointer.read_text(encoding="utf-8").partition("\n")[0].strip()
@@ -191,7 +191,7 @@ def pointed(pointer: Path) -> Path | None:
 def newest(folder: Path, files: Collection[str] | None = None, intact: Path | None = None) -> Path | None:
     """The newest checkpoint without a `fault`, as `intact` is known to be; warns of newer ones that are damaged."""
     found = whole(folder)
-    last = pointed(folder / LATEST)
+    last = read_pointer(folder / LATEST)
     faults = [(last, "it is incomplete")] if last is not None and last not in found else []
     taken = None
     for path in found:
@@ -233,7 +233,7 @@ def find(
         return taken
     path = Path(resume)
     if path.is_file():
-        path = pointed(path) or path
+        path = read_pointer(path) or path
         if path.is_file():  # of open_clip's trainer, or refused when it is read
             return path
     with errors_as(SettingsError, f"--resume {resume}", SettingsError):
@@ -244,7 +244,7 @@ def global_batch_size(path: Path) -> int | None:
     """That of the checkpoint that a folder of checkpoints, a run's folder, a checkpoint or a file `latest` names; the
     newest of them is taken by its size. None where there is none.
     """
-    path = (pointed(path) or path) if path.is_file() else path
+    path = (read_pointer(path) or path) if path.is_file() else path
     with suppress(OSError, ValueError, LookupError, TypeError):
         found = [path] if marker_of(path) else whole(path) or whole(path / "checkpoints")
         state = json.loads((found[0] / "state.json").read_bytes())
@@ -324,7 +324,7 @@ def best_of(folder: Path) -> Best | None:
     return None if best is None or (marker is not None and marker.serial != best.serial) else best
 
 
-def retained(folder: Path, markers: Mapping[str, Marker], *, last: int, every: int | None) -> set[str]:
+def names_to_keep(folder: Path, markers: Mapping[str, Marker], *, last: int, every: int | None) -> set[str]:
     """The names of the checkpoints to keep, the best one of `folder` included.
 
     Args:
@@ -344,8 +344,8 @@ def retained(folder: Path, markers: Mapping[str, Marker], *, last: int, every: i
 
 
 def prune(folder: Path, *, last: int, every: int | None, spared: Collection[str] = ()) -> None:
-    """Remove all but the `retained` checkpoints, those in `spared` and the unreadable; incomplete ones go as well."""
-    stay = retained(folder, markers(folder, unread := list[str]()), last=last, every=every)
+    """Remove checkpoints, incomplete ones too, but not `names_to_keep`, those in `spared` and the unreadable."""
+    stay = names_to_keep(folder, markers(folder, unread := list[str]()), last=last, every=every)
     for path in candidates(folder):
         if path.name not in stay and path.name not in spared and path.name not in unread:
             remove(path)
@@ -403,7 +403,7 @@ def model_at(path: Path) -> Path | None:
     Raises SettingsError: a run has no checkpoint, its weights are damaged, or it is another model of transformers.
     """
     if path.is_file() and path.name in (LATEST, BEST):
-        path = pointed(path) or path
+        path = read_pointer(path) or path
     if not path.is_dir():
         return None
     if (path / "checkpoints").is_dir() or path.name.startswith("step_"):
@@ -420,7 +420,7 @@ def model_at(path: Path) -> Path | None:
     return None
 
 
-def named(text: str) -> str:
+def resolve_model_name(text: str) -> str:
     """A model's name as `models.pretrained` reads it: `local-dir:FOLDER` for what `model_at` finds, `hf-hub:ORG/NAME`
     for ORG/NAME where there is no such path, and every other name (open_clip's, a tag, a file) as it is.
 
@@ -508,7 +508,7 @@ def holds_a_run(folder: Path) -> bool:
     return bool(names) and (b'"loss"' in metrics.read_bytes() if metrics.is_file() else bool(names - {LOCK}))
 
 
-def is_occupied(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a process holds the folder's lock; true, too, if the file system has no locks."""
     try:
         lock = os.open(folder / LOCK, os.O_RDONLY)
@@ -521,7 +521,7 @@ def is_occupied(folder: Path) -> bool:
 
 
 @contextmanager
-def occupied(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Make the folder, and keep other processes from training in it while the context is open.
 
     Raises SettingsError: it cannot be made, or another process trains in it.

@@ -30,7 +30,7 @@ from clipstream.utils.section import (
     below,
     builtin_parts,
     child,
-    chosen,
+    class_of_value,
     dotted,
     entries_of,
     items_of,
@@ -280,7 +280,7 @@ def harmless(node: Node, file: str, problems: list[str], path: Path = ()) -> Nod
     return Node.of(f"{WITHHELD}{node.place}", node.place) if leaves_it else node
 
 
-def merged(root: type[Section], sources: Sequence[Node]) -> Node:
+def merge_sources(root: type[Section], sources: Sequence[Node]) -> Node:
     """All sources, given from lowest to highest, as one tree."""
     tree = Node()
     for source in reversed(sources):
@@ -458,7 +458,7 @@ def _sentence(root: type[Section], tree: Tree, path: Path, findings: Sequence[An
         if section is not None and issubclass(section, PluginSection) and isinstance(value, Mapping):
             name = value.get("type")
             known = builtin_parts(section)
-            if isinstance(name, str) and chosen(section, {"type": name}) is section and name not in known:
+            if isinstance(name, str) and class_of_value(section, {"type": name}) is section and name not in known:
                 return (*path, "type"), text + did_you_mean(name, known)
         return path, text
     shown = {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else repr(value)
@@ -486,7 +486,7 @@ def _unknown_key(root: type[Section], tree: Tree, path: Path) -> str:
     """The message about a key that its section does not have, with the keys that may be meant."""
     (_, annotation, value), name = _locate(root, tree, path[:-1]), str(path[-1])
     section = section_of(annotation)
-    known = list(chosen(section, value).model_fields) if section is not None else []
+    known = list(class_of_value(section, value).model_fields) if section is not None else []
     if near := did_you_mean(name, known):
         return f"unknown key{near}"
     if section is not None and issubclass(section, PluginSection):

@@ -27,7 +27,7 @@ from clipstream.config.config_sources import to_yaml
 from clipstream.config.flags import Own, read_own, usage
 from clipstream.config.help import help_text
 from clipstream.config.plan import chosen, survey
-from clipstream.config.settings import Settings, Written, changed, load, read, secrets
+from clipstream.config.settings import Settings, Written, load, non_defaults, read, secrets
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
@@ -170,7 +170,7 @@ def print_config(written: Written, verb: str, every: bool, comments: Sequence[st
     print(f"# clipstream {verb}: {what}")
     if written.places.place_of(("data", "global_batch_size")) == "--batch-size":
         print(f"# data.global_batch_size is --batch-size x --accum-freq x {counted(world.size, 'rank')}")
-    tree = settings.model_dump(mode="json") if every else changed(settings)
+    tree = settings.model_dump(mode="json") if every else non_defaults(settings)
     print("".join(f"# {line}\n" for line in comments) + to_yaml(tree), end="")
     return 0
 

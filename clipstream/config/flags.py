@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from clipstream.config.config_sources import Node, enumerate_words, format_errors, merged, plain
+from clipstream.config.config_sources import Node, enumerate_words, format_errors, merge_sources, plain
 from clipstream.config.short_flags import (
     BY_FLAG,
     CAPTION,
@@ -127,7 +127,7 @@ def flag_tree(
             tree.put(path, node)
 
     # Short flags come after all others, so that a key given twice is noticed.
-    section = merged(root, [*files, tree]).at(("evals",))
+    section = merge_sources(root, [*files, tree]).at(("evals",))
     evaluators = set(section.value) if section is not None and isinstance(section.value, dict) else set()
     aliased = _with_defaults(aliased, tree, files, problems)
     for flag, path, value in translate(aliased, Around(evaluators, ranks, tree.notices), problems):
@@ -138,7 +138,7 @@ def flag_tree(
         tree.put_keys(path, node)
     # The data of --val-data, and without training those of each evaluator of the command line, are read as the training
     # source, unless their own settings say otherwise.
-    train = merged(root, [*files, tree])
+    train = merge_sources(root, [*files, tree])
     read = [name for name in evaluators if not trains and tree.at(("evals", name, "data", "shards")) is not None]
     for name in [*read, *(["val"] if "--val-data" in aliased else [])]:
         for key in ("caption", "image_key", "folder", "separator", "background"):
@@ -214,12 +214,12 @@ def advice(root: type[Section], flag: str) -> str:
     about |= {flags[key]: f"{flags[key]} {field.description}" for key, field in fields.items() if key not in short}
     typed = [names[one] for one in difflib.get_close_matches(name.replace("_", "-"), names, 1, 0.85)]
     near = [names[one] for one in nearest(name, names)]
-    if found := typed or list(dict.fromkeys([*described(name, about), *near])):
+    if found := typed or list(dict.fromkeys([*flags_like(name, about), *near])):
         return f"unknown flag; did you mean {' or '.join(map(repr, found))}?"
     return "unknown flag; see --help all"
 
 
-def described(name: str, about: Mapping[str, str]) -> list[str]:
+def flags_like(name: str, about: Mapping[str, str]) -> list[str]:
     """Up to two flags whose names and descriptions have the words of `name`, or most of them: those of other trainers.
 
     A word is found if one begins as the other, by at least three letters; rare words count more (inverse document

@@ -37,7 +37,7 @@ from clipstream.training.optim import ConstCooldown
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils.logs import announce
 from clipstream.utils.plugins import is_plugin
-from clipstream.wing import offered
+from clipstream.wing import load_offer
 
 if TYPE_CHECKING:
     from clipstream.data.loader.stored import StoredData
@@ -185,7 +185,7 @@ def survey(written: Written | Settings, *, count: bool = True) -> Survey:
                 error = error or SettingsError(f"{source.context.key}.shards: {some}{absent(missing[0])}")
     _, free = _free(settings)
     samples = None if error is not None or not free else _samples(settings, sources)
-    evaluated = _evaluated(settings) if samples is not None and EVERY in free else 0
+    evaluated = _count_evaluated(settings) if samples is not None and EVERY in free else 0
     return Survey(settings, places, sources, error, samples, evaluated)
 
 
@@ -245,7 +245,7 @@ def agree(found: Survey, world: World) -> Survey:
     """What the ranks found, with the counts of rank 0, as ranks may see other data, and the run's name. Collective."""
     name = found.settings.run.name
     if name is None and world.is_main:
-        name = _dated_name(draft(found, world.size).settings)
+        name = _make_dated_name(draft(found, world.size).settings)
     samples, evaluated, name = world.broadcast_object((found.samples, found.evaluated, name))
     settings = with_value(found.settings, "run.name", name)
     return replace(found, settings=settings, samples=samples, evaluated=evaluated)
@@ -271,15 +271,15 @@ def hold_out(found: Survey, world: World) -> Survey:
         return found
     ((name, section),) = data.sources.items()
     if path is None:
-        path = offered("hold_out")(section, data.val_split, data, f"data.sources.{name}")
+        path = load_offer("hold_out")(section, data.val_split, data, f"data.sources.{name}")
     elif world.is_main:
         text = counted(split_counts(path)[0], "sample", ",")
         announce(f"val_split {text} held out for the evaluator val, as in {path.parent}, whatever --val-split is now")
     source = found.sources[name].with_settings(section.model_copy(update={"drop": str(path)}))
-    return replace(found, sources={name: source}, split=path, held_out=_as_evaluated(section))
+    return replace(found, sources={name: source}, split=path, held_out=_source_for_evaluation(section))
 
 
-def _as_evaluated(source: SourceSettings) -> SourceSettings:
+def _source_for_evaluation(source: SourceSettings) -> SourceSettings:
     """The source as an evaluation reads its training data; of a folder with splits, the split for training."""
     from clipstream.data.sources.folders import with_split  # imports the decoders
 
@@ -411,7 +411,7 @@ def _count(source: Source) -> int | None:
     return None
 
 
-def _evaluated(settings: Settings) -> int:
+def _count_evaluated(settings: Settings) -> int:
     """Samples of the data of `val`; 0 if they are not known."""
     total = 0
     for key, section in sources_of(settings.evals["val"]).items() if settings.data.val_split is None else ():
@@ -450,7 +450,7 @@ def _every_in_steps(section: Cadence, settings: Settings) -> Cadence:
     return section.model_copy(update={"every": max(1, round(section.every_epochs * epoch)), "every_epochs": None})
 
 
-def _dated_name(settings: Settings) -> str:
+def _make_dated_name(settings: Settings) -> str:
     """As 2026_11_21-10_30_00-model_ViT-B-32-b_512, with a number added if that folder exists."""
     model = settings.model.name
     model = Path(model).stem if model.endswith(".json") else re.sub(r"^[a-z-]+:", "", model)

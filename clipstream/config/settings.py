@@ -24,13 +24,13 @@ import braceexpand
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError
 from pydantic_core import InitErrorDetails, PydanticUndefined
 
-from clipstream.checkpoint.store import named, with_own_config
+from clipstream.checkpoint.store import resolve_model_name, with_own_config
 from clipstream.config.config_sources import (
     Node,
     enumerate_words,
     format_errors,
     harmless,
-    merged,
+    merge_sources,
     plain,
     read_yaml,
     to_yaml,
@@ -60,7 +60,7 @@ from clipstream.utils.section import (
     Tree,
     entries_of,
     is_family,
-    mapped,
+    map_leaves,
     names_path,
     section_of,
 )
@@ -83,7 +83,7 @@ BESIDES = re.compile(
 )
 
 
-def _named(section: Any, name: str) -> Any:
+def _resolve_names(section: Any, name: str) -> Any:
     """A section before it is validated, with the names of its model and weights as `models.pretrained` reads them."""
     if not isinstance(section, Mapping):
         return section
@@ -91,7 +91,7 @@ def _named(section: Any, name: str) -> Any:
     for key in (name, "pretrained"):
         try:
             keeps = name == "model" and model.get(key) == START
-            model |= {key: named(model[key])} if isinstance(model.get(key), str) and not keeps else {}
+            model |= {key: resolve_model_name(model[key])} if isinstance(model.get(key), str) and not keeps else {}
         except (SettingsError, ValueError) as error:
             why = InitErrorDetails(type="value_error", loc=(key,), input=None, ctx={"error": ValueError(str(error))})
             raise ValidationError.from_exception_data(name, [why]) from error
@@ -102,7 +102,7 @@ class Settings(Section):
     """All settings of a run."""
 
     run: RunSettings = Field(default_factory=RunSettings)
-    model: Annotated[ModelSettings, BeforeValidator(partial(_named, name="name"))] = Field(
+    model: Annotated[ModelSettings, BeforeValidator(partial(_resolve_names, name="name"))] = Field(
         default_factory=ModelSettings
     )
     tokenizer: SerializeAsAny[TokenizerSettings] = Field(
@@ -110,7 +110,7 @@ class Settings(Section):
     )
     data: DataSettings = Field(default_factory=DataSettings)
     loss: SerializeAsAny[LossSettings] = Field(default_factory=lambda: LossSettings.model_validate({"type": "auto"}))
-    distill: Annotated[DistillSettings, BeforeValidator(partial(_named, name="model"))] = Field(
+    distill: Annotated[DistillSettings, BeforeValidator(partial(_resolve_names, name="model"))] = Field(
         default_factory=DistillSettings
     )
     optim: SerializeAsAny[OptimSettings] = Field(default_factory=lambda: OptimSettings.model_validate({}))
@@ -182,7 +182,7 @@ def read(
             raise SettingsError(enumerate_words(problems))
     ranks = World.from_env().size if ranks is None else ranks
     flags = flag_tree(Settings, given, files, ranks, problems, trains=trains)
-    places = merged(Settings, [*files, flags])
+    places = merge_sources(Settings, [*files, flags])
     share = places.at(("data", "val_split"))
     if trains and share is not None and share.value is not None and places.at(("evals", "val")) is None:
         places.put(("evals", "val"), Node.of({}, share.place))
@@ -219,7 +219,7 @@ def by_key(settings: Settings) -> dict[str, object]:
     return dict(below("", json.loads(text, parse_constant=str)))  # JSON has no infinity
 
 
-def changed(section: Section) -> Tree:
+def non_defaults(section: Section) -> Tree:
     """The settings that differ from the defaults, as a tree for YAML; plug-ins always have their `type`."""
     dumped = section.model_dump(mode="json")
     tree: Tree = {}
@@ -230,15 +230,15 @@ def changed(section: Section) -> Tree:
         if value == default and default is not PydanticUndefined and not typed:
             continue
         if isinstance(value, Section):
-            tree[name] = changed(value)
+            tree[name] = non_defaults(value)
         elif section_of(entries_of(info.annotation)) is not None:
-            tree[name] = {key: changed(part) for key, part in value.items()}
+            tree[name] = {key: non_defaults(part) for key, part in value.items()}
         else:
             tree[name] = dumped[name]
     return tree
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     return redact(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
@@ -269,7 +269,7 @@ def require_equal(settings: Settings, world: World, split: FilePath | None = Non
         return {**found, **sums, **software(found.values())}
 
     advice = "start all ranks with the same command line, files and software"
-    require_same(world, own, "settings or software", advice, shown)
+    require_same(world, own, "settings or software", advice, format_value)
 
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
@@ -345,7 +345,7 @@ def _plain(value: Any) -> Any:
             return f"{value.__module__}:{value.__qualname__}"
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
-    return mapped(value, leaf)
+    return map_leaves(value, leaf)
 
 
 def _text(name: str, value: Any) -> str:
@@ -472,7 +472,7 @@ def _shards(spec: str | list[str]) -> str | list[str]:
     return "::".join(parts)
 
 
-def noted(settings: Settings) -> dict[str, object]:
+def settings_of_weights(settings: Settings) -> dict[str, object]:
     """The settings that determine the weights, by dotted key, for a checkpoint's state.
 
     Args:
@@ -486,9 +486,9 @@ def noted(settings: Settings) -> dict[str, object]:
 
 
 def changes(settings: Settings, before: Mapping[str, object]) -> list[str]:
-    """Differences between `noted(settings)` and a checkpoint's: 'KEY OLD -> NEW'; keys that it lacks are left out."""
+    """Differences between `settings_of_weights` and a checkpoint's: 'KEY OLD -> NEW'; keys that it lacks are left out."""
     return [
-        f"{key} {shown(before[key])} -> {shown(value)}"
-        for key, value in noted(settings).items()
+        f"{key} {format_value(before[key])} -> {format_value(value)}"
+        for key, value in settings_of_weights(settings).items()
         if key in before and before[key] != value
     ]

@@ -25,7 +25,7 @@ from clipstream.data.sources import expand
 from clipstream.data.text_settings import LabelCaption
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.classes import repeated, unreadable
+from clipstream.evals.classes import repeated_names_warning, unreadable
 from clipstream.evals.settings import LabelledSettings, eval_name, sources_of
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.storage.shard_url import ShardURL
@@ -41,7 +41,7 @@ from clipstream.utils.section import (
     Path,
     Section,
     entries_of,
-    found,
+    find_conflicts,
     other_than,
     section_of,
     types_of,
@@ -240,11 +240,11 @@ def validate_run(written: Written, world: World) -> Survey:
     seen = keep_batch(survey(written), world)
     settings = draft(seen, world.size).settings
     parts = _length(seen, settings), _batches(settings, world), _shards(seen), _val_split(settings), _evals(settings)
-    rest = found(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
+    rest = find_conflicts(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
     _conclude(Written(settings, seen.places), world, *parts, _short(settings), *rest)
     if seen.error is not None:
         raise seen.error
-    tell(seen.places, world, (*_notices(settings), *found(PAIRS, settings, notices=True)))
+    tell(seen.places, world, (*_notices(settings), *find_conflicts(PAIRS, settings, notices=True)))
     return seen
 
 
@@ -257,7 +257,7 @@ def validate_evals(written: Written, *, shown: bool) -> None:
     Raises SettingsError: with one line for each mistake.
     """
     settings, world = written.settings, World.from_env()
-    _conclude(written, world, _evals(settings), found((PROMPTS,) if shown else (), settings))
+    _conclude(written, world, _evals(settings), find_conflicts((PROMPTS,) if shown else (), settings))
     tell(written.places, world, _notices(settings.evals, ("evals",)))
 
 
@@ -280,7 +280,7 @@ def _conclude(written: Written, world: World, *parts: Problems) -> None:
     if lines := [format_problem(written.places, path, text) for problems in parts for path, text in problems]:
         raise SettingsError(enumerate_words(lines))
     for name, section in written.settings.evals.items() if world.is_main else ():
-        if isinstance(section, LabelledSettings) and (text := repeated(section)):
+        if isinstance(section, LabelledSettings) and (text := repeated_names_warning(section)):
             logger.warning(format_problem(written.places, ("evals", name, "classes"), text))
 
 
@@ -289,7 +289,7 @@ def tell(places: Node, world: World, notices: Iterable[tuple[Path, str]]) -> Non
         logger.info(f"notice: {format_problem(places, path, text)}")
 
 
-def tell_stored(plan: Plan, world: World, views: int) -> None:
+def log_ignored_with_store(plan: Plan, world: World, views: int) -> None:
     """Log the settings that have no effect beside stored features of images, on rank 0.
 
     Args:
@@ -297,13 +297,13 @@ def tell_stored(plan: Plan, world: World, views: int) -> None:
     """
     if plan.settings.data.image_features is not None:
         facts = {"the features of images": views}
-        tell(plan.survey.places, world, found(AS_EVALUATED, plan.settings, notices=True, **facts))
+        tell(plan.survey.places, world, find_conflicts(AS_EVALUATED, plan.settings, notices=True, **facts))
 
 
 def _notices(section: Any, path: Path = ()) -> Problems:
     """(path, text) for each setting that has no effect beside others of its section, in a section and those below."""
     if isinstance(section, Section):
-        yield from (((*path, *key), text) for key, text in found(section.pairs, section, notices=True))
+        yield from (((*path, *key), text) for key, text in find_conflicts(section.pairs, section, notices=True))
     below = section.items() if isinstance(section, Mapping) else section if isinstance(section, Section) else ()
     for name, inner in below:
         yield from _notices(inner, (*path, name))

@@ -27,7 +27,7 @@ from rich.console import Console
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.flags import output_file
 from clipstream.config.plan import LARGE, batch_of
-from clipstream.config.settings import PathLike, Settings, changed, load, portable, secrets, tree_of
+from clipstream.config.settings import PathLike, Settings, load, non_defaults, portable, secrets, tree_of
 from clipstream.config.short_flags import READING_FLAGS
 from clipstream.curation.problems import CONTEXT, Examined, Table, examine, large_note, write_page
 from clipstream.curation.sample_table import Columns, Row, RowReader
@@ -350,7 +350,10 @@ def print_report(settings: Settings, flags: Sequence[str], options: Any) -> None
         if path is not None and (flag, path) != ("--json", "-"):
             output_file(path, flag)
     section, found = settings.data.sources[SHORT_FLAGS.rpartition(".")[2]], None
-    executor, folder = executors.checked(options.executor), None if options.table is None else Path(options.table)
+    executor, folder = (
+        executors.check_executor(options.executor),
+        None if options.table is None else Path(options.table),
+    )
     loading.show("reading samples")
     report = look(section, PROFILED if options.all else options.samples)
     loading.end()
@@ -390,8 +393,8 @@ def _write_files(found: Examined, profile: Profile, data: DataSettings, trains: 
         print(text, end="")
     elif options.json_ is not None:
         atomic_write.replace(Path(options.json_), text.encode(errors="backslashreplace"))
-    model = {"name": trains.model.name, **changed(trains.model)}
-    tree = {"model": model, "data": changed(portable(trains.data))}
+    model = {"name": trains.model.name, **non_defaults(trains.model)}
+    tree = {"model": model, "data": non_defaults(portable(trains.data))}
     broken = "# No data.val_split, as shards are broken: `clipstream pack` mends them.\n"
     head = f"# clipstream train --config FILE\n{broken if found.figures['broken_shards'] else ''}"
     if options.html is not None:

@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 from PIL import Image
 
-from clipstream.data.decode.images import FACTORS, Colour, Header, decode, decode_grey, read_header, turned
+from clipstream.data.decode.images import FACTORS, Colour, Header, decode, decode_grey, read_header, turn_upright
 from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.loader.health import FLAT_RANGE, is_flat
 from clipstream.data.order.rng import hash_of
@@ -48,7 +48,7 @@ def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS, heade
     small = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box, reducing_gap=2.0)
     if flat := bool(np.ptp(np.asarray(small)) <= FLAT_RANGE):  # of one grey, which may be of several colours
         flat = is_flat(decode(data, read_header(data, True, max_pixels), factor, background))
-    return Look(np.asarray(turned(small, header.orientation)), flat)
+    return Look(np.asarray(turn_upright(small, header.orientation)), flat)
 
 
 def scale_of(header: Header) -> int:

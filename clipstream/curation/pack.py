@@ -32,8 +32,8 @@ from clipstream.curation.pack_shards import (
     Packed,
     PackShard,
     Plan,
-    held_out,
-    merged_source,
+    choose_held_out,
+    open_captions,
     plan_of,
 )
 from clipstream.data.decode.key_lists import build_filter, check_lists
@@ -116,7 +116,7 @@ def _pack(asked: Asked) -> None:
             Source(one, SourceContext(store, asked.settings.data.cache, f"data.sources.{name}"))
             for name, one in data.sources.items()
         ]
-        extra = None if asked.merge is None else merged_source(asked.merge, SourceContext(store, key="--merge"))
+        extra = None if asked.merge is None else open_captions(asked.merge, SourceContext(store, key="--merge"))
         check_lists([build_filter(one.settings, one.context.key, one) for one in sources], told=False)
         about, digest = _begin(asked, sources, extra)
         if out.read(CARD) is not None:  # written last
@@ -138,7 +138,7 @@ def _pack(asked: Asked) -> None:
                 raise DataError(f"--merge: {told}")
             print(f"captions are merged into {matches:,} of {int(plan.ends[-1]):,} samples", flush=True)
         if asked.share is not None:
-            held_numbers = held_out(corpus, data, asked.share, asked.group, kept / "samples", asked.executor)
+            held_numbers = choose_held_out(corpus, data, asked.share, asked.group, kept / "samples", asked.executor)
             plan = replace(plan, held=held_numbers)
         names = [plan.shard(number)[0] for number in range(len(plan))]
         do = PackShard(out, corpus, plan, asked.recording, digest, merged)
@@ -155,11 +155,11 @@ def _begin(asked: Asked, sources: Sequence[Source], extra: Source | None) -> tup
     about: dict[str, Any] = {
         "version": FORM,
         "sources": [
-            {"name": source.context.key.rpartition(".")[2], "shards": _shown(source), **reading_of(source.settings),
+            {"name": source.context.key.rpartition(".")[2], "shards": _spec_of(source), **reading_of(source.settings),
              "keep": source.settings.keep, "drop": source.settings.drop, "identity": identity(source)}
             for source in sources
         ],
-        "merge": None if extra is None else {"shards": _shown(extra), "identity": identity(extra)},
+        "merge": None if extra is None else {"shards": _spec_of(extra), "identity": identity(extra)},
         "images": {**asdict(recording), "recipe": None if recording.recipe is None else asdict(recording.recipe)},
         "shard_size": "source" if asked.size is None else list(asked.size),
         "order": "shuffled" if asked.shuffled else "source",
@@ -184,7 +184,7 @@ def _begin(asked: Asked, sources: Sequence[Source], extra: Source | None) -> tup
     return about, hashlib.sha256(json.dumps(now, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _shown(source: Source) -> str:
+def _spec_of(source: Source) -> str:
     urls = map(ShardURL, source.settings.parts)
     return "::".join(url.unsigned if url.is_remote else str(url) for url in urls)
 

@@ -23,7 +23,7 @@ from clipstream.data.decode.captions import (
     image_bytes,
     split_keys,
 )
-from clipstream.data.decode.images import decode, eight_bits, opened, orientation_of, read_header
+from clipstream.data.decode.images import decode, eight_bits, open_image, orientation_of, read_header
 from clipstream.data.json_path import structure
 from clipstream.data.settings import IMAGE_KEY, SourceSettings
 from clipstream.data.text_settings import LabelCaption
@@ -64,7 +64,7 @@ def recode(data: bytes, recipe: Recipe) -> tuple[bytes, str]:
         (file, 'resized', 'reencoded', 'unchanged' or 'undecodable'); the last two have the original file.
     """
     try:
-        image = opened(data)
+        image = open_image(data)
         orientation = orientation_of(image)
         have = _SAMES.get(str(image.format), str(image.format))
         want = have if recipe.format == "keep" else _NAMES[recipe.format]

@@ -32,24 +32,24 @@ import pyarrow.compute as pc
 
 from clipstream.checkpoint.remote_sync import RemoteDir, with_retries
 from clipstream.curation.pack_sample import Recording, SamplePacker, plain_key
-from clipstream.curation.val_split import choose, compared
+from clipstream.curation.val_split import choose, select_compared
 from clipstream.data.decode.captions import RawSample, build_caption, candidates
 from clipstream.data.decode.labels import compare_groups
 from clipstream.data.groups import group_labels
 from clipstream.data.order.lanes import Numbers
-from clipstream.data.order.rng import hash_of, mix, permuted
+from clipstream.data.order.rng import hash_of, mix, permute
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.data.shard_pass import PARTS, SamplePass, ShardSamples, draft_in, spread
 from clipstream.data.sources import OpenShard, SampleRef, ShardIndex, Source, SourceContext, indexes
 from clipstream.errors import DataError, Dropped
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_url import ShardURL, parts_of, redact, table_format
-from clipstream.storage.tar import BLOCK, SampleTable, Shard
+from clipstream.storage.tar import BLOCK, SampleRefs, Shard
 from clipstream.utils import atomic_write
 from clipstream.utils.content import file_state
 from clipstream.utils.executors import require_all
 from clipstream.utils.logs import logger
-from clipstream.utils.processes import Failed, note
+from clipstream.utils.processes import TaskFailure, note
 
 T = TypeVar("T")
 MEND = "mend them or leave them out; shards that are done are kept"
@@ -157,7 +157,7 @@ def _no_file(path: str) -> bytes:
     return b""
 
 
-def merged_source(spec: str, context: SourceContext) -> Source:
+def open_captions(spec: str, context: SourceContext) -> Source:
     """The source of further captions: a table with the columns key and caption, or what training reads.
 
     Raises as Source.
@@ -242,7 +242,7 @@ class Corpus:
 
         Raises DataError: shards cannot be read; the others are listed.
         """
-        found: list[Listed | Failed] = []
+        found: list[Listed | TaskFailure] = []
         for source in self.sources:
             first = len(found)
             walk = SamplePass(source, data, (), partial(self._list, first, measured), self.folder.parents[1])
@@ -371,7 +371,7 @@ class Plan:
                     return f"{number:05d}.tar", np.arange(self.ends[number - 1] if number else 0, self.ends[number])
                 positions = np.arange(count * number // shards, count * (number + 1) // shards)
                 if self.shuffled:
-                    positions = permuted(positions, count, mix(self.seed, turn))
+                    positions = permute(positions, count, mix(self.seed, turn))
                 if self.held is not None:
                     positions = self.held[positions] if turn else _without(positions, self.held)
                 return f"{folder}{number:05d}.tar", positions
@@ -398,7 +398,7 @@ def plan_of(corpus: Corpus, listed: Sequence[Listed], size: int | None, shuffled
     return Plan(ends, size, shuffled, seed, not bool((hashes[1:] == hashes[:-1]).any()))
 
 
-def held_out(
+def choose_held_out(
     corpus: Corpus, data: DataSettings, share: float, group: str | None, folder: Path, executor: str
 ) -> Numbers:
     """The numbers of the samples for validation, sorted, as `val_split.choose` chooses them; int64.
@@ -418,7 +418,7 @@ def held_out(
             labels = dict(zip(source.names, group_labels(source, group, data, "--group"), strict=True))
             if few := compare_groups("--group", group, np.concatenate([*labels.values()]))[1]:
                 logger.warning(few)
-        tables.append(compared(source, data, [*labels.values()], folder, executor))
+        tables.append(select_compared(source, data, [*labels.values()], folder, executor))
     rows = pa.concat_tables(tables, promote_options="default")  # of the samples that are listed
     usable = pc.equal(rows["reason"], "")
     names, said = choose(np.flatnonzero(usable).astype(str).tolist(), rows.filter(usable), share)
@@ -557,10 +557,10 @@ class PackShard:
                 self.out.place(name, part, index)
         return packed._replace(made=bool(packed.samples))
 
-    def _write(self, part: Path, numbers: Numbers) -> tuple[SampleTable, Packed]:
+    def _write(self, part: Path, numbers: Numbers) -> tuple[SampleRefs, Packed]:
         """Write samples into a tar. Raises ShardError, OSError."""
         drops, images, suffixes = Counter[str](), Counter[str](), Counter[str]()
-        table, merged = SampleTable(), 0
+        table, merged = SampleRefs(), 0
         with TarWriter(part) as writer:
             for number, (shard, row) in zip(numbers.tolist(), self.plan.places(numbers), strict=True):
                 source, columns = self._about(shard)

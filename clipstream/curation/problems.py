@@ -152,7 +152,7 @@ class Examined:
             example = self.name(one.rows[0]) if one.rows else ""
             problems.append((*share, one.says, "note" if one.is_note else "problem", example))
         models = ("model", "samples/s of an A100, published", "cores for 1 GPU", "cores for 8 GPUs")
-        needed = list(_needed(figures["stages"])) if figures["used"] else []
+        needed = list(_resources_needed(figures["stages"])) if figures["used"] else []
         columns = ("samples", "share", "problem", "kind", "example")
         return {
             "members": Table("Members", ("suffix", "samples", "content"), members),
@@ -346,7 +346,7 @@ def _duplicates(found: Examined) -> None:
 
 def _crop_seconds(found: Examined, data: DataSettings) -> dict[str, float]:
     """The measured time of one core for an image of SIDE pixels, decoded at the scale that training takes."""
-    images = load_images(found, _used_rows(found, TIMED), data)
+    images = load_images(found, _choose_rows(found, TIMED), data)
     began, count = time.thread_time(), 0
     for image in images.values():
         with suppress(Dropped):
@@ -366,7 +366,7 @@ def load_images(found: Examined, rows: Sequence[int], data: DataSettings) -> dic
         return found.table.images(source, rows)
 
 
-def _needed(stages: Mapping[str, float]) -> Iterator[tuple[str, ...]]:
+def _resources_needed(stages: Mapping[str, float]) -> Iterator[tuple[str, ...]]:
     """(model, its samples/s on one GPU, cores for one, for eight) by the measured stages of training."""
     a_sample = sum(stages.get(stage, 0.0) for stage in ("read", "caption", "crop"))
     for model, rate in RATES.items():
@@ -380,7 +380,7 @@ def write_page(found: Examined, path: Path, data: DataSettings, profile: Profile
         profile: see `Examined.tables`.
         yaml: settings that train.
     """
-    some = _used_rows(found, EXAMPLES)
+    some = _choose_rows(found, EXAMPLES)
     groups = [(one.name.replace("_", " "), found.told(one), one.rows) for one in found.problems if one.rows]
     images = load_images(found, sorted({row for _, _, rows in groups for row in rows} | set(some)), data)
     thumbnails = Thumbnails()
@@ -393,7 +393,7 @@ def write_page(found: Examined, path: Path, data: DataSettings, profile: Profile
     atomic_write.replace(path, page.encode(errors="backslashreplace"))
 
 
-def _used_rows(found: Examined, most: int) -> list[int]:
+def _choose_rows(found: Examined, most: int) -> list[int]:
     """Rows that training uses, spread evenly."""
     import pyarrow.compute as pc
 

@@ -38,7 +38,7 @@ from clipstream.data.decode.captions import (
     image_bytes,
     json_value,
 )
-from clipstream.data.decode.images import check_shape, is_transparent, loaded, read_header
+from clipstream.data.decode.images import check_shape, is_transparent, load_pixels, read_header
 from clipstream.data.decode.key_lists import NOT_KEPT, build_filter, check_lists, storable
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.image_settings import rgb
@@ -53,7 +53,7 @@ from clipstream.storage.shard_cache import cache_root
 from clipstream.storage.shard_url import redact
 from clipstream.text import printable
 from clipstream.utils import atomic_write, content
-from clipstream.utils.processes import Failed
+from clipstream.utils.processes import TaskFailure
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -187,7 +187,7 @@ def sample_table(
     paths = [part_of(folder, number) for number in range(len(work.names))]
     work.numbers = [number for number, path in enumerate(paths) if not path.exists()]
     results = zip(work.numbers, work.run("reading samples", executor, int), strict=True)
-    broken = {redact(work.names[number]): one.error for number, one in results if isinstance(one, Failed)}
+    broken = {redact(work.names[number]): one.error for number, one in results if isinstance(one, TaskFailure)}
     faults = {name: error.removeprefix(f"{printable(name)}: ") for name, error in broken.items()}
     table = SampleTable(folder, [path for path in paths if path.exists()], faults)
     is_whole = not faults and not any(about.fault for about in table.abouts())
@@ -315,7 +315,7 @@ class RowReader:
         if self._columns.decode:
             row["file_hash"] = file_hash(data)
             row["image_hash"], row["one_colour"] = look_of(data, self._background, self._max_pixels, header)
-            row["transparent"] = header.image is not None and is_transparent(loaded(header.image))
+            row["transparent"] = header.image is not None and is_transparent(load_pixels(header.image))
 
 
 def _attempt(row: Row, read: Callable[..., T], *args: object) -> T | None:

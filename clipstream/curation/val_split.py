@@ -27,7 +27,7 @@ from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
 from clipstream.data.settings import DataSettings, SourceSettings, split_counts
-from clipstream.data.shard_pass import SamplePass, ShardSamples, cached, identity
+from clipstream.data.shard_pass import SamplePass, ShardSamples, get_or_fill, identity
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.text_settings import LabelCaption
 from clipstream.distributed.world import World
@@ -41,7 +41,7 @@ COLUMNS = ("shard", "key", "reason", "image_hash", "file_hash", "caption_hash", 
 FEWEST = 2  # samples on each side
 
 
-def held_out(section: SourceSettings, share: float, data: DataSettings, key: str) -> Path:
+def make_held_out(section: SourceSettings, share: float, data: DataSettings, key: str) -> Path:
     """The file with the names of the samples to hold out, one a line below their number; made unless it is there.
 
     Args:
@@ -61,7 +61,7 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
         if remote:
             again = "" if data.cache else ", and again at each evaluation unless --data.cache names a folder for them"
             logger.info(f"val_split: {counted(remote, 'remote shard', ',')} are downloaded to compare samples{again}")
-        rows = compared(source, data)
+        rows = select_compared(source, data)
         reasons, rows = rows["reason"].to_pylist(), rows.filter(pc.equal(rows["reason"], ""))
         if not len(rows):
             raise _nothing_usable(source, data, Counter(reasons))
@@ -75,7 +75,7 @@ def held_out(section: SourceSettings, share: float, data: DataSettings, key: str
         part.write_text("\n".join(content), encoding="utf-8", errors="surrogateescape")
 
     how = [FORM, NEAR, share, data.max_image_pixels, reading_of(section)]
-    path = cached("data.val_split", "splits", identity(source, *how), fill)
+    path = get_or_fill("data.val_split", "splits", identity(source, *how), fill)
     if not made and World.from_env().is_main:
         held = counted(split_counts(path)[0], "sample", ",")
         announce(f"val_split {held} held out for the evaluator val, chosen before")
@@ -106,7 +106,7 @@ def choose(names: Sequence[str], rows: pa.Table, share: float) -> tuple[list[str
 
     Args:
         names: of the samples; those of one name are a group, as lists of keys do not tell them apart.
-        rows: as `compared` gives them; rows with the same value in `group` are a group, too.
+        rows: as `select_compared` gives them; rows with the same value in `group` are a group, too.
     """
     wanted, held = round(len(names) * share), list[str]()
     most = max(1, wanted // 2)
@@ -130,7 +130,7 @@ def choose(names: Sequence[str], rows: pa.Table, share: float) -> tuple[list[str
     ), f"{kept}; {said}; {near:,} samples with a near-duplicate (of at most {bits} differing bits) are kept together"
 
 
-def compared(
+def select_compared(
     source: Source,
     data: DataSettings,
     groups: Sequence[Numbers] = (),

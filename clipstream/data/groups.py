@@ -22,13 +22,13 @@ from clipstream.data.order.lanes import Numbers, share_of
 from clipstream.data.order.rng import mix, permutation
 from clipstream.data.order.windows import EpochPlan, Order, WindowSamples
 from clipstream.data.settings import DataSettings
-from clipstream.data.shard_pass import SamplePass, ShardSamples, scanned
+from clipstream.data.shard_pass import SamplePass, ShardSamples, scan_numbers
 from clipstream.data.sources import Source
 from clipstream.errors import Dropped, SettingsError
 from clipstream.text import counted
 from clipstream.utils.content import file_state
 from clipstream.utils.logs import logger
-from clipstream.utils.processes import Failed
+from clipstream.utils.processes import TaskFailure
 
 FORM = 3  # of what is kept: another one is another identity
 
@@ -69,7 +69,7 @@ def group_labels(source: Source, field: str, data: DataSettings, setting: str) -
     """
     name = _name(source)
     group = GroupField(field, name)
-    return scanned(setting, source, data, group.members, group, 0, "groups", FORM, field, name, *_reading(source))
+    return scan_numbers(setting, source, data, group.members, group, 0, "groups", FORM, field, name, *_reading(source))
 
 
 def probabilities(source: Source, data: DataSettings) -> list[np.ndarray[Any, Any]]:
@@ -82,7 +82,7 @@ def probabilities(source: Source, data: DataSettings) -> list[np.ndarray[Any, An
     setting, one = f"{source.context.key}.probability", SampleProbability(where, source.context.key, source)
     if (listed := one.list) is None:
         how = FORM, where, *_reading(source)
-        return scanned(setting, source, data, one.members, one, float("nan"), "probabilities", *how)
+        return scan_numbers(setting, source, data, one.members, one, float("nan"), "probabilities", *how)
 
     entries = _entries(setting, source, data, listed)
     if sum(one.probability == where for one in data.sources.values()) < 2:  # else it may be of another source
@@ -107,7 +107,7 @@ def label_names(source: Source, label: str, data: DataSettings) -> tuple[str, li
         return found
 
     each = SamplePass(source, data, field.members, do).run("labels", count=Counter.total)
-    found = sum((one for one in each if not isinstance(one, Failed)), Counter[str]())
+    found = sum((one for one in each if not isinstance(one, TaskFailure)), Counter[str]())
     if not found and field.of_member:
         return label_names(source, f"json:{label}", data)
     if not found:
@@ -185,7 +185,7 @@ def _entries(
         place = listed.place(name, key if by_key else name)
         return -1 if place is None else place
 
-    found = scanned(
+    found = scan_numbers(
         setting, source, data, (), lambda name, sample: entry(name, sample["__key__"]), -1, "entries", FORM, setting,
         listed.path, file_state(listed.path), left_out=lambda name, key: -2 - entry(name, key),
     )  # fmt: skip

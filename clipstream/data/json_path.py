@@ -98,33 +98,33 @@ def parse_path(path: str) -> Steps:
     while True:
         name = _NAME.match(path, at)
         if name is None:
-            raise _malformed(path, at, "expected a name, a list position or *")
+            raise _malformed_error(path, at, "expected a name, a list position or *")
         steps.append(Each() if name[0] == "*" else _ESCAPE.sub(r"\1", name[0]))
         at = name.end()
         while path.startswith("[", at):
             match = _FILTER.match(path, at)
             if match is None:
-                raise _malformed(path, at, "expected [FIELD=VALUE]; write \\[ for a name with a bracket")
+                raise _malformed_error(path, at, "expected [FIELD=VALUE]; write \\[ for a name with a bracket")
             try:
                 field = parse_path(match[1])
             except ValueError:
                 field = ()
             names = tuple(step for step in field if isinstance(step, str))
             if not names or len(names) < len(field):
-                raise _malformed(path, match.start(1), "the field of a filter must be names joined by dots")
+                raise _malformed_error(path, match.start(1), "the field of a filter must be names joined by dots")
             value = match[2]
             if value.startswith('"'):
                 try:
                     value = json.loads(value, strict=False)
                 except ValueError:
-                    raise _malformed(path, match.start(2), "a quoted value must be a JSON string") from None
+                    raise _malformed_error(path, match.start(2), "a quoted value must be a JSON string") from None
             steps.append(Each(names, value))
             at = match.end()
         if at == len(path):
             return tuple(steps)
         if path[at] != ".":
             what = "a backslash is followed by the character" if path[at] == "\\" else "a dot or the end is"
-            raise _malformed(path, at, f"{what} expected")
+            raise _malformed_error(path, at, f"{what} expected")
         at += 1
 
 
@@ -141,7 +141,7 @@ def parse_text(path: str) -> Steps | Template:
         if match[0] in ("{{", "}}"):
             parts.append(match[0][0])
         elif match[1] is None:
-            raise _malformed(path, match.start(), "a brace is alone: write it twice, or a field as {FIELD}")
+            raise _malformed_error(path, match.start(), "a brace is alone: write it twice, or a field as {FIELD}")
         else:
             parts.append((parse_path(field.strip()), joiner or ", "))
         at = match.end()
@@ -154,7 +154,7 @@ def texts_at(value: Any, path: Steps | Template) -> list[Any]:
     return path.of(value) if isinstance(path, Template) else values_at(value, path)
 
 
-def _malformed(path: str, at: int, why: str) -> ValueError:
+def _malformed_error(path: str, at: int, why: str) -> ValueError:
     return ValueError(f"the path {printable(path)!r} is malformed at position {at + 1}: {why}")
 
 

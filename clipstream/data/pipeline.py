@@ -53,14 +53,14 @@ from clipstream.data.loader.health import (
     empty_shards,
 )
 from clipstream.data.loader.loader import Hosting, Loader
-from clipstream.data.loader.recipe import ModelInputs, ReadingRecipe, build_recipe, check_recipes, stored_samples
+from clipstream.data.loader.recipe import ModelInputs, ReadingRecipe, build_recipe, check_recipes, join_stores
 from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards, WindowSampler
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, Stopwatch
 from clipstream.data.loader.stored import StoredChoice
 from clipstream.data.order.lanes import Cursor, DataState, LaneState, Stream
 from clipstream.data.order.rng import SampleRNG, is_drawn, mix
 from clipstream.data.order.windows import NO_SAMPLE
-from clipstream.data.order_plan import fingerprint_of, order_plan, remote_shards_in_use, resumed_at, slots_of_rank
+from clipstream.data.order_plan import fingerprint_of, order_plan, remote_shards_in_use, resume_position, slots_of_rank
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source, open_sources, with_file
 from clipstream.distributed.world import World
@@ -114,7 +114,7 @@ def training_loader(
     store = shard_cache(settings, wanted=remote_shards_in_use(settings, sources, world))
     for source in sources.values():
         source.begin(store)
-    stored = {} if features is None else stored_samples(features, settings, sources, inputs.tokenizer, inputs.groups)
+    stored = {} if features is None else join_stores(features, settings, sources, inputs.tokenizer, inputs.groups)
 
     # Order. What it needs of each sample is looked up before; it sets the sources' counts, which the fingerprint has.
     every = list(sources.values())
@@ -125,7 +125,7 @@ def training_loader(
     fingerprint = fingerprint_of(settings, seed, inputs.tokenizer, every)
 
     # Position. An order that is restarted has a salt, and is computed again; other ranks' lanes are left out last.
-    start = resumed_at(start or DataState(), fingerprint, lanes, approximate, world)
+    start = resume_position(start or DataState(), fingerprint, lanes, approximate, world)
     if start.salt:
         order = order_plan(settings, every, mix(seed, SALT, start.salt))
     start = replace(start, lanes={lane: start.lanes[lane] for lane in slots.lanes if lane in start.lanes})

@@ -1,6 +1,6 @@
 """One walk over shards: each is worked on by itself, in a process of its own, on this machine or a cluster's.
 
-A function of a shard's number enters; its results leave, and why a shard has none (`Failed`). `ShardPass` is the walk:
+A function of a shard's number enters; results leave, and why a shard has none (`TaskFailure`). `ShardPass` is the walk:
 `index`, `stage` and `pack` do their work in it. `SamplePass` also opens the shards of a source, filters their samples,
 closes and releases them: the sample table, `check`, and what orders need of samples (`groups`). Results of a pass may
 be kept in the cache by all that they depend on: the first process of a node that asks makes them, the others wait.
@@ -43,7 +43,7 @@ from clipstream.utils import atomic_write, executors
 from clipstream.utils.console import ProgressBar
 from clipstream.utils.content import file_state
 from clipstream.utils.plugins import is_plugin
-from clipstream.utils.processes import Failed, note
+from clipstream.utils.processes import TaskFailure, note
 
 T = TypeVar("T")
 Read = Callable[[str, RawSample], T]
@@ -66,26 +66,29 @@ class ShardPass(Generic[T]):
         self.numbers = list(range(len(names)))  # of the shards to work on
         self.parts, self._do = parts, do
 
-    def run(self, label: str, executor: str = "local", count: Callable[[T], int] = SAMPLES) -> list[T | Failed]:
+    def run(self, label: str, executor: str = "local", count: Callable[[T], int] = SAMPLES) -> list[T | TaskFailure]:
         """The results for `numbers` in order, with a bar. What failed is told at once, and ends no other shard's work.
 
         Args:
             label: what is done, for people, as 'packing'.
-            executor: as `executors.checked` takes it.
+            executor: as `executors.check_executor` takes it.
             count: the samples of a result.
 
         Raises:
             DataError: the disk is full.
             WorkInterrupted: by a signal.
         """
-        done, began, again = dict[int, T | Failed](), time.monotonic(), "rerun the same command to continue"
+        done, began, again = dict[int, T | TaskFailure](), time.monotonic(), "rerun the same command to continue"
         names = [self.names[number] for number in self.numbers]
 
         def state() -> str:
-            return f"{sum(not isinstance(one, Failed) for one in done.values()):,} of {len(names):,} shards"
+            return f"{sum(not isinstance(one, TaskFailure) for one in done.values()):,} of {len(names):,} shards"
 
         def progress() -> str:
-            results, seconds = [one for one in done.values() if not isinstance(one, Failed)], time.monotonic() - began
+            results, seconds = (
+                [one for one in done.values() if not isinstance(one, TaskFailure)],
+                time.monotonic() - began,
+            )
             words, left = [state(), f"{sum(map(count, results)):,} samples"], len(names) - len(done)
             if self.parts is not None:
                 size = sum(one.size for one in results if getattr(one, "made", False))  # type: ignore[attr-defined]
@@ -99,11 +102,11 @@ class ShardPass(Generic[T]):
                 for event in events:
                     if event is not None:
                         number, result = event
-                        if isinstance(result, Failed):
+                        if isinstance(result, TaskFailure):
                             if result.full:
                                 raise DataError(f"{result.error}; {state()} are done: free some space, and {again}")
                             if names[number] not in result.error:  # of a process that died
-                                result = Failed(f"{names[number]}: {result.error}")
+                                result = TaskFailure(f"{names[number]}: {result.error}")
                             bar.say(f"failed: {result.error}")
                         done[number] = result
                     bar.update(len(done), len(names), progress)
@@ -122,12 +125,12 @@ class ShardPass(Generic[T]):
         """The result for a shard. Raises ShardError, OSError, DataError."""
         return self._do(number)
 
-    def __call__(self, place: int) -> T | Failed:
+    def __call__(self, place: int) -> T | TaskFailure:
         """The result for a shard, by its place in `numbers`, or why there is none."""
         shown, parts = self.names[number := self.numbers[place]], self.parts
         if parts is not None and not parts.exists():
             where = f"{parts.parent} is not on {socket.gethostname()}"
-            return Failed(f"{shown}: {where}: use a folder that all workers share")
+            return TaskFailure(f"{shown}: {where}: use a folder that all workers share")
         try:
             return self.work(number)
         except (ShardError, OSError, DataError) as error:
@@ -136,9 +139,9 @@ class ShardPass(Generic[T]):
                 full = atomic_write.is_full(error) or getattr(error, "reason", None) == "disk"
                 # The message of a command that could not write is unknown.
                 if full or shutil.disk_usage(parts).free < DISK_FULL:
-                    return Failed(f"{shown}: the disk of {parts.parent} is full", full=True)
+                    return TaskFailure(f"{shown}: the disk of {parts.parent} is full", full=True)
                 said = f"disk: {redact(said)}" if isinstance(error, OSError) else said
-            return Failed(said if shown in said else f"{shown}: {said}")
+            return TaskFailure(said if shown in said else f"{shown}: {said}")
 
 
 @contextlib.contextmanager
@@ -258,7 +261,7 @@ class SamplePass(ShardPass[T]):
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name not in ("opened", "_do")}
 
-    def run(self, label: str, executor: str = "local", count: Callable[[T], int] = SAMPLES) -> list[T | Failed]:
+    def run(self, label: str, executor: str = "local", count: Callable[[T], int] = SAMPLES) -> list[T | TaskFailure]:
         _ = self.opened  # before processes are forked
         with closing(self):
             return super().run(label, executor, count)
@@ -305,7 +308,7 @@ class ImageReader:
             return None
 
 
-def scanned(
+def scan_numbers(
     setting: str,
     source: Source,
     data: DataSettings,
@@ -340,19 +343,19 @@ def scanned(
 
     def fill(part: Path) -> None:
         results = SamplePass(source, data, members, do).run(title, count=len)
-        values = [one for one in results if not isinstance(one, Failed)]
-        if faults := [one.error for one in results if isinstance(one, Failed)]:
+        values = [one for one in results if not isinstance(one, TaskFailure)]
+        if faults := [one.error for one in results if isinstance(one, TaskFailure)]:
             some = f"{len(faults):,} of {counted(len(results), 'shard', ',')} cannot be read"
             raise ShardError(title, f"{some}: {faults[0]}: mend it, or leave it out of the training data")
         with part.open("wb") as file:
             np.savez(file, values=np.concatenate(values), ends=np.cumsum([*map(len, values)]))
 
-    with np.load(cached(setting, title, identity(source, *how), fill), allow_pickle=False) as held:
+    with np.load(get_or_fill(setting, title, identity(source, *how), fill), allow_pickle=False) as held:
         by_name = dict(zip(names, np.split(held["values"], held["ends"][:-1]), strict=True))
     return [by_name[name] for name in source.names]
 
 
-def cached(setting: str, folder: str, identity: str, fill: Callable[[Path], None]) -> Path:
+def get_or_fill(setting: str, folder: str, identity: str, fill: Callable[[Path], None]) -> Path:
     """The file that `fill` writes to a path, or wrote before for the same `identity`.
 
     Args:

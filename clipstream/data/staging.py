@@ -30,7 +30,7 @@ from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, in_braces, parts_of, redact, stable_name
 from clipstream.storage.tar import scan
-from clipstream.utils.processes import Failed
+from clipstream.utils.processes import TaskFailure
 
 PLAIN = re.compile(r"\w[\w .+=@%-]{0,180}\.tar")
 
@@ -46,12 +46,12 @@ class Indexed(NamedTuple):
 
 def make_indexes(
     specs: Sequence[str], *, folder: str | None = None, executor: str = "local", again: bool = False
-) -> list[Indexed | Failed]:
+) -> list[Indexed | TaskFailure]:
     """Index the shards that `specs` name, and print which ones are damaged; the result for each.
 
     Args:
         folder: of the indexes; None to write them beside local shards.
-        executor: what indexes the shards, as `executors.checked` has it.
+        executor: what indexes the shards, as `executors.check_executor` has it.
         again: whether to replace indexes that are not stale.
 
     Raises SettingsError: there is nothing to index, or no folder for the indexes of remote shards.
@@ -92,7 +92,7 @@ def index_shard(url: str, store: ShardCache, folder: str | None, again: bool) ->
     if not again:
         with contextlib.suppress(OSError, ValueError):
             head = indexes.read_head(path)
-            if head.of == identity and indexes.checked_count(head.samples, local, identity.size) == head.samples:
+            if head.of == identity and indexes.check_count(head.samples, local, identity.size) == head.samples:
                 return Indexed(head.samples, head.size or 0, fault=head.fault and str(head.fault))
     try:
         found = scan(store.local(url))
@@ -186,7 +186,7 @@ def _hash(url: str) -> str:
 
 def copy_shards(
     shards: Sequence[PlannedShard], folder: Path, fetcher: Fetcher, executor: str
-) -> dict[str, Indexed | Failed]:
+) -> dict[str, Indexed | TaskFailure]:
     """Copy shards into a locked folder, unless there are intact copies; the results by file. As `ShardPass.run`."""
     for shard in shards:
         (folder / shard.file).parent.mkdir(parents=True, exist_ok=True)

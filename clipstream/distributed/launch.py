@@ -49,7 +49,7 @@ from clipstream.utils.atomic_write import try_lock
 from clipstream.utils.cores import cores
 from clipstream.utils.logs import logger, on_terminal
 from clipstream.utils.processes import many_files
-from clipstream.utils.torch_state import restored_matmul_precision
+from clipstream.utils.torch_state import restore_matmul_precision
 
 PR_SET_PDEATHSIG = 1
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # which torch's deterministic algorithms need
@@ -139,7 +139,7 @@ def run_embedded(run: RunSettings, body: Callable[[World, FailureWatch], object]
     benchmark = torch.backends.cudnn.benchmark
     world = World.from_env()
     try:
-        with many_files(), restored_matmul_precision(), on_terminal(world.rank if world.size > 1 else None):
+        with many_files(), restore_matmul_precision(), on_terminal(world.rank if world.size > 1 else None):
             run_ranks(run, body, embedded=True)
     finally:
         for number, handler in handlers.items():

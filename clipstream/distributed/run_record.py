@@ -134,11 +134,11 @@ def versions() -> dict[str, str]:
     import torch
 
     own = {"clipstream": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    return own | _installed()
+    return own | _installed_packages()
 
 
 @cache
-def _installed() -> dict[str, str]:
+def _installed_packages() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
         try:

@@ -494,7 +494,7 @@ class Failure:
         return cls(rank, f"{type(error).__name__}: {error}")
 
 
-class Failed(Exception):
+class RankFailed(Exception):
     """Some rank sent a failure; raised on all of them."""
 
     def __init__(self, failure: Failure) -> None:
@@ -507,7 +507,7 @@ class Torn(RuntimeError):
 
 
 class AgreeingWorld(World):
-    """A world whose collectives raise `Failed` on all ranks if a rank sent a failure instead of taking part.
+    """A world whose collectives raise `RankFailed` on all ranks if a rank sent a failure instead of taking part.
 
     A rank that fails on its own cannot reach the others, which wait for it in some collective. A status is therefore
     exchanged before each collective: the rank that failed sends its failure there, once, and all ranks raise it.
@@ -527,7 +527,7 @@ class AgreeingWorld(World):
         except Exception as error:
             raise Torn(str(error)) from error
         if failures := [status for status in statuses if status is not None]:
-            raise Failed(failures[0])
+            raise RankFailed(failures[0])
 
     def _agreed(self, collective: Callable[..., Any], *args: Any) -> Any:
         if self.size == 1:

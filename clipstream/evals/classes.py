@@ -56,7 +56,7 @@ def template_spec(settings: ZeroShotSettings) -> str | list[str]:
     return settings.templates or (None if benchmark is None else benchmark.templates) or "openai"
 
 
-def repeated(settings: LabelledSettings) -> str | None:
+def repeated_names_warning(settings: LabelledSettings) -> str | None:
     """A warning about class names of the user's own that are given more than once, ignoring case as labels do."""
     if settings.classes in (None, *OF_OPEN_CLIP):
         return None

@@ -22,7 +22,7 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.data.build import EvalSource, evaluation_loader
 from clipstream.data.decode.captions import CaptionExtractor
-from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, marked, readable
+from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, mark_cut, readable
 from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.order.rng import GOLDEN, Keys, scramble
 from clipstream.data.settings import DataSettings, SourceSettings
@@ -198,7 +198,7 @@ class EvalContext:
 
     def shown(self, caption: str | None, ids: torch.Tensor) -> str:
         """The first line of a caption, with a mark where the context cuts it; decoded from its ids [T] without one."""
-        return marked(self.tokenizer, caption.split("\n")[0]) if caption else readable(self.tokenizer, ids.tolist())
+        return mark_cut(self.tokenizer, caption.split("\n")[0]) if caption else readable(self.tokenizer, ids.tolist())
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, 3, H, W] -> L2-normalised float32 [n, D] on the world's device, without gradient."""

@@ -35,7 +35,7 @@ class Labelled:
     labels: torch.Tensor  # int64 [n]
 
 
-def labelled(
+def encode_labelled(
     context: EvalContext, source: SourceSettings, labelling: Labelling, batch_size: int, key: str = "data"
 ) -> Labelled:
     """Encode the images of a source. Collective.
@@ -85,8 +85,8 @@ class Frozen(ABC):
 
         Raises DataError: no usable image in one of the sources, or a label outside the classes.
         """
-        train = labelled(context, self.train, self.labelling, self.batch_size, "train")
-        test = labelled(context, self.test, self.labelling, self.batch_size)
+        train = encode_labelled(context, self.train, self.labelling, self.batch_size, "train")
+        test = encode_labelled(context, self.test, self.labelling, self.batch_size)
         classes = count_classes(self.labelling, context.world, train, test)
         tally = context.world.all_reduce_sum(self.tally(train, test, classes, context.world))
         self.labelling.warn_of_unseen(context, tally[:, 2].tolist())

@@ -173,7 +173,7 @@ def place_pairs(
         of_block = torch.zeros((2, len(block)), dtype=torch.int64, device=block.device)
         for top in range(0, len(texts), rows):
             part = slice(top, top + rows)
-            Tile(texts[part], block).count(own[part], limits, of_texts[:, part], of_block)
+            ScoreTile(texts[part], block).count(own[part], limits, of_texts[:, part], of_block)
         before = sum(held[: world.rank])
         of_images[:, some] = world.all_reduce_sum(of_block)[:, before : before + held[world.rank]]
     images_right = of_texts[1].clamp(max=1) if images_right is None else images_right
@@ -185,7 +185,7 @@ def products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one.double() * other.double()).sum(dim=1)
 
 
-class Tile:
+class ScoreTile:
     """The scores of some captions with some images.
 
     They are computed in float32, with an error below `margin`; scores that are closer to a limit again in float64.

@@ -19,7 +19,7 @@ from numbers import Integral
 from typing import Any, Protocol
 
 from clipstream.distributed.run_record import now, versions
-from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn
+from clipstream.distributed.world import AgreeingWorld, Failure, RankFailed, Torn
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean, errors_as
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating, of_tokenizer
 from clipstream.evals.evaluators.mean import Mean
@@ -164,7 +164,7 @@ class EvalRunner:
                 continue
             context = DryRun.of(self.context, name)
             context.metrics = found
-            with _named(name):
+            with _name_in_errors(name):
                 found[name] = dict(evaluator(context))
         return {eval_name(name, kind): list(found[name]) for name in found for kind in self.settings[name].kinds}
 
@@ -239,7 +239,7 @@ class EvalRunner:
         context, metrics = self.context, {}
         try:
             try:
-                with _named(name), evaluating(context.towers), same_randomness(context.world.device):
+                with _name_in_errors(name), evaluating(context.towers), same_randomness(context.world.device):
                     for metric, value in self.evaluators[name](context):
                         if metric in RESERVED:
                             text = f"yields the reserved metric {metric!r}"
@@ -247,7 +247,7 @@ class EvalRunner:
                         if isinstance(value, str) or not hasattr(value, "__float__"):
                             raise TypeError(f"yields {metric!r} with {value!r}, which is not a number")
                         metrics[metric] = int(value) if isinstance(value, Integral) else float(value)
-            except (Failed, Torn):
+            except (RankFailed, Torn):
                 raise
             except Exception as error:
                 if self.settings[name].on_error == "raise" and not isinstance(error, Stopped):
@@ -259,7 +259,7 @@ class EvalRunner:
             return metrics
         except Torn as torn:
             raise torn.__cause__ or torn from None
-        except Failed as failed:
+        except RankFailed as failed:
             cause: BaseException | None = failed
             while cause is not None:  # frames hold generators, and with them data workers
                 traceback.clear_frames(cause.__traceback__)
@@ -278,7 +278,7 @@ class EvalRunner:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _name_in_errors(name: str) -> Iterator[None]:
     """Put the evaluator's name before its errors."""
     try:
         yield

@@ -21,7 +21,7 @@ from torch import nn
 
 from clipstream.errors import SettingsError
 from clipstream.models.towers import Towers
-from clipstream.models.transformers_names import EOS, IMAGE, TEXT, TIMM_IMAGE, Row, renamed
+from clipstream.models.transformers_names import EOS, IMAGE, TEXT, TIMM_IMAGE, Row, rename_tensors
 
 POOLERS = {MeanPooler: "mean", MaxPooler: "max", ClsLastHiddenStatePooler: "cls", ClsPooler: "pooled"}
 PAD = "<pad>"
@@ -75,7 +75,7 @@ def image_tower(towers: Towers) -> Counterpart:
         patch_size=visual.patch_size[0],
         projection_dim=towers.config.model_cfg["embed_dim"],
     )
-    return _loaded(transformers.CLIPVisionModel(config), _part(towers, "visual."), IMAGE, "vision_model.")
+    return _load_tower(transformers.CLIPVisionModel(config), _part(towers, "visual."), IMAGE, "vision_model.")
 
 
 def text_tower(towers: Towers) -> Counterpart:
@@ -104,13 +104,13 @@ def text_tower(towers: Towers) -> Counterpart:
         if isinstance(text.text_projection, nn.Parameter):
             state["text_projection.weight"] = state.pop("text_projection").T
         state.setdefault("text_projection.bias", torch.zeros(len(state["text_projection.weight"])))
-        return _loaded(transformers.SiglipTextModel(config), state, TEXT, "text_model.")
+        return _load_tower(transformers.SiglipTextModel(config), state, TEXT, "text_model.")
     # transformers takes the position of the largest id, as open_clip does, for an eos_token_id of 2.
     eos = cfg["eos_id"] if at_eos else EOS if towers.tokenizer_folder is None else 2
     config = transformers.CLIPTextConfig(
         **sizes, projection_dim=towers.config.model_cfg["embed_dim"], eos_token_id=eos, pad_token_id=None
     )
-    return _loaded(transformers.CLIPTextModel(config), state, TEXT, "text_model.")
+    return _load_tower(transformers.CLIPTextModel(config), state, TEXT, "text_model.")
 
 
 def whole_model(towers: Towers, image: Counterpart, text: Counterpart) -> Any:
@@ -152,11 +152,11 @@ def _part(towers: Towers, prefix: str) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in towers.clip.state_dict().items() if name.startswith(prefix)}
 
 
-def _loaded(model: Any, state: Mapping[str, torch.Tensor], rows: Iterable[Row], prefix: str) -> Counterpart:
+def _load_tower(model: Any, state: Mapping[str, torch.Tensor], rows: Iterable[Row], prefix: str) -> Counterpart:
     """A tower's model with its weights; names outside of `prefix` are those of the projection."""
     scalars = ("logit_scale", "logit_bias", "visual.")  # of open_clip's CLIP, which has no text tower of its own
     own = state if prefix == "vision_model." else {k: v for k, v in state.items() if not k.startswith(scalars)}
-    found, left = renamed(own, rows)
+    found, left = rename_tensors(own, rows)
     tensors = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
     try:
         model.load_state_dict(tensors)
@@ -229,7 +229,7 @@ def _siglip_image(towers: Towers, visual: Any) -> Counterpart:
         hidden_act=_activation(trunk.blocks[0].mlp.act),
         layer_norm_eps=trunk.norm.eps,
     )
-    return _loaded(transformers.SiglipVisionModel(config), _part(towers, "visual."), TIMM_IMAGE, "vision_model.")
+    return _load_tower(transformers.SiglipVisionModel(config), _part(towers, "visual."), TIMM_IMAGE, "vision_model.")
 
 
 def _timm(visual: Any, cfg: Mapping[str, Any]) -> Counterpart:

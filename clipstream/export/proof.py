@@ -27,7 +27,7 @@ from PIL import Image
 from clipstream.api.model import Model
 from clipstream.data.decode.captions import build_caption, image_bytes
 from clipstream.data.decode.image_files import EXTRAS
-from clipstream.data.decode.images import is_transparent, loaded, opened
+from clipstream.data.decode.images import is_transparent, load_pixels, open_image
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
@@ -92,7 +92,7 @@ class Line:
     holds: bool
 
 
-def drawn(seed: int = 0) -> Samples:
+def draw_samples(seed: int = 0) -> Samples:
     """Images of odd sizes and modes, and texts with capitals, punctuation, entities and letters of other scripts."""
     rng, images, texts = np.random.default_rng(seed), [], []
     words = ["A photo of", "the RED", "bird’s", "“quoted”", "café", "naïve", "Bär", "red & blue", "salt &amp; pepper"]
@@ -154,7 +154,7 @@ def read(section: SourceSettings) -> Samples:
                 try:
                     sample = {"__key__": ref.key, "__url__": "", **shard.load(ref)}
                     data, text = image_bytes(sample, keys=section.image_key), extract(sample, None)
-                    image = loaded(opened(data))
+                    image = load_pixels(open_image(data))
                     clear = is_transparent(image)
                 except (OSError, ShardError, Dropped):
                     continue
@@ -170,7 +170,7 @@ def read(section: SourceSettings) -> Samples:
             shard.close()
     if not chosen:
         raise SettingsError(f"{origin} holds no image with a text: name other data with --data, or leave it out")
-    about, missing, more = f"{len(chosen)} images and texts of {origin}", SAMPLES - len(chosen), drawn()
+    about, missing, more = f"{len(chosen)} images and texts of {origin}", SAMPLES - len(chosen), draw_samples()
     about += f" and {missing} drawn ones" if missing else ""
     images = [*(image for image, _ in chosen), *more.images[:missing]]
     texts = [*(text for _, text in chosen), *more.texts[:missing]]

@@ -20,13 +20,13 @@ from huggingface_hub import HfApi
 from rich.console import Console
 
 from clipstream.api.model import Model, load_model
-from clipstream.checkpoint.store import Subject, locate, model_at, named, with_own_config
+from clipstream.checkpoint.store import Subject, locate, model_at, resolve_model_name, with_own_config
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.images import transparency_note
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.evals.settings import sources_of
 from clipstream.export.files import EXAMPLE, write_use
-from clipstream.export.proof import Line, Samples, drawn, prove, read
+from clipstream.export.proof import Line, Samples, draw_samples, prove, read
 from clipstream.export.tables import Column, FeatureStore, export
 from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import preflight
@@ -70,7 +70,9 @@ def export_model(options: Any) -> None:
         raise SettingsError(f"--to {options.to} needs {missing[0]}: pip install 'clipstream[{options.to}]'")
     if model_at(Path(options.model)) is None:
         given = {"name": options.model, "pretrained": options.pretrained}
-        texts = with_own_config({key: None if value is None else named(value) for key, value in given.items()})
+        texts = with_own_config(
+            {key: None if value is None else resolve_model_name(value) for key, value in given.items()}
+        )
         preflight(chosen := ModelSettings(**texts))
         if chosen.is_fresh:
             raise SettingsError(f"{options.model} names a model without weights: set --pretrained TAG, or name a run")
@@ -93,7 +95,7 @@ def export_model(options: Any) -> None:
         proof = prove(model, draft, samples, options.to, ("int8",) if options.int8 else ())
         console = Console(highlight=False, soft_wrap=True)
         console.print(f"{samples.origin}, in a process without clipstream:", markup=False)
-        console.print(shown(proof), markup=False)
+        console.print(render_proof(proof), markup=False)
         if note := transparency_note(samples.transparent, samples.looked_at, "white"):
             console.print(f"{note} by pixels.py", markup=False)
         for why, count in samples.left_out.items():
@@ -214,7 +216,7 @@ def _samples_for(data: str | None, settings: Settings) -> Samples:
             return read(section)
         except ClipstreamError as error:
             logger.warning(f"the run's own data cannot be read for the check: {error}")
-    return drawn()
+    return draw_samples()
 
 
 def _push(out: Path, repo: str, private: bool) -> None:
@@ -228,18 +230,18 @@ def _push(out: Path, repo: str, private: bool) -> None:
         raise ClipstreamError(f"--push-to-hub {repo}: {why}; the files are in {out}") from error
 
 
-def changed(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def non_defaults(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """The values of a tree of settings that are not the defaults."""
     found = {}
     for key, value in tree.items():
         usual = defaults.get(key)
-        inner = changed(value, usual) if isinstance(value, dict) and isinstance(usual, dict) else value
+        inner = non_defaults(value, usual) if isinstance(value, dict) and isinstance(usual, dict) else value
         if inner != ({} if inner is not value else usual):
             found[key] = inner
     return found
 
 
-def shown(table: Sequence[Line]) -> str:
+def render_proof(table: Sequence[Line]) -> str:
     """The proof as a table in Markdown."""
     rows = [[line.what, f"{line.worst:.6g}", line.bar, "yes" if line.holds else "NO"] for line in table]
     return markdown_table(("compared", "worst", "bar", "holds"), rows)
@@ -282,7 +284,7 @@ class Exported:
             "## Recipe": self._recipe(),
             "## Evaluation": self._evaluations(),
             "## Limits": self._limits(),
-            "## Check of these files": f"{self.samples.origin}, without clipstream:\n\n{shown(self.proof)}",
+            "## Check of these files": f"{self.samples.origin}, without clipstream:\n\n{render_proof(self.proof)}",
         }
         body = "\n\n".join(f"{head}\n\n{text}" for head, text in sections.items() if text)
         return f"---\n{yaml.safe_dump(meta, sort_keys=False)}---\n\n{body}\n"
@@ -297,7 +299,7 @@ class Exported:
         if self.run is None:
             return ""
         tree = yaml.safe_load((self.run / "config.yaml").read_text(encoding="utf-8"))
-        own = changed({key: tree[key] for key in RECIPE if key in tree}, Settings().model_dump(mode="json"))
+        own = non_defaults({key: tree[key] for key in RECIPE if key in tree}, Settings().model_dump(mode="json"))
         wanted = {key: {k: v for k, v in part.items() if k not in ("name", "sources")} for key, part in own.items()}
         wanted["model"] = {"name": Path(tree["model"]["name"] or "").name} | wanted.get("model", {})
         text = yaml.safe_dump(redact_tree(wanted), sort_keys=False, allow_unicode=True)

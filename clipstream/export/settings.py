@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from clipstream.errors import SettingsError, did_you_mean
-from clipstream.training.settings import Metric, checked_metric
+from clipstream.training.settings import Metric, check_metric_name
 from clipstream.utils.section import Section
 
 INTERPOLATED = "interpolated"  # in a run's folder
@@ -31,7 +31,7 @@ class InterpolateSettings(Section):
         0.97, ge=0, le=1, description="share of the start's figure that each evaluator with role guard must keep"
     )
 
-    _whole = field_validator("target")(checked_metric)
+    _whole = field_validator("target")(check_metric_name)
 
     def target_of(self, roles: Mapping[str, str]) -> tuple[str, Metric | None]:
         """The evaluator that decides, of those with these roles by name, and its metric where one is set.

@@ -35,7 +35,7 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.text import file_name
 from clipstream.utils.atomic_write import BLOCK, note_input, tensors_header
 from clipstream.utils.atomic_write import DTYPES as SAFETENSORS
-from clipstream.utils.section import checked
+from clipstream.utils.section import parse_as
 
 SCALE_BYTES = 4  # of the float32 scale at the end of an int8 row
 FEATURE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -238,7 +238,7 @@ class Manifest:
                 )
             if values.pop(CRC) != _checksum(values):
                 raise ValueError("its content has changed since it was written")
-            found = checked(cls, values)
+            found = parse_as(cls, values)
             found._check()
             return found
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -288,7 +288,7 @@ def sample_dtype(views: int, paths: int) -> np.dtype[np.void]:
 def keys_digest(keys: Iterable[str], chunk_rows: int) -> str:
     """Digest of the keys of a shard's samples, in order; that of the empty list is ''."""
     found = list(keys)
-    return joined_digest(chunk_digest(found[at : at + chunk_rows]) for at in range(0, len(found), chunk_rows))
+    return join_digests(chunk_digest(found[at : at + chunk_rows]) for at in range(0, len(found), chunk_rows))
 
 
 def chunk_digest(keys: Iterable[str]) -> str:
@@ -296,7 +296,7 @@ def chunk_digest(keys: Iterable[str]) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def joined_digest(digests: Iterable[str]) -> str:
+def join_digests(digests: Iterable[str]) -> str:
     """Digest of a shard, of those of its chunks."""
     text = "".join(digests)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if text else ""
@@ -336,7 +336,7 @@ class DamagedChunk(DataError):
     """A chunk is missing, truncated, changed, or another one."""
 
 
-def damaged(path: object, reason: str) -> DamagedChunk:
+def damaged_chunk(path: object, reason: str) -> DamagedChunk:
     return DamagedChunk(f"the feature store is damaged: {path}: {reason}: {RERUN}")
 
 
@@ -365,7 +365,7 @@ class Header:
     def expect(self, meta: Mapping[str, str], path: object) -> None:
         """Raise DamagedChunk unless the header has all of `meta`, as `Manifest.chunk_meta` gives it."""
         if wrong := [name for name, value in meta.items() if self.meta.get(name) != value]:
-            raise damaged(path, f"it is a chunk of another store, part or shard ({', '.join(wrong)} differ)")
+            raise damaged_chunk(path, f"it is a chunk of another store, part or shard ({', '.join(wrong)} differ)")
 
 
 def render(meta: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -379,13 +379,13 @@ def render(meta: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> list
 
 
 @contextlib.contextmanager
-def opened(path: Path, shown: object) -> Iterator[BinaryIO]:
+def open_chunk(path: Path, shown: object) -> Iterator[BinaryIO]:
     """An open chunk file, unbuffered. Raises DamagedChunk: it is missing, or cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             yield file
     except OSError as error:
-        raise damaged(shown, error.strerror or "it cannot be read") from error
+        raise damaged_chunk(shown, error.strerror or "it cannot be read") from error
 
 
 def read_header(file: BinaryIO, shown: object) -> Header:
@@ -406,7 +406,7 @@ def read_header(file: BinaryIO, shown: object) -> Header:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         same = False
     if not same:
-        raise damaged(shown, "its header cannot be read")
+        raise damaged_chunk(shown, "its header cannot be read")
     return Header(meta, layout, length)
 
 
@@ -424,7 +424,7 @@ def verify(file: BinaryIO, shown: object) -> Header:
         crc = zlib.crc32(piece[:count], crc)
         left -= count
     if left or f"{crc:08x}" != header.meta.get(CRC):
-        raise damaged(shown, "it is truncated" if left else "its CRC-32 is wrong")
+        raise damaged_chunk(shown, "it is truncated" if left else "its CRC-32 is wrong")
     return header
 
 

@@ -39,9 +39,9 @@ from clipstream.features.manifest import (
     Header,
     Manifest,
     captions_of,
-    damaged,
+    damaged_chunk,
     keys_digest,
-    opened,
+    open_chunk,
     part_folder,
     read_header,
     read_texts,
@@ -133,7 +133,7 @@ class FeatureStore:
         except ShardError as error:
             large = most is not None and error.reason == "too_large"
             reason = f"it has more than its {most:,} bytes" if large else str(error)
-            raise damaged(self.shown_file(relative), reason) from error
+            raise damaged_chunk(self.shown_file(relative), reason) from error
 
     def release(self, relative: str) -> None:
         """Give back a file that `local` gave."""
@@ -180,7 +180,7 @@ class FeatureStore:
                             least = BLOCK + rows * manifest.row_bytes(part, name)
                         if (size := sizes.get(relative, 0)) < least:
                             reason = f"{size:,} bytes are there, and its rows need {least:,}"
-                            raise SettingsError(str(damaged(self.shown_file(relative), reason)))
+                            raise SettingsError(str(damaged_chunk(self.shown_file(relative), reason)))
 
 
 class StoredSource:
@@ -322,7 +322,7 @@ class StoredSource:
         header.expect(manifest.chunk_meta(part, self.name, shard, chunk, self.shards[shard].samples), shown)
         rows, row_bytes = manifest.chunk_part_rows(part, self.name, shard, chunk), self._tables[part].row_bytes
         if header.body_bytes != rows * row_bytes or stat.st_size < header.size + rows * row_bytes:
-            raise damaged(shown, f"it does not have {rows:,} rows of {row_bytes} bytes")
+            raise damaged_chunk(shown, f"it does not have {rows:,} rows of {row_bytes} bytes")
         verified[shown] = _version(stat)
         return header, rows
 
@@ -334,7 +334,7 @@ class StoredSource:
             with contextlib.suppress(FileNotFoundError):  # what is mapped stays, also if another file has its name
                 version, known = _version(os.stat(path)), self.store.verified[shown]
                 if version != known and version[0] == known[0]:
-                    with opened(path, shown) as file:
+                    with open_chunk(path, shown) as file:
                         self._verify(part, shard, chunk, file, shown)
         self._looked = now
 
@@ -361,7 +361,7 @@ class StoredSource:
         relative = manifest.chunk_path(part, self.name, shard, chunk)
         path, shown = self.store.local(relative, most), self.store.shown_file(relative)
         files.append(relative)
-        with opened(path, shown) as file:
+        with open_chunk(path, shown) as file:
             yield file, shown
 
     def _texts(self, shard: int, read: Callable[[dict[str, torch.Tensor]], list[T]]) -> list[T]:
@@ -380,7 +380,7 @@ class StoredSource:
                 ):
                     own = read(load(data))
                 if own is None or len(own) != manifest.chunk_samples(samples, chunk):
-                    raise damaged(shown, f"it does not have the texts of {samples:,} samples")
+                    raise damaged_chunk(shown, f"it does not have the texts of {samples:,} samples")
                 found += own
         finally:
             for name in files:

@@ -36,11 +36,11 @@ from clipstream.features.manifest import (
     Manifest,
     ShardInfo,
     chunk_digest,
-    damaged,
+    damaged_chunk,
     differences,
     is_finite,
-    joined_digest,
-    opened,
+    join_digests,
+    open_chunk,
     read_header,
     render,
     sample_dtype,
@@ -257,7 +257,7 @@ class StoreWriter:
         return header
 
     def _read_header(self, path: Path) -> Header:
-        with opened(path, path) as file:
+        with open_chunk(path, path) as file:
             packed = path.suffix == ".zst"
             plain = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd") if packed else file
             # A compressed file is unpacked in pieces, no further than its header says.
@@ -265,7 +265,7 @@ class StoreWriter:
             end = header.size + header.body_bytes
             whole = not plain.read(1) if packed else os.fstat(file.fileno()).st_size == end
         if not whole:
-            raise damaged(path, "it does not end where its header says")
+            raise damaged_chunk(path, "it does not end where its header says")
         return header
 
     def _checked(self, chunk: Chunk, part: str, rows: Any, texts: Texts) -> torch.Tensor:
@@ -331,7 +331,7 @@ class StoreWriter:
             for part in (SAMPLES, *self._own):
                 header(part, chunk, info.samples)
             texts.append(header(TEXTS, chunk, info.samples))
-        keys = joined_digest(one.meta[KEYS] for one in texts)
+        keys = join_digests(one.meta[KEYS] for one in texts)
         return replace(info, keys=keys, captions=tuple(one.captions for one in texts))
 
 

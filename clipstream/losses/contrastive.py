@@ -58,7 +58,7 @@ from clipstream.utils.section import make_part
 
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # image, text, scale, bias
 Kind = Literal["softmax", "sigmoid"]
-Compute = Callable[[Leaves, bool], tiled.Found]
+Compute = Callable[[Leaves, bool], tiled.TileResult]
 FEW_DISTINCT = 0.7  # share of distinct samples in a batch: a data set of 2 batches gives 0.79, of 1 batch 0.63
 SHORT = 2  # the role of a short text
 COMPONENTS = 32  # of image features that short texts are compared with
@@ -159,7 +159,7 @@ def loss_share(
     """
     loss = tiled.softmax if kind == "softmax" else tiled.sigmoid
 
-    def compute(wide: Leaves, gradients: bool) -> tiled.Found:
+    def compute(wide: Leaves, gradients: bool) -> tiled.TileResult:
         image, text, scale, bias = wide
         ring = Ring.of(len(image), world, text.shape[1] * text.itemsize, gather_gib)
         texts, present, same, all_roles = ring.collect([text], weights, labels, roles)
@@ -189,7 +189,7 @@ def share_within(
         shares = captions / captions.sum(dim=1, keepdim=True).clamp_min(1)
         weights, labels = (weights[:, None] * shares).flatten(), labels.repeat_interleave(batch.roles.shape[1])
 
-    def compute(wide: Leaves, gradients: bool) -> tiled.Found:
+    def compute(wide: Leaves, gradients: bool) -> tiled.TileResult:
         image, text, scale, bias = wide
         rows = image if name == "image_image" else text.view(-1, image.shape[1])
         ring = Ring.of(len(rows), world, rows.shape[1] * rows.itemsize, gather_gib)
@@ -365,7 +365,7 @@ def with_gradients(features: Features, compute: Compute) -> torch.Tensor:
     """A rank's share of a loss, with gradient with respect to the features.
 
     Args:
-        compute: returns the share and its gradients (`tiled.Found`) for image, text, scale and bias in at least
+        compute: returns the share and its gradients (`tiled.TileResult`) for image, text, scale and bias in at least
             float32; its second argument says whether gradients are needed.
     """
     share: torch.Tensor = _WithGradients.apply(*features, compute)
@@ -381,7 +381,7 @@ class _WithGradients(torch.autograd.Function):
         features, compute = inputs[:4], inputs[4]
         dtype = torch.promote_types(features[0].dtype, torch.float32)
         wide: Any = tuple(None if like is None else like.to(dtype).contiguous() for like in features)
-        found: tiled.Found = compute(wide, any(ctx.needs_input_grad))
+        found: tiled.TileResult = compute(wide, any(ctx.needs_input_grad))
         ctx.found = [*found[1:4], None if wide[3] is None else found.bias]
         ctx.dtypes = [None if like is None else like.dtype for like in features]
         return found.share

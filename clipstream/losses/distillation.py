@@ -128,7 +128,7 @@ class DistilledLoss:
         if settings.teacher_temperature is not None:
             scale = 1 / settings.teacher_temperature
 
-        def compute(wide: Leaves, gradients: bool) -> tiled.Found:
+        def compute(wide: Leaves, gradients: bool) -> tiled.TileResult:
             image, text, learned, _ = wide
             own = learned if settings.temperature is None else torch.full_like(learned, 1 / settings.temperature)
             row_bytes = (text.shape[1] + teacher[1].shape[1]) * text.itemsize
@@ -164,7 +164,7 @@ def _distance(
     return (shares * squares.mean(dim=1)).sum()
 
 
-def affinity(student: tiled.Pairs, teacher: tiled.Pairs, *, divergence: bool, gradients: bool) -> tiled.Found:
+def affinity(student: tiled.Pairs, teacher: tiled.Pairs, *, divergence: bool, gradients: bool) -> tiled.TileResult:
     """This rank's share of a relational loss over tiles of both matrices, and its gradients. Collective.
 
     As for the softmax of `tiled`, a first pass computes the logsumexp of the rows and columns of both matrices, and a

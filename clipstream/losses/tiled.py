@@ -214,7 +214,7 @@ class Pairs:
     within: bool = False  # whether `texts` are `images` of all ranks; labels are then given, and duplicates positives
 
 
-class Found(NamedTuple):
+class TileResult(NamedTuple):
     """A rank's share of the loss, and gradients: complete for images and texts, a part of the sum for scale and bias.
 
     Without gradients, `images` and `texts` are None.
@@ -236,7 +236,7 @@ class Tile(NamedTuple):
     columns: slice  # its columns among all texts
 
 
-def softmax(pairs: Pairs, *, gradients: bool) -> Found:
+def softmax(pairs: Pairs, *, gradients: bool) -> TileResult:
     """This rank's share of the softmax loss, and its gradients if requested. Collective."""
     tiles, ring = Tiles(pairs), pairs.ring
     each = tiles.each()
@@ -272,7 +272,7 @@ def softmax(pairs: Pairs, *, gradients: bool) -> Found:
     return tiles.scaled(found, ring.around(pairs.texts, carry))
 
 
-def sigmoid(pairs: Pairs, *, gradients: bool) -> Found:
+def sigmoid(pairs: Pairs, *, gradients: bool) -> TileResult:
     """This rank's share of the sigmoid loss, and its gradients if requested. Collective."""
     tiles = Tiles(pairs)
     found = tiles.begin(pairs.images.new_zeros(()), gradients=gradients)
@@ -477,13 +477,13 @@ class Tiles:
             total += (2 * values[own] * (pairs.images[some] * texts[some]).sum(dim=1) * pairs.scale).sum()
         return total
 
-    def begin(self, share: torch.Tensor, *, gradients: bool) -> Found:
+    def begin(self, share: torch.Tensor, *, gradients: bool) -> TileResult:
         """The share, and zeroed gradients."""
         images, zero = self.pairs.images, torch.zeros_like(share)
-        return Found(share, torch.zeros_like(images) if gradients else None, None, zero, zero.clone())
+        return TileResult(share, torch.zeros_like(images) if gradients else None, None, zero, zero.clone())
 
     def add(
-        self, g: torch.Tensor, tile: Tile, texts: torch.Tensor, found: Found, of_texts: torch.Tensor | None
+        self, g: torch.Tensor, tile: Tile, texts: torch.Tensor, found: TileResult, of_texts: torch.Tensor | None
     ) -> None:
         """Add the gradients of a tile's images and texts, without the factor scale, from g = dL/ds."""
         assert found.images is not None
@@ -491,7 +491,7 @@ class Tiles:
         if of_texts is not None:
             self.by_text(of_texts)[tile.block].addmm_(g.T, self.pairs.images[tile.rows])
 
-    def scaled(self, found: Found, of_texts: torch.Tensor | None) -> Found:
+    def scaled(self, found: TileResult, of_texts: torch.Tensor | None) -> TileResult:
         """Multiply the gradients by the scale, and compute its own; without gradients, unchanged."""
         if found.images is None:
             return found

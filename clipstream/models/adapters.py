@@ -35,7 +35,7 @@ from clipstream.errors import SettingsError, errors_as
 from clipstream.models.frozen import members
 from clipstream.models.layers import blocks
 from clipstream.models.settings import LoraSettings, Tower
-from clipstream.models.weights import finite, weights_digest
+from clipstream.models.weights import check_finite, weights_digest
 
 CONFIG, WEIGHTS, DIGEST = "adapter_config.json", "adapter_model.safetensors", "base.sha256"
 PARTS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector",
@@ -155,7 +155,7 @@ class Adapters:
         """
         generator = torch.Generator().manual_seed(seed)
         matrices: list[Matrix] = []
-        found = {tower: dict(_chosen(clip, tower, settings)) for tower, settings in wanted.items()}
+        found = {tower: dict(_select_layers(clip, tower, settings)) for tower, settings in wanted.items()}
         rows = dict(_rows(clip, wanted, tokenizer))
         pairs = [pair for layers in found.values() for pair in layers.items()]
         pairs += [(name, clip.get_submodule(name)) for name in rows]
@@ -239,7 +239,7 @@ class Adapters:
         found = {name: tensor.shape for name, tensor in saved.items() if _OUT not in name}
         if {file: own[name].shape for name, file in names.items()} != found:
             raise SettingsError(f"{folder.parent}: its adapter has other layers or another rank: {again}")
-        checked = dict(finite(saved.items(), folder / WEIGHTS))
+        checked = dict(check_finite(saved.items(), folder / WEIGHTS))
         return {name: checked[file] for name, file in names.items()}
 
     def in_place_of(
@@ -312,7 +312,7 @@ def _layers(clip: nn.Module, tower: Tower, settings: LoraSettings) -> dict[str, 
     return found
 
 
-def _chosen(clip: nn.Module, tower: Tower, settings: LoraSettings) -> Iterator[tuple[str, nn.Module]]:
+def _select_layers(clip: nn.Module, tower: Tower, settings: LoraSettings) -> Iterator[tuple[str, nn.Module]]:
     """The layers that get an adapter, by name."""
     layers, key = _layers(clip, tower, settings), f"model.{tower}.lora"
     if not layers:

@@ -22,7 +22,7 @@ from typing_extensions import NotRequired, TypedDict
 from clipstream.errors import SettingsError, absent, did_you_mean, errors_as
 from clipstream.models import transformers_names
 from clipstream.utils.atomic_write import note_input
-from clipstream.utils.section import checked, shipped_models
+from clipstream.utils.section import parse_as, shipped_models
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
 CONFIG_FILE = "open_clip_config.json"
@@ -106,8 +106,8 @@ class ModelConfig:
         model_cfg = content.get("model_cfg", content) if isinstance(content, dict) else None
         preprocess_cfg = (content.get("preprocess_cfg") if isinstance(content, dict) else None) or {}
         with errors_as(SettingsError, f"{where} is not a model configuration of open_clip", ValueError):
-            checked(_Model, model_cfg)
-            checked(_Preprocess, preprocess_cfg)
+            parse_as(_Model, model_cfg)
+            parse_as(_Preprocess, preprocess_cfg)
         assert isinstance(model_cfg, dict) and isinstance(preprocess_cfg, dict)
         return cls(model_cfg, preprocess_cfg)
 

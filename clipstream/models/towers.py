@@ -28,7 +28,7 @@ from clipstream.models.layers import ChannelsLast, batch_norms, tower_parameters
 from clipstream.models.model_config import CONFIG_FILE, WEIGHT_FILES, ModelConfig
 from clipstream.models.pretrained import TEXT_CONFIG, TOKENIZER_CONFIG
 from clipstream.models.settings import TOWERS, FrozenPrecision, LoraSettings, Tower
-from clipstream.utils.plugins import not_trusted
+from clipstream.utils.plugins import untrusted_code_message
 from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD, begin
 
 _NO_LOCK = (AssertionError, RuntimeError, AttributeError, KeyError)  # what open_clip's towers raise
@@ -446,7 +446,7 @@ class Towers(nn.Module):
         try:
             found = HFTokenizer(str(folder), **options)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            text = not_trusted(folder, error) or f"cannot load the tokenizer in {folder}: {error}"
+            text = untrusted_code_message(folder, error) or f"cannot load the tokenizer in {folder}: {error}"
             raise SettingsError(text) from error
         if getattr(found.tokenizer, "pad_token", None) is None:
             raise SettingsError(f"the tokenizer in {folder} has no pad token: set pad_token in its {TOKENIZER_CONFIG}")

@@ -125,7 +125,7 @@ TIMM_IMAGE: tuple[Row, ...] = (
 SCALARS: tuple[Row, ...] = tuple(((name,), (name,), "") for name in ("logit_scale", "logit_bias"))
 
 
-def renamed(
+def rename_tensors(
     state: Mapping[str, torch.Tensor], rows: Iterable[Row], *, reverse: bool = False
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Tensors under transformers' names, or with `reverse` under open_clip's, and the names that the rows lack."""
@@ -145,7 +145,7 @@ def renamed(
                 pieces = [piece for name in names for piece in _cut(left.pop(name), source.count(name))]
                 for name in dict.fromkeys(target):
                     parts = [piece for piece, wanted in zip(pieces, target, strict=True) if wanted == name]
-                    found[name] = _shaped(parts[0] if len(parts) == 1 else torch.cat(parts), how, reverse)
+                    found[name] = _reshape(parts[0] if len(parts) == 1 else torch.cat(parts), how, reverse)
     return found, [*left]
 
 
@@ -153,7 +153,7 @@ def _cut(tensor: torch.Tensor, pieces: int) -> tuple[torch.Tensor, ...]:
     return (tensor,) if pieces == 1 else tensor.chunk(pieces)
 
 
-def _shaped(tensor: torch.Tensor, how: str, reverse: bool) -> torch.Tensor:
+def _reshape(tensor: torch.Tensor, how: str, reverse: bool) -> torch.Tensor:
     tensor = tensor.T if how == "T" else tensor
     return (tensor if how != "[1]" else tensor[None] if reverse else tensor[0]).contiguous()
 
@@ -175,7 +175,7 @@ def from_transformers(state: Mapping[str, torch.Tensor], path: Path) -> dict[str
     for absent, part in ((_IMAGE, "a text tower"), (_TEXT, "an image tower")):
         if not any(name.startswith(absent) for name in state):
             raise SettingsError(f"{path} holds {part} of transformers alone: {WHOLE}")
-    found, left = renamed(state, (*TEXT, *(TIMM_IMAGE if siglip else IMAGE), *SCALARS), reverse=True)
+    found, left = rename_tensors(state, (*TEXT, *(TIMM_IMAGE if siglip else IMAGE), *SCALARS), reverse=True)
     if left:
         raise SettingsError(
             f"{path} holds weights of transformers that are not those of a CLIPModel or SiglipModel ({left[0]}): "

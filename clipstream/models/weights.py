@@ -152,19 +152,19 @@ def read_object(path: Path) -> Any:
         head, size = file.read(HEAD), path.stat().st_size
         try:
             if head[:4] == b"PK\x03\x04":
-                return _zipped(path)
+                return _read_zip(path)
             if head[8:9] == b"{":
                 return load_file(path)
             if head[:1] == b"\x80":
                 file.seek(0)
-                return _pickled(file, size)
+                return _read_pickle(file, size)
         except Exception as error:  # an unpickler may raise anything for a damaged file
             raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from error
     what = describe(head) if head else "an empty file"
     raise ValueError(f"it is {what.removesuffix(TABLE)}" if what else "neither safetensors nor a file of torch.save")
 
 
-def _zipped(path: Path) -> Any:
+def _read_zip(path: Path) -> Any:
     """The content of a zip file of torch.save, or of a TorchScript archive, whose code is not looked at."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         roots = [name for name in archive.namelist() if f"/{name}".endswith("/data.pkl")]
@@ -198,7 +198,7 @@ def _zipped(path: Path) -> Any:
             return _Unpickler(pickled, storage, len(memory)).load()
 
 
-def _pickled(file: IO[bytes], size: int) -> Any:
+def _read_pickle(file: IO[bytes], size: int) -> Any:
     """The content of a file of torch.save before 1.6, whose numbers follow the pickles, or of a plain pickle."""
     flat: dict[str, torch.Tensor] = {}
 
@@ -286,7 +286,7 @@ KEPT_POSITIONS = 20  # which are well trained, as most captions are that short
 TIMM_POSITIONS = "visual.trunk.pos_embed"
 
 
-def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors, and check each.
 
     Raises SettingsError: after the last one, if some are NaN or infinite; names the first of them.
@@ -389,7 +389,7 @@ def without_prefix(found: Mapping[str, T], fits: Callable[[str], bool], path: Pa
     return {name.removeprefix(prefix): found[old] for name, old in names.items() if name.startswith(prefix)}
 
 
-def stretched(positions: torch.Tensor, length: int) -> torch.Tensor:
+def stretch_positions(positions: torch.Tensor, length: int) -> torch.Tensor:
     """Position embeddings [T, W] for more tokens, [length, W]: the first KEPT_POSITIONS as they are, the others
     interpolated between, and beyond the last extrapolated (Long-CLIP, arXiv:2403.15378, from 77 to 248).
     """
@@ -404,7 +404,7 @@ def stretched(positions: torch.Tensor, length: int) -> torch.Tensor:
 
 def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles, *, cut: bool = True) -> None:
     """Load a checkpoint's tensors into the model; position embeddings are resampled to its image and text size, those
-    of longer texts `stretched`.
+    of longer texts `stretch_positions`.
 
     Args:
         cut: whether the model may have fewer positions of texts than the checkpoint.
@@ -435,7 +435,7 @@ def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles, 
                         f"context_length (--force-context-length) to {given}, or to {length} for fewer positions"
                     )
                 if length > given > KEPT_POSITIONS + 1:
-                    state[name] = stretched(state[name], length)
+                    state[name] = stretch_positions(state[name], length)
             if not hasattr(clip, "text") or hasattr(clip.text, "positional_embedding"):
                 resize_text_pos_embed(state, clip)
             old, new = state.get(TIMM_POSITIONS), own.get(TIMM_POSITIONS)
@@ -448,7 +448,7 @@ def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles, 
             problems.append(f"position embeddings do not fit ({error})")
         problems += _differences(own, state)
     _refuse(problems, source.weights, source.label)
-    clip.load_state_dict(dict(finite(state.items(), source.weights)))
+    clip.load_state_dict(dict(check_finite(state.items(), source.weights)))
 
 
 def load_image_weights(trunk: Any, path: Path) -> None:
@@ -471,7 +471,7 @@ def load_image_weights(trunk: Any, path: Path) -> None:
     # Files of early versions of torch lack these counts, which only a batch norm without momentum reads.
     state |= {name: own[name] for name in own if name.endswith(".num_batches_tracked") and name not in state}
     _refuse(_differences(own, state), path, f"timm's {trunk.pretrained_cfg.get('architecture')}")
-    trunk.load_state_dict(dict(finite(state.items(), path)))
+    trunk.load_state_dict(dict(check_finite(state.items(), path)))
 
 
 def _differences(own: dict[str, torch.Tensor], state: dict[str, torch.Tensor], *, shapes: bool = True) -> list[str]:

@@ -99,7 +99,7 @@ class Job:
 
 
 @dataclass
-class Model:
+class PrecomputeModel:
     """A model whose features are computed."""
 
     name: str  # of a teacher; '' for the model of the settings
@@ -157,13 +157,13 @@ def _compute(job: Job) -> None:
             if world.device.startswith("cuda"):
                 torch.cuda.empty_cache()
         world.arrive("precomputed")  # the shares of ranks may take hours more or less
-        merged = _merged(world.gather_objects(found))
+        merged = _merge_counts(world.gather_objects(found))
         if world.is_main:
             _conclude(job.options, writer.finish(), merged, time.monotonic() - began)
         world.barrier()
 
 
-def _build(job: Job, name: str) -> Model:
+def _build(job: Job, name: str) -> PrecomputeModel:
     """The model of the settings (name ''), or a teacher. Collective: missing files are downloaded.
 
     Raises SettingsError: the model cannot be built, or the tokenizer has more tokens than it.
@@ -199,10 +199,10 @@ def _build(job: Job, name: str) -> Model:
         parts["ids"], kind = "ids", "uint16" if tokenizer.vocab_size <= 1 << 16 else "int32"
         identity: dict[str, object] = {"tokenizer": tokenizer_identity(tokenizer)}
         infos["ids"] = PartInfo(tokenizer.context_length, kind, "caption", identity, None, options.zstd)
-    return Model(name, towers, tokenizer, parts, infos)
+    return PrecomputeModel(name, towers, tokenizer, parts, infos)
 
 
-def _manifest(job: Job, models: Sequence[Model], sources: Mapping[str, Source]) -> Manifest:
+def _manifest(job: Job, models: Sequence[PrecomputeModel], sources: Mapping[str, Source]) -> Manifest:
     """What the store will hold."""
     found = {}
     for name, source in sources.items():
@@ -249,7 +249,7 @@ def _save_model(towers: Towers, folder: Path, manifest: Manifest) -> None:
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _pass(job: Job, model: Model, name: str, source: Source, writer: StoreWriter) -> SourceHealth | None:
+def _pass(job: Job, model: PrecomputeModel, name: str, source: Source, writer: StoreWriter) -> SourceHealth | None:
     """Compute what the store lacks of one model's features of one source, as far as it is this rank's share.
 
     Returns what was read, None if nothing was missing.
@@ -372,7 +372,7 @@ def changed_since(time: int, source: Source, shard: str, samples: Sequence[int])
     return any(max(file_state(file)[1:], default=0) > time for file in files)
 
 
-def _merged(ranks: Sequence[Mapping[str, SourceHealth]]) -> dict[str, SourceHealth]:
+def _merge_counts(ranks: Sequence[Mapping[str, SourceHealth]]) -> dict[str, SourceHealth]:
     """The counts of all ranks by source. Raises DataError: no sample of a source was usable."""
     found: dict[str, SourceHealth] = {}
     for name, health in ((name, health) for one in ranks for name, health in one.items()):

@@ -20,7 +20,7 @@ import yaml
 from PIL import Image
 from typing_extensions import TypedDict
 
-from clipstream.checkpoint.store import is_occupied
+from clipstream.checkpoint.store import is_locked
 from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.loader.health import LARGE_CROP, lost_area_note
@@ -54,7 +54,7 @@ from clipstream.storage.shard_url import redact
 from clipstream.text import duration, milliseconds, percent
 from clipstream.training.settings import AUDIT_FILE
 from clipstream.utils import atomic_write
-from clipstream.utils.section import checked
+from clipstream.utils.section import parse_as
 
 REPORT_FILE = "report.html"
 TITLES = {  # of curves, in the order of the page; others follow
@@ -213,15 +213,15 @@ def read_run(folder: Path, seen: RunContents | None = None) -> RunContents:
         vars(seen).update(vars(RunContents(name)))
     for _, record in lines(metrics, seen.read):
         take(seen, record)
-    run = replace(seen, name=name, pages=ImageFiles(folder).pages(), running=is_occupied(folder), settings={})
+    run = replace(seen, name=name, pages=ImageFiles(folder).pages(), running=is_locked(folder), settings={})
     run.records = with_provenance(seen.records, folder)
     if (audit := folder / AUDIT_FILE).is_file():
         with suppress(OSError, ValueError):  # torn by a kill
-            run.audit = checked(_Audit, audit.read_bytes())
+            run.audit = parse_as(_Audit, audit.read_bytes())
     config = folder / "config.yaml"
     if config.is_file():
         try:
-            tree = checked(dict[str, object], yaml.safe_load(config.read_text(encoding="utf-8")) or {})
+            tree = parse_as(dict[str, object], yaml.safe_load(config.read_text(encoding="utf-8")) or {})
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             tree = {}
         for key, value in flat(tree, separator=".").items():

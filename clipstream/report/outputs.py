@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clipstream.data.decode.tokenizers import Tokenizer, marked, readable
+from clipstream.data.decode.tokenizers import Tokenizer, mark_cut, readable
 from clipstream.distributed.run_record import command_line, end_record, start_record
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
@@ -303,7 +303,7 @@ class Outputs(SinkGroup):
 
             rows = batch.weights.nonzero().flatten().tolist()[: self._examples]  # without padding
             if batch.captions is not None:
-                texts = [marked(tokenizer, batch.captions[i]) for i in rows]
+                texts = [mark_cut(tokenizer, batch.captions[i]) for i in rows]
             else:
                 texts = [readable(tokenizer, ids) for ids in batch.ids[rows, : tokenizer.context_length].tolist()]
             self.show(step, "train", list(map(Example, batch.pixels[rows], texts, [batch.keys[i] for i in rows])))

@@ -32,8 +32,8 @@ from clipstream.evals.statistics import Evaluations, metrics_of, put
 from clipstream.text import MESSAGE, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
-from clipstream.utils.plugins import raised
-from clipstream.utils.section import Count, checked, mapped
+from clipstream.utils.plugins import describe_error
+from clipstream.utils.section import Count, map_leaves, parse_as
 
 if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table
@@ -128,7 +128,7 @@ class SinkGroup(Sink):
             self._failing.discard(name)
         except Exception as error:
             called = f"log.sinks.{name}" if name in self._plugins else name
-            self.failures[called] = raised(called, error) if name in self._plugins else str(error)
+            self.failures[called] = describe_error(called, error) if name in self._plugins else str(error)
             if name not in self._failing:
                 logger.warning(f"{called} failed, and the run goes on: {self.failures[called]}")
             self._failing.add(name)
@@ -332,7 +332,7 @@ class ImageFiles(Sink):
         found = []
         for path in sorted(self.folder.glob("*.json")):
             try:
-                found.append(checked(Page, path.read_bytes()))
+                found.append(parse_as(Page, path.read_bytes()))
             except (OSError, ValueError):
                 continue
         return sorted(found, key=lambda page: (page.name != "train", page.name))
@@ -358,7 +358,7 @@ def json_line(record: Record) -> str:
     def finite(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(mapped(record, finite), allow_nan=False) + "\n"
+    return json.dumps(map_leaves(record, finite), allow_nan=False) + "\n"
 
 
 def flat(tree: Record, prefix: str = "", separator: str = "/") -> Record:
@@ -403,9 +403,9 @@ def lines(path: Path, read: Position | None = None) -> Iterator[tuple[bytes, Rec
                 continue
             if isinstance(record, dict):
                 try:
-                    checked(_Line, record)
+                    parse_as(_Line, record)
                     if "metrics" in record:
-                        checked(dict[str, float | None], {name: record[name] for name in record["metrics"]})
+                        parse_as(dict[str, float | None], {name: record[name] for name in record["metrics"]})
                 except (ValueError, KeyError) as error:
                     where = f"line {read.number} of {path}"
                     raise SettingsError(f"{where} is not what clipstream wrote: {error}") from error

@@ -114,7 +114,7 @@ class ProgressDisplay(Sink):
             worse = [value > 2 * self._problems.get(what, 0) for what, value in flat(found).items()]
             if any(worse):
                 self._problems = flat(found)
-                text = "; ".join(f"{name}: {', '.join(shown_problems(one))}" for name, one in found.items() if one)
+                text = "; ".join(f"{name}: {', '.join(describe_problems(one))}" for name, one in found.items() if one)
                 self.say(f"data at step {record['step']}: {text}")
         elif "nonfinite" in record:
             self.say(nonfinite_line(record))
@@ -204,7 +204,7 @@ class ProgressDisplay(Sink):
             loading.end()
             self._bar.start()
             if isinstance(self.stream, Tee):
-                self._above.enter_context(printed_above(self._bar.console))
+                self._above.enter_context(print_above(self._bar.console))
         text = "  ".join([f"[{self._status}]", *self._parts[:1]] if self._status else self._parts)
         self._bar.update(self._task, description=text, refresh=True)
         if self._notebook is None:
@@ -224,7 +224,7 @@ def problems(counts: Record) -> dict[str, float]:
     return {reason: n / read for reason, n in drops.items() if n} | {name: n for name, n in others.items() if n}
 
 
-def shown_problems(found: Record) -> list[str]:
+def describe_problems(found: Record) -> list[str]:
     drops = [f"{reason} {percent(share)}" for reason, share in found.items() if isinstance(share, float)]
     dropped = percent(sum(share for share in found.values() if isinstance(share, float)))
     others = [f"{name} {n}" for name, n in found.items() if isinstance(n, int)]
@@ -309,7 +309,7 @@ class _File(WatchedFileHandler):
 
 
 @contextmanager
-def printed_above(console: Console) -> Iterator[None]:
+def print_above(console: Console) -> Iterator[None]:
     """Have what is printed on a terminal appear above the live display of `console`, as long as the context is open."""
     tees = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Tee) and stream.isatty()]
     before = [tee.terminal for tee in tees]

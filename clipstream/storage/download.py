@@ -305,10 +305,10 @@ class _ObjectDownload(_Download):
 
         source = reach(self.url, opened, self.timeout)
         try:
-            yield lambda: limited(partial(source.read, BLOCK), self.timeout)
+            yield lambda: call_within(partial(source.read, BLOCK), self.timeout)
         finally:
             with suppress(Exception):
-                limited(source.close, self.timeout)
+                call_within(source.close, self.timeout)
 
     def check(self) -> None:
         if reach(self.url, _info, self.timeout).version != self.version:  # the parts may belong to different versions
@@ -385,7 +385,7 @@ def filesystem_of(url: ShardURL) -> tuple[Any, str]:
     return system, str(path)
 
 
-def limited(act: Callable[[], Result], seconds: float, alive: Callable[[], float] = lambda: 0.0) -> Result:
+def call_within(act: Callable[[], Result], seconds: float, alive: Callable[[], float] = lambda: 0.0) -> Result:
     """The result of `act`, which a thread calls. Backends retry requests without an answer for up to hours.
 
     Args:
@@ -421,7 +421,7 @@ def reach(
     """The result of `act(FILE SYSTEM, PATH)` on the file or folder of a URL, without what the backend has cached.
 
     After a refusal, the next call makes the file system anew, which reads the credentials again. Arguments and errors
-    as for `limited` and `filesystem_of`; the backend's errors are its own.
+    as for `call_within` and `filesystem_of`; the backend's errors are its own.
     """
 
     def run() -> Result:
@@ -439,7 +439,7 @@ def reach(
                 type(system).clear_instance_cache()
             raise error
 
-    return limited(run, seconds, alive)
+    return call_within(run, seconds, alive)
 
 
 def denial(error: BaseException) -> str | None:
@@ -464,7 +464,7 @@ def _info(system: Any, path: str) -> FileInfo:
 
 
 def progress_of(moved: Callable[[], object]) -> tuple[Any, Callable[[], float]]:
-    """fsspec's callback for an upload, which calls `moved`, and `alive` for `limited`."""
+    """fsspec's callback for an upload, which calls `moved`, and `alive` for `call_within`."""
     last = [0.0]
 
     def note(*_: Any, **__: Any) -> None:

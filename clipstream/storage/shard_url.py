@@ -23,7 +23,7 @@ import braceexpand
 
 from clipstream.errors import SettingsError, absent, errors_as
 from clipstream.text import listed
-from clipstream.utils.section import mapped, with_home
+from clipstream.utils.section import map_leaves, with_home
 
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
 PATH_SCHEMES = ("folder", "imagenet", "benchmark")  # take a path
@@ -136,7 +136,7 @@ def redact_value(text: str) -> str:
 
 def redact_tree(tree: Any) -> Any:
     """As `redact_value`, for all texts of nested mappings and lists."""
-    return mapped(tree, lambda value: redact_value(value) if isinstance(value, str) else value)
+    return map_leaves(tree, lambda value: redact_value(value) if isinstance(value, str) else value)
 
 
 def has_secret(text: str) -> bool:

@@ -101,14 +101,14 @@ def fault_at_start(head: bytes) -> Fault | None:
     """The fault of a file that starts with this block of 512 bytes, if the block shows one. Zeros are an empty tar."""
     try:
         if head != ZERO:
-            _checked_size(head, 0, BLOCK)
+            _parse_size(head, 0, BLOCK)
     except _Broken as broken:
         return broken.fault
     return None
 
 
 def _scan(fd: int) -> ShardIndex:
-    samples = SampleTable()
+    samples = SampleRefs()
     key: str | None = None
     members: dict[str, None] = {}  # suffixes of the current sample
     spans: list[int] = []  # offset and size of each
@@ -162,17 +162,17 @@ def _scan(fd: int) -> ShardIndex:
             f"{len(apart)} keys occur twice, with other keys between, the first is {printable(apart[0])}: the members "
             f"of a sample are not adjacent; sort the tar: {UNPACKING}{PACKING}",
         )
-    changed = _replaced(samples, again)
+    changed = _find_replaced(samples, again)
     if doubles or changed:
         kept = ((number, ref) for number, ref in enumerate(samples) if number not in doubles)
         every = (SampleRef(ref.key, own) for n, ref in kept if (own := changed.get(n, ref.members)))
-        samples = SampleTable(every)
+        samples = SampleRefs(every)
     if not samples and fault is None:
         fault = Fault("empty", "it is a whole tar without one member named KEY.SUFFIX")
     return ShardIndex(samples, fault)
 
 
-def _replaced(
+def _find_replaced(
     samples: Sequence[SampleRef], again: Iterable[tuple[str, int, int]]
 ) -> dict[int, Mapping[str, tuple[int, int]]]:
     """Numbers of samples whose members were replaced by later ones of the same names -> all members, as GNU tar would
@@ -216,14 +216,14 @@ def _members(fd: int, links: bool = True) -> Iterator[tuple[str, int, int]]:
         headers += 1
         if header == ZERO:
             break
-        size = _checked_size(header, position, length)
+        size = _parse_size(header, position, length)
         kind = header[156]
         start = position + BLOCK
         if (kind == _FILE or kind == 0) and not (long_name or pax or shared_pax):  # nearly all
             name = _name(header)
             position = start + (size + BLOCK - 1) // BLOCK * BLOCK
             if position > length:
-                raise _truncated(name, position, length)
+                raise _truncation(name, position, length)
             if name[-1:] != "/":
                 yield name, start, size
             first = None
@@ -246,7 +246,7 @@ def _members(fd: int, links: bool = True) -> Iterator[tuple[str, int, int]]:
         data = 0 if kind in b"123456" else size
         end = start + (data + BLOCK - 1) // BLOCK * BLOCK
         if end > length:
-            raise _truncated(name, end, length)
+            raise _truncation(name, end, length)
         if sparse:
             begins = position if first is None else first
             yield name, begins, LINK + end - begins
@@ -317,12 +317,12 @@ def _spans(fd: int) -> dict[str, tuple[int, int]]:
     return spans
 
 
-def _truncated(name: str, end: int, length: int) -> _Broken:
+def _truncation(name: str, end: int, length: int) -> _Broken:
     shown = name or "an extended header"
     return _Broken("truncated_member", f"{shown} needs bytes up to {end:,} of {length:,}", name)
 
 
-def _checked_size(header: bytes, position: int, length: int) -> int:
+def _parse_size(header: bytes, position: int, length: int) -> int:
     """The size field of a header, after a check of its checksum."""
     if len(header) < BLOCK:
         if length == 0:
@@ -391,7 +391,7 @@ def _pax(data: bytes, position: int) -> dict[bytes, bytes]:
     return fields
 
 
-def _unpacked(data: bytes, name: str) -> bytes:
+def _gunzip(data: bytes, name: str) -> bytes:
     """A text without its compression by gzip. Raises Dropped."""
     unpacking = zlib.decompressobj(wbits=31)
     with contextlib.suppress(zlib.error):
@@ -458,7 +458,7 @@ class Shard:
         self._check()
         for suffix in TEXTS.values():
             if data.get(suffix, b"")[:2] == b"\x1f\x8b":
-                data[suffix] = _unpacked(data[suffix], f"{self.path}: {ref.key}.{suffix}")
+                data[suffix] = _gunzip(data[suffix], f"{self.path}: {ref.key}.{suffix}")
         return data
 
     def look(self, ref: SampleRef) -> dict[str, bytes]:
@@ -523,7 +523,7 @@ class SampleRef(NamedTuple):
     members: Mapping[str, tuple[int, int]] = {}  # in a tar, suffix in lower case -> (offset, size) in bytes
 
 
-class SampleTable(Sequence[SampleRef]):
+class SampleRefs(Sequence[SampleRef]):
     """A compact list of samples that can be appended to."""
 
     def __init__(self, samples: Iterable[SampleRef] = ()) -> None:

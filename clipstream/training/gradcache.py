@@ -48,7 +48,7 @@ from clipstream.training.parallel import is_sharded, no_sync, sums_gradients
 from clipstream.training.precision import autocast, same_randomness, set_torch_state, torch_state
 from clipstream.training.settings import Precision
 from clipstream.utils.logs import logger
-from clipstream.utils.timing import BACKWARD, COMMUNICATION, FORWARD, LOSS, begin_when_backward_ends, timed
+from clipstream.utils.timing import BACKWARD, COMMUNICATION, FORWARD, LOSS, begin_when_backward_ends, time_part
 
 if TYPE_CHECKING:
     from clipstream.losses.contrastive import ContrastiveLoss
@@ -104,7 +104,7 @@ class GradCache:
     def warm_up(self) -> None:
         """Forward and backward pass of two samples of zeros; its gradients are zero or nan, and have to be dropped."""
         features = self._features(*self.towers.zeros(2, self.world.device))
-        propagate(features, detached(features))
+        propagate(features, detach(features))
 
     def forward(self, batch: Batch, last: Forward) -> tuple[Features, Callable[[Features], None]]:
         """The features of all samples, and the function that propagates gradients of their leaves to the weights.
@@ -132,7 +132,7 @@ class GradCache:
             parts.append((found, chunk.size))
         if kept is not None:
             graph.append(self._unsummed(*kept.images_texts(batch), **kept.options(batch.known)))
-            parts.append((detached(graph[0]), kept.size))
+            parts.append((detach(graph[0]), kept.size))
         images, texts = (torch.cat(rows) for rows in zip(*((p.image[:n], p.text[:n]) for p, n in parts), strict=True))
         if places is not None:
             images, texts = images.index_select(0, places), texts.index_select(0, places)
@@ -163,7 +163,7 @@ class GradCache:
     ) -> Features:
         if is_sharded(module or self.model) and "lengths" in options:
             options["lengths"] = array("i", options["lengths"])  # FSDP2 would look at each number of a tuple
-        with autocast(self.world.device, self.precision), timed(FORWARD):
+        with autocast(self.world.device, self.precision), time_part(FORWARD):
             features: Features = (module or self.model)(images, texts, **options)
         if sums_gradients(self.model):
             first = next((output for output in features if output is not None and output.requires_grad), None)
@@ -173,11 +173,11 @@ class GradCache:
 
     def _loss(self, features: Features, batch: Batch) -> tuple[Features, torch.Tensor]:
         """The features as leaves with gradients of the global loss (times the number of ranks), and the share."""
-        leaves = detached(features)
+        leaves = detach(features)
         for leaf in leaves:
             if leaf is not None:
                 leaf.requires_grad_()
-        with timed(LOSS):
+        with time_part(LOSS):
             share = self.loss(leaves, batch, self.world)
             self.scaled(share * self.world.size).backward()  # type: ignore[no-untyped-call]
         return leaves, share.detach()
@@ -188,7 +188,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
-def detached(features: Features) -> Features:
+def detach(features: Features) -> Features:
     """The features without their graph."""
     bias = features.logit_bias
     return features._replace(
@@ -212,7 +212,7 @@ def propagate(features: Features, leaves: Features, *, scalars: bool = True) -> 
             outputs.append(output)
             gradients.append(torch.zeros_like(output) if leaf.grad is None else leaf.grad.to(output.dtype))
     if outputs:
-        with timed(BACKWARD):
+        with time_part(BACKWARD):
             torch.autograd.backward(outputs, gradients)
 
 
@@ -348,7 +348,7 @@ class AutoMicroBatch(GradCache):
         if self.world.size > 1:
             with same_randomness(self.world.device):
                 one = self._features(batch.images[:1], batch.texts[:1], **options_of(batch))
-                propagate(one, detached(one))
+                propagate(one, detach(one))
 
     def _too_late(self, where: str) -> SettingsError:
         below = f" below {self.size}" if self.size else ""
@@ -371,7 +371,7 @@ class AutoMicroBatch(GradCache):
                 features = self._unsummed(batch.images[:tried], batch.texts[:tried], **options_of(batch))
                 size = peak_bytes(self.loss, n, batch.global_size, features.text.shape[1], self.world)
                 of_loss = features.image.new_empty(size, dtype=torch.uint8)
-                propagate(features, detached(features))
+                propagate(features, detach(features))
                 del of_loss
             return True
 

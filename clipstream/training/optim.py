@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.training.optimizer_state import check_each_step, remember_construction, try_step
-from clipstream.utils.plugins import raised
+from clipstream.utils.plugins import describe_error
 from clipstream.utils.section import GIVEN, SET, Conflict, Is, PluginSection, make_part, part
 
 if TYPE_CHECKING:
@@ -514,6 +514,6 @@ def _build(key: str, settings: OptimSettings | ScheduleSettings) -> Callable[...
         except ClipstreamError:
             raise
         except Exception as error:  # whatever a user's part raises
-            raise SettingsError(f"{key}: {raised(settings.type, error)}") from error
+            raise SettingsError(f"{key}: {describe_error(settings.type, error)}") from error
 
     return call

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, errors_as
-from clipstream.utils.section import checked
+from clipstream.utils.section import parse_as
 
 if TYPE_CHECKING:
     import torch
@@ -27,16 +27,16 @@ MOST = 1000  # numbers of a tensor, as they stand in the header of a file
 
 def remember_construction(optimizer: torch.optim.Optimizer) -> None:
     """Note the values of the parameter groups, before the first step."""
-    setattr(optimizer, CONSTRUCTED, _encoded_groups(optimizer.param_groups))
+    setattr(optimizer, CONSTRUCTED, _encode_groups(optimizer.param_groups))
 
 
-def _constructed(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _construction_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The groups' encoded values from the construction; the present ones if they were not noted."""
     found: list[dict[str, Any]] | None = getattr(optimizer, CONSTRUCTED, None)
-    return _encoded_groups(optimizer.param_groups) if found is None else found
+    return _encode_groups(optimizer.param_groups) if found is None else found
 
 
-def _encoded_groups(
+def _encode_groups(
     groups: Sequence[Mapping[str, Any]], constructed: Sequence[Mapping[str, Any]] = (), *, read: bool = True
 ) -> list[dict[str, Any]]:
     """The values of groups for JSON; `...` for one of the construction that JSON lacks, such as a function.
@@ -53,7 +53,7 @@ def _encoded_groups(
                 found[number][key] = {SAME: earlier}
                 continue
             try:
-                found[number][key] = _encoded(value, read)
+                found[number][key] = _encode(value, read)
             except TypeError as error:
                 if constructed and constructed[number].get(key) is not ...:
                     raise TypeError(f"{key!r} is {error}") from error
@@ -61,7 +61,7 @@ def _encoded_groups(
     return found
 
 
-def _encoded(value: Any, read: bool = True) -> Any:
+def _encode(value: Any, read: bool = True) -> Any:
     """A value for JSON; without `read`, tensors have no numbers, which would wait for the device."""
     import torch
 
@@ -71,24 +71,24 @@ def _encoded(value: Any, read: bool = True) -> Any:
         numbers = value.tolist() if read else None
         return {TENSOR: numbers, "dtype": str(value.dtype).removeprefix("torch."), "device": value.device.type}
     if isinstance(value, list | tuple):
-        items = [_encoded(item, read) for item in value]
+        items = [_encode(item, read) for item in value]
         return items if isinstance(value, list) else {TUPLE: items}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _encoded(item, read) for key, item in value.items()}
+        return {key: _encode(item, read) for key, item in value.items()}
     raise TypeError(f"{type(value).__name__}, neither JSON nor a tensor of at most {MOST:,} numbers on each rank")
 
 
-def _decoded(value: Any, device: torch.device) -> Any:
+def _decode(value: Any, device: torch.device) -> Any:
     import torch
 
     if isinstance(value, list):
-        return [_decoded(item, device) for item in value]
+        return [_decode(item, device) for item in value]
     if not isinstance(value, dict):
         return value
     if TUPLE in value:
-        return tuple(_decoded(value[TUPLE], device))
+        return tuple(_decode(value[TUPLE], device))
     if TENSOR not in value:
-        return {key: _decoded(item, device) for key, item in value.items()}
+        return {key: _decode(item, device) for key, item in value.items()}
     dtype = getattr(torch, str(value.get("dtype")), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"a tensor of the optimizer has the type {value.get('dtype')}")
@@ -100,9 +100,9 @@ def groups_to_json(optimizer: torch.optim.Optimizer) -> str:
 
     Raises TypeError: a value that the steps added or changed cannot be stored.
     """
-    groups, before = optimizer.state_dict()["param_groups"], _constructed(optimizer)
+    groups, before = optimizer.state_dict()["param_groups"], _construction_values(optimizer)
     found = []
-    for group, now, then in zip(groups, _encoded_groups(groups, before), before, strict=True):
+    for group, now, then in zip(groups, _encode_groups(groups, before), before, strict=True):
         changed = {key: now[key] for key in sorted(now) if key not in then or now[key] != then[key]}
         found.append({"params": group["params"], "lr": group["lr"], **changed, CHANGED: [*changed]})
     return json.dumps(found)
@@ -114,9 +114,9 @@ def groups_from_json(text: str, optimizer: torch.optim.Optimizer) -> list[dict[s
 
     Raises ValueError: the text is not such groups, or is damaged.
     """
-    groups, before = optimizer.param_groups, _constructed(optimizer)
-    now, device = _encoded_groups(groups), groups[0]["params"][0].device
-    found = checked(list[dict[str, Any]], text)
+    groups, before = optimizer.param_groups, _construction_values(optimizer)
+    now, device = _encode_groups(groups), groups[0]["params"][0].device
+    found = parse_as(list[dict[str, Any]], text)
     # load_state_dict refuses another number of groups
     for number, (saved, group, then) in enumerate(zip(found, groups, before, strict=False)):
         changed = saved.get(CHANGED, saved.keys() - then.keys() - {"params", "lr"})
@@ -125,7 +125,7 @@ def groups_from_json(text: str, optimizer: torch.optim.Optimizer) -> list[dict[s
             if isinstance(value, dict) and SAME in value:
                 own[key] = found[value[SAME]][key]
             else:  # steps of this process may have changed it, as before a rollback
-                own[key] = group[key] if now[number].get(key, CHANGED) == value else _decoded(value, device)
+                own[key] = group[key] if now[number].get(key, CHANGED) == value else _decode(value, device)
         found[number] = own
     return found
 
@@ -202,4 +202,4 @@ def _check(optimizer: torch.optim.Optimizer, type: str) -> None:
             if value.shape != parameter.shape or getattr(value, "placements", None) != sharding:
                 raise SettingsError(text.format(repr(name), "not sharded as its parameter", "use --train.parallel ddp"))
     with errors_as(SettingsError, f"optim.type: the parameter groups of {type} cannot be stored", TypeError):
-        _encoded_groups(optimizer.param_groups, _constructed(optimizer), read=False)
+        _encode_groups(optimizer.param_groups, _construction_values(optimizer), read=False)

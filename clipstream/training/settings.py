@@ -50,7 +50,7 @@ SMALL_IS_GOOD = {"loss", "error", "rank", "perplexity"}  # words of metrics' nam
 METRIC_BY = "whether larger or smaller values are better; auto: losses, errors and ranks are better if smaller"
 
 
-def checked_metric(text: str | None) -> str | None:
+def check_metric_name(text: str | None) -> str | None:
     """The value of a setting that names a metric. Raises ValueError: it is not EVALUATOR/METRIC."""
     if text is not None and not all(text.partition("/")):
         raise ValueError("expected EVALUATOR/METRIC as in metrics.jsonl, e.g. val/image_to_text_R@1")
@@ -111,7 +111,7 @@ class EarlyStopSettings(Section):
     patience: int = Field(3, ge=1, description="evaluations without improvement after which the run ends")
     min_delta: float = Field(0.0, ge=0, description="smallest improvement that counts")
 
-    _both = field_validator("metric")(checked_metric)
+    _both = field_validator("metric")(check_metric_name)
 
     pairs = tuple(
         Conflict({key: changed, "metric": UNSET}, "requires --train.early-stop.metric EVALUATOR/METRIC")
@@ -354,7 +354,7 @@ class CheckpointSettings(Section):
         False, description="resume with changed settings of the data order; the data start anew"
     )
 
-    _both = field_validator("keep_best")(checked_metric)
+    _both = field_validator("keep_best")(check_metric_name)
 
     pairs = (
         Conflict({"every": other_than(1000), "every_epochs": SET},

@@ -43,7 +43,7 @@ from clipstream.losses.contrastive import ContrastiveLoss, warn_of_dominance
 from clipstream.models.execution.batch_features import FeatureCache, caches_of
 from clipstream.models.execution.checkpointing import fit_budgets
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
-from clipstream.models.weights import finite
+from clipstream.models.weights import check_finite
 from clipstream.storage.shard_cache import cache_root
 from clipstream.training.gradcache import AutoMicroBatch, GradCache
 from clipstream.training.parallel import (
@@ -60,7 +60,7 @@ from clipstream.training.precision import autocast, same_randomness
 from clipstream.training.settings import AUTO_ON_CPU, MICRO_NORMS, TrainSettings
 from clipstream.training.state import StepState
 from clipstream.utils.logs import announce
-from clipstream.utils.timing import COPY, OPTIMIZER, begin, timed
+from clipstream.utils.timing import COPY, OPTIMIZER, begin, time_part
 
 if TYPE_CHECKING:
     from clipstream.models.settings import ModelSettings
@@ -198,7 +198,7 @@ class TrainStep:
         began = time.perf_counter()
         if batch.lengths is None:
             batch = replace(batch, lengths=self.towers.text_lengths(batch.ids))
-        with timed(COPY):
+        with time_part(COPY):
             batch = batch.to(self.world.device)
         statistics = [tensor.clone() for tensor in self._statistics]
         self.torn = None
@@ -527,7 +527,7 @@ class WeightAverages:
                 local_tensor(average).copy_(local_tensor(parameter))
             return
         try:
-            saved = {**dict(finite(load_file(file).items(), file)), **(adapters or {})}
+            saved = {**dict(check_finite(load_file(file).items(), file)), **(adapters or {})}
             for name, average in self.tensors.items():
                 local_tensor(average).copy_(local_tensor(shard_like(saved[name.removeprefix(_PREFIX)], average)))
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:

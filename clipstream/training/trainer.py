@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from clipstream.data.batch import Batch
 from clipstream.data.loader.health import lost_areas, merge_counts, without_sets
-from clipstream.data.loader.stage_timing import StageTimes, merged
+from clipstream.data.loader.stage_timing import StageTimes, sum_times
 from clipstream.data.order.lanes import DataState
 from clipstream.distributed.run_record import end_record
 from clipstream.distributed.signals import StopSignals
@@ -27,7 +27,7 @@ from clipstream.training.rescue import Held, Rescue
 from clipstream.training.settings import EarlyStop, EarlyStopSettings, TrainSettings
 from clipstream.training.state import IntervalState, RollbackState, SourceCounts, TrainState
 from clipstream.training.step import StepResult, TrainStep
-from clipstream.utils.timing import DATA, PARTS, StepProfiler, StepTimer, Usage, over_ranks, timed
+from clipstream.utils.timing import DATA, PARTS, StepProfiler, StepTimer, Usage, over_ranks, time_part
 
 if TYPE_CHECKING:
     from clipstream.data.loader.loader import Loader
@@ -253,7 +253,7 @@ class Trainer:
         while self.step < self.total_steps and not self.early_stop.should_stop:
             lr = self.length.lr(self.step)
             self._profile(begins=True)
-            with timed(DATA):
+            with time_part(DATA):
                 batch = self._next_batch()
             if self.hooks.show is not None and self.step % SHOW_EVERY == 0:
                 with self._paused():
@@ -416,7 +416,7 @@ class Trainer:
         ranks: list[_Interval] = self.world.gather_objects(mine)
         seconds = max(rank.seconds for rank in ranks)
         waited = max(rank.waited / rank.seconds for rank in ranks)
-        stages = merged(rank.stages for rank in ranks)
+        stages = sum_times(rank.stages for rank in ranks)
         bottleneck = TRAINING if waited < NEGLIGIBLE else stages.longest() or TRAINING
         sums = self._interval
         finite = sums.steps - sums.skipped

@@ -31,7 +31,7 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.text import counted, lines, listed_lines
 from clipstream.utils import processes
 from clipstream.utils.cores import cores
-from clipstream.utils.processes import PATIENCE, PULSE, RETRIES, Ended, Failed
+from clipstream.utils.processes import PATIENCE, PULSE, RETRIES, Ended, TaskFailure
 
 Result = TypeVar("Result")
 FLAG = "--executor"
@@ -48,7 +48,7 @@ FIRST_WORKER, LAST_WORKER = 600.0, 60.0
 _PACKAGES = {"ray": "ray", "dask": "distributed"}
 
 
-def checked(executor: str | None, default: int | None = None) -> str:
+def check_executor(executor: str | None, default: int | None = None) -> str:
     """The executor that a user names, with its number of processes if it is local.
 
     Args:
@@ -72,7 +72,7 @@ def checked(executor: str | None, default: int | None = None) -> str:
     return executor
 
 
-def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tuple[int, Result | Failed] | None]:
+def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tuple[int, Result | TaskFailure] | None]:
     """Do `count` tasks; yields (number, result) as tasks end, in any order, and None from time to time.
 
     Closing the generator ends the tasks, also in the middle of their work.
@@ -80,14 +80,14 @@ def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tup
     Args:
         do: called with a task's number, from 0. Processes of this machine are forked with it; for a cluster it is
             pickled once, and unpickled once by each process, which it may fill with what cannot be pickled.
-        executor: as `checked` takes it.
+        executor: as `check_executor` takes it.
 
     Raises:
         SettingsError: no such executor, no answer at its address, or its workers have another clipstream.
         DataError: the scheduler has gone, or all workers.
         RuntimeError: `do` raised, which is a bug, with the traceback.
     """
-    executor = checked(executor)
+    executor = check_executor(executor)
     kind, _, address = executor.partition(":")
     if kind == "local":
         yield from processes.run(do, count, min(int(address), max(count, 1)))
@@ -98,12 +98,12 @@ def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tup
         yield from _run_on(cluster, count)
 
 
-def require_all(label: str, results: Sequence[Result | Failed], advice: str) -> list[Result]:
+def require_all(label: str, results: Sequence[Result | TaskFailure], advice: str) -> list[Result]:
     """The results. Raises DataError: some tasks failed; the message lists them, and ends with advice."""
-    if failures := sorted(one.error for one in results if isinstance(one, Failed)):
+    if failures := sorted(one.error for one in results if isinstance(one, TaskFailure)):
         told = f"{label}: {len(failures):,} of {counted(len(results), 'shard', ',')} failed:"
         raise DataError(lines(told, *listed_lines([f"  {one}" for one in failures], SHOWN), advice))
-    return [one for one in results if not isinstance(one, Failed)]
+    return [one for one in results if not isinstance(one, TaskFailure)]
 
 
 def _run_on(cluster: _Dask | _Ray, count: int) -> Generator[tuple[int, Any] | None]:
@@ -145,7 +145,7 @@ def _result(cluster: _Dask | _Ray, task: Future[_Answer]) -> Any:
     except CancelledError as error:
         raise DataError(f"{cluster.name}: the scheduler has gone: start it, and rerun the same command") from error
     except cluster.lost as error:
-        return Failed(f"its worker died, {RETRIES + 1} times: {' '.join(str(error).split())[:300]}")
+        return TaskFailure(f"its worker died, {RETRIES + 1} times: {' '.join(str(error).split())[:300]}")
     except Exception as error:  # as it has no clipstream
         answer = _Answer("unable", f"{type(error).__name__}: {error}")
     if answer.kind == "unable":
@@ -195,7 +195,7 @@ def _work(token: str, packed: Any, number: int) -> _Answer:
             with _lock:
                 _running[thread] = token
                 try:
-                    do = _unpacked(token, packed)
+                    do = _unpack(token, packed)
                 except Exception as error:
                     return _Answer("unable", f"{socket.gethostname()}: {type(error).__name__}: {error}")
             return _Answer("done", do(number))
@@ -208,7 +208,7 @@ def _work(token: str, packed: Any, number: int) -> _Answer:
         return _Answer("bug", traceback.format_exc())
 
 
-def _unpacked(token: str, packed: Any) -> Callable[[int], Any]:
+def _unpack(token: str, packed: Any) -> Callable[[int], Any]:
     global _held
     if _held is None or _held[0] != token:
         if isinstance(packed, list):

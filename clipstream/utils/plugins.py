@@ -21,7 +21,7 @@ _PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 _printed = mmap.mmap(-1, 1)  # shared with forked workers: whether a traceback was printed
 
 
-def raised(part: str, error: BaseException) -> str:
+def describe_error(part: str, error: BaseException) -> str:
     """A plug-in's exception with file and line. The first traceback of a process and its workers is also printed."""
     if not _printed[0]:
         _printed[0] = 1
@@ -39,7 +39,7 @@ def raised(part: str, error: BaseException) -> str:
     return f"{what} at {os.path.basename(last.filename)}:{last.lineno}"
 
 
-def called(reason: str, part: str, function: Callable[..., Any], *arguments: object) -> Any:
+def call_for_sample(reason: str, part: str, function: Callable[..., Any], *arguments: object) -> Any:
     """The result of a plug-in's function that is called for a sample.
 
     Raises Dropped: as the function raised it, or under `reason` if it raised anything else.
@@ -49,7 +49,7 @@ def called(reason: str, part: str, function: Callable[..., Any], *arguments: obj
     except Dropped:
         raise
     except Exception as error:
-        raise Dropped(reason, raised(part, error)) from error
+        raise Dropped(reason, describe_error(part, error)) from error
 
 
 def is_library(file: str, *, installed: bool = False) -> bool:
@@ -81,7 +81,7 @@ def load_plugin(path: str) -> Any:
         if absent and f"{module_name}.".startswith(f"{absent}."):
             what = f"no module {absent!r} in the current folder, in PYTHONPATH, or installed"
         else:
-            what = raised(f"the import of {module_name}", error)
+            what = describe_error(f"the import of {module_name}", error)
         raise ValueError(f"cannot import {module_name!r} for {path!r}: {what}") from error
     for part in name.split("."):
         if not hasattr(found, part):
@@ -103,10 +103,10 @@ def make_plugin(key: str, settings: Any, *more: Any) -> Any:
         except ClipstreamError:
             raise
         except Exception as error:
-            raise ValueError(f"{path} cannot be made of its settings: {raised(path, error)}") from error
+            raise ValueError(f"{path} cannot be made of its settings: {describe_error(path, error)}") from error
 
 
-def not_trusted(folder: object, error: Exception) -> str | None:
+def untrusted_code_message(folder: object, error: Exception) -> str | None:
     """The message where transformers refuses to run the code in a tokenizer's folder; None for other errors."""
     if "trust_remote_code" not in str(error):
         return None

@@ -79,7 +79,7 @@ def end(process: BaseProcess, patience: float = 0.0) -> None:
         process.join()
 
 
-class Failed(NamedTuple):
+class TaskFailure(NamedTuple):
     """Why a task has no result, such as that its processes have died, RETRIES + 1 times. Other tasks go on."""
 
     error: str
@@ -102,7 +102,7 @@ def note(name: str) -> None:
         _memory[:_NOTE] = name.encode(errors="backslashreplace")[:_NOTE].ljust(_NOTE, b"\0")
 
 
-def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[int, Result | Failed] | None]:
+def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[int, Result | TaskFailure] | None]:
     """Run `count` tasks in `jobs` processes; yields (number, result) as tasks end, and None from time to time.
 
     Closing the generator ends the processes, also in the middle of their work.
@@ -140,7 +140,7 @@ def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[i
                     if worker.process.exitcode == -signal.SIGKILL:
                         how = "its process was killed (the system does that when memory runs out: use fewer of them)"
                     at = worker.memory[:_NOTE].rstrip(b"\0").decode(errors="replace")
-                    yield number, Failed(f"{how}{f', at {printable(at)}' if at else ''}")
+                    yield number, TaskFailure(f"{how}{f', at {printable(at)}' if at else ''}")
                     continue
                 del busy[connection]
                 idle.append(worker)

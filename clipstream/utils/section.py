@@ -3,7 +3,7 @@
 A mapping enters `Section`; a frozen, validated object leaves, or a `ValidationError` that names each wrong key. The
 class of a `PluginSection` depends on its key `type`: a part that is registered with `part`, or a user's own, which
 `make_part` makes of its settings. A `Conflict` is a record of settings that do not go together, by which they are
-refused, and listed in the documentation. `checked` validates files that are read back.
+refused, and listed in the documentation. `parse_as` validates files that are read back.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Conflict:
         return SettingsError(f"{key}: {self.text(*values)}")
 
     def found(self, root: Any, facts: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        """(path of the first key, text) for each place below `root` where all conditions hold; see `found`."""
+        """(path of the first key, text) for each place below `root` where all conditions hold; see `find_conflicts`."""
         paths = [tuple(key.split(".")) for key in self.when]
         named = paths[0].index("NAME") if "NAME" in paths[0] else None
         for name in ("",) if named is None else _value(root, paths[0][:named]):
@@ -113,7 +113,7 @@ def _holds(wanted: Any, value: Any) -> bool:
     return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
 
 
-def found(
+def find_conflicts(
     conflicts: Iterable[Conflict], root: Any, *, notices: bool = False, **facts: Any
 ) -> Iterator[tuple[Path, str]]:
     """(path, text) for each refusal, or for each notice, of `conflicts` in a section or a mapping of flags.
@@ -194,7 +194,10 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _raise_conflicts(self) -> Self:
-        problems = [*found(self.pairs, self), *((tuple(key.split(".")), text) for key, text in self.conflicts())]
+        problems = [
+            *find_conflicts(self.pairs, self),
+            *((tuple(key.split(".")), text) for key, text in self.conflicts()),
+        ]
         errors = [
             InitErrorDetails(type="value_error", loc=path, input=None, ctx={"error": ValueError(text)})
             for path, text in problems
@@ -352,7 +355,7 @@ def items_of(annotation: Any) -> Any:
     return next((get_args(kind)[0] for kind in kinds(annotation) if get_origin(kind) in (list, tuple)), None)
 
 
-def chosen(section: type[Section], value: Any) -> type[Section]:
+def class_of_value(section: type[Section], value: Any) -> type[Section]:
     """The class that validates `value`; `section` itself where its `type` is wrong."""
     try:
         return class_for(section, value) if issubclass(section, PluginSection) else section
@@ -364,7 +367,7 @@ def child(annotation: Any, value: Any, part: str | int) -> Any:
     """The annotation of `value[part]`, where `value` has the given annotation; None where it has no such part."""
     section = section_of(annotation)
     if section is not None:
-        field = chosen(section, value).model_fields.get(str(part))
+        field = class_of_value(section, value).model_fields.get(str(part))
         return None if field is None else field.annotation
     return items_of(annotation) if isinstance(part, int) else entries_of(annotation)
 
@@ -376,11 +379,11 @@ def below(value: Any, part: str | int) -> Any:
     return value[part] if isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value) else None
 
 
-def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
+def map_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     """A tree of mappings and lists, with `leaf` applied to all other values."""
     if isinstance(tree, Mapping):
-        return {str(key): mapped(value, leaf) for key, value in tree.items()}
-    return [mapped(value, leaf) for value in tree] if isinstance(tree, list | tuple) else leaf(tree)
+        return {str(key): map_leaves(value, leaf) for key, value in tree.items()}
+    return [map_leaves(value, leaf) for value in tree] if isinstance(tree, list | tuple) else leaf(tree)
 
 
 def types_of(section: type[Section]) -> dict[str, type[PluginSection]]:
@@ -427,7 +430,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def checked(kind: type[T], values: Any) -> T:
+def parse_as(kind: type[T], values: Any) -> T:
     """The values as `kind`; bytes and text are JSON.
 
     Raises ValueError: they are not.

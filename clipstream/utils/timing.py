@@ -15,7 +15,7 @@ optimizer       gradient norm, clipping, update, averaged weights
 other           the rest of the host's work, without training lines, evaluations and checkpoints
 
 A part lasts until the next one begins, so nothing is counted twice and nothing is left out. Marks are taken everywhere
-in the package by `begin` and `timed`, which do nothing unless a `StepTimer` is active.
+in the package by `begin` and `time_part`, which do nothing unless a `StepTimer` is active.
 
 On a GPU a mark is a CUDA event in the stream of the step: a part's time is that of the stream, including the time it
 waits for the host. Events are read when they are complete; nothing waits for them. Elsewhere, marks are of the host's
@@ -189,7 +189,7 @@ def begin(name: str) -> None:
 
 
 @contextmanager
-def timed(name: str) -> Iterator[None]:
+def time_part(name: str) -> Iterator[None]:
     """A context that is a part of the step; afterwards, the part before it goes on."""
     timer = _active
     if torch.compiler.is_compiling() or timer is None:

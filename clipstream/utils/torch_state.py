@@ -54,7 +54,7 @@ def spinning_notice(device: str, workers: int) -> str | None:
 
 
 @contextmanager
-def restored_matmul_precision() -> Iterator[None]:
+def restore_matmul_precision() -> Iterator[None]:
     """Restore, at the end of the context, what was changed in it."""
     import torch
 

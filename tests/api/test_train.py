@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import clipstream
-from clipstream.checkpoint.store import is_occupied
+from clipstream.checkpoint.store import is_locked
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from tests.support.forks import ROOT, TIMEOUT, Fork, run_fork
@@ -67,7 +67,7 @@ def train_twice(world: World, place: Path) -> int:
     second = clipstream.train(run.settings, name="second")
     assert [line["loss"] for line in second.metrics] == [line["loss"] for line in run.metrics]
     broken = clipstream.Run.open(place / "runs/broken")
-    assert broken.status == "failed" and not is_occupied(broken.folder)
+    assert broken.status == "failed" and not is_locked(broken.folder)
     return 0
 
 

@@ -72,7 +72,7 @@ def packed(folder: Path, *argv: str) -> Samples:
     assert main([str(folder), *argv]) == 0
     tars = sorted(folder.rglob("*.tar"))
     for tar in tars:
-        assert indexes.opened_by(str(tar), None) == scan(tar), "the index beside it is right"
+        assert indexes.open_index(str(tar), None) == scan(tar), "the index beside it is right"
     sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text().splitlines())
     assert sums == {tar.relative_to(folder).as_posix(): hashlib.sha256(tar.read_bytes()).hexdigest() for tar in tars}
     assert not (folder / PARTS).exists()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from clipstream.curation.stores import pairs as module
 from clipstream.curation.stores.pairs import (
     cluster,
+    find_nearest_preferred,
     near_duplicates,
     nearest_in_clusters,
-    nearest_preferred,
     sample_scores,
 )
 from clipstream.curation.stores.search import TensorRows
@@ -53,7 +53,7 @@ def test_the_nearest_preferred_row_is_that_of_float64_products(
     order = np.random.default_rng(seed).permutation(n) if shuffled else np.arange(n)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TILE", tile)
-        found = nearest_preferred(TensorRows(features, block), order, held=held)
+        found = find_nearest_preferred(TensorRows(features, block), order, held=held)
     np.testing.assert_allclose(found.cosines, expected(features, order), atol=1e-6)
     has = found.rows >= 0
     assert int((~has).sum()) == 1 and (order[found.rows[has]] < order[has]).all()
@@ -68,7 +68,7 @@ def test_the_nearest_preferred_row_is_that_of_float64_products(
 def test_a_chain_of_pairs_leaves_one_row() -> None:
     angles = torch.arange(2000) * 0.01
     features = torch.stack([angles.cos(), angles.sin()], dim=1)
-    found = nearest_preferred(TensorRows(features, 100), np.arange(2000), held=4000)
+    found = find_nearest_preferred(TensorRows(features, 100), np.arange(2000), held=4000)
     assert not found.kept(float(np.cos(0.011))).any()
 
 
@@ -86,7 +86,7 @@ def test_within_clusters_all_pairs_are_compared(held: int) -> None:
         has = nearest.rows >= 0
         assert int((~has).sum()) == 7 and (labels[nearest.rows[has]] == labels[has]).all()
     one = nearest_in_clusters(rows, cluster(rows, 1), np.arange(800), held=held)
-    np.testing.assert_allclose(one.cosines, nearest_preferred(rows, np.arange(800)).cosines, atol=1e-6)
+    np.testing.assert_allclose(one.cosines, find_nearest_preferred(rows, np.arange(800)).cosines, atol=1e-6)
 
 
 def test_scores_of_samples(tmp_path: Path) -> None:

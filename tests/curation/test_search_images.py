@@ -129,8 +129,8 @@ def test_later_calls_compute_nothing_and_changed_data_are_computed_again(
     with (place / "model/open_clip_model.safetensors").open("ab") as file:
         file.write(b"\0")
     with monkeypatch.context() as patch:  # other weights at the path of the known ones are not used
-        patch.setattr(images, "computed", lambda: SimpleNamespace(encode=lambda *_: [np.zeros(3)]))
-        assert not images.encoded(call, ["a text that is new"], first).any()
+        patch.setattr(images, "import_compute", lambda: SimpleNamespace(encode=lambda *_: [np.zeros(3)]))
+        assert not images.encode_queries(call, ["a text that is new"], first).any()
     os.truncate(file.name, os.path.getsize(file.name) - 1)
     data.write_text(data.read_text() + "pictures/2.png,three\n")
     assert len([line for line in search("local-dir:model", data, "a bird", capsys=capsys) if ".png" in line]) == 3
@@ -150,7 +150,7 @@ def test_what_a_call_depends_on_is_watched(place: Path, monkeypatch: pytest.Monk
     assert {str(place / name) for name in wanted} <= {*watched}
     first = images.index_of(call)
     monkeypatch.setenv("SETS", str(place / "sets/.."))
-    monkeypatch.setattr(images, "computed", lambda: SimpleNamespace(make_index=lambda *_: None))
+    monkeypatch.setattr(images, "import_compute", lambda: SimpleNamespace(make_index=lambda *_: None))
     assert images.index_of(call) != first
 
 

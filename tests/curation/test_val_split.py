@@ -20,7 +20,7 @@ from clipstream.cli.main import main
 from clipstream.config.settings import read
 from clipstream.config.validate import validate_run
 from clipstream.curation.duplicates import NEAR, caption_hash, hashes_of, look_of, near_pairs
-from clipstream.curation.val_split import choose, held_out
+from clipstream.curation.val_split import choose, make_held_out
 from clipstream.data.decode.key_lists import KeyList
 from clipstream.data.settings import DataSettings, SourceSettings
 from clipstream.distributed.world import World
@@ -208,16 +208,16 @@ def test_a_list_is_chosen_again_where_a_file_has_changed(tmp_path: Path, monkeyp
     (tmp_path / "keep.txt").write_text("".join(f"{number}\n" for number in range(20)))
     for keep in (None, str(tmp_path / "keep.txt")):
         source = SourceSettings(shards=str(folder), keep=keep)
-        before = held_out(source, 0.2, DataSettings(), "data.sources.train")
-        assert held_out(source, 0.2, DataSettings(), "data.sources.train") == before
+        before = make_held_out(source, 0.2, DataSettings(), "data.sources.train")
+        assert make_held_out(source, 0.2, DataSettings(), "data.sources.train") == before
         (folder / "0.txt").write_text(f"another text {keep}")
-        assert held_out(source, 0.2, DataSettings(), "data.sources.train") != before
+        assert make_held_out(source, 0.2, DataSettings(), "data.sources.train") != before
     with pytest.raises(SettingsError, match="none of 20 samples is usable: 20 x image_too_large"):
-        held_out(source, 0.2, DataSettings(max_image_pixels=100), "data.sources.train")
+        make_held_out(source, 0.2, DataSettings(max_image_pixels=100), "data.sources.train")
     for file in folder.glob("*.txt"):
         file.write_text("the same")
     with pytest.raises(SettingsError, match=r"only 0 of 20 usable samples can be held out \(share 0\.2, 1 group"):
-        held_out(source, 0.2, DataSettings(), "data.sources.train")
+        make_held_out(source, 0.2, DataSettings(), "data.sources.train")
 
 
 def test_a_list_of_a_part_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_a_list_of_a_part_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     source = SourceSettings(shards=f"{tmp_path}/pairs/{{00000..00002}}.tar")
     for _ in range(2):
         with pytest.raises(SettingsError, match=r"1 of 3 shards cannot be compared .*00002\.tar"):
-            held_out(source, 0.2, DataSettings(), "data.sources.train")
+            make_held_out(source, 0.2, DataSettings(), "data.sources.train")
     monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "model.json"))
     with pytest.raises(SettingsError, match=r"cannot create .* CLIPSTREAM_CACHE"):
-        held_out(source, 0.2, DataSettings(), "data.sources.train")
+        make_held_out(source, 0.2, DataSettings(), "data.sources.train")

@@ -29,7 +29,7 @@ from clipstream.data.sources import Source
 from clipstream.errors import DataError
 from clipstream.utils import executors
 from clipstream.utils.executors import run
-from clipstream.utils.processes import Failed
+from clipstream.utils.processes import TaskFailure
 from tests.support.forks import ROOT, wait_until
 from tests.support.pictures import make_shards
 from tests.support.ranks import reserved_port
@@ -172,7 +172,7 @@ def die(number: int) -> None:
 
 def test_a_task_that_kills_each_of_its_workers_is_an_error(cluster: list[str]) -> None:
     results = dict(event for event in run(die, 1, cluster[0]) if event is not None)
-    assert isinstance(results[0], Failed) and "its worker died" in results[0].error
+    assert isinstance(results[0], TaskFailure) and "its worker died" in results[0].error
 
 
 def endless(folder: Path, number: int) -> None:

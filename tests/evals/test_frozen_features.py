@@ -17,7 +17,7 @@ from clipstream.evals.frozen_features import (
     Labelled,
     LinearProbe,
     Neighbours,
-    labelled,
+    encode_labelled,
     measure,
     nearest,
 )
@@ -153,7 +153,7 @@ def test_classes_without_a_picture_to_learn_from_are_never_guessed(pictures: Pat
 
 def test_labels_of_the_features(pictures: Path) -> None:
     section = LinearProbeSettings.model_validate({"data": {"shards": f"{pictures}/test/*.tar"}, "train_shards": "-"})
-    found = labelled(context_of(World()), section.data, Labelling.of(section), 8)  # type: ignore[arg-type]
+    found = encode_labelled(context_of(World()), section.data, Labelling.of(section), 8)  # type: ignore[arg-type]
     assert found.labels.tolist() == [(100 + i) % 3 for i in range(37)] and found.features.shape == (37, 16)
     with pytest.raises(DataError, match="is not a whole number: set the evaluator's classes"):
         evaluate(World(), str(pictures), "knn", label="txt")

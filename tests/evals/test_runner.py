@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipstream.distributed.world import AgreeingWorld, Failed, Failure, Torn, World
+from clipstream.distributed.world import AgreeingWorld, Failure, RankFailed, Torn, World
 from clipstream.errors import DataError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner, Listeners
@@ -124,7 +124,7 @@ def test_one_rank_agrees_with_itself() -> None:
     world = AgreeingWorld.of(World())
     assert world.gather_objects(3) == [3]
     world.exchange()
-    with pytest.raises(Failed, match="out"):
+    with pytest.raises(RankFailed, match="out"):
         world.exchange(Failure.of(DataError("out"), 0))
     assert Failure.of(DataError("out"), 0).kind is DataError and Failure.of(OSError("x"), 0).message == "OSError: x"
 

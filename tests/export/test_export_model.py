@@ -26,7 +26,7 @@ from clipstream.config.flags import read_own
 from clipstream.data.settings import SourceSettings
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.export import run as export_run
-from clipstream.export.proof import Line, _end, drawn, prove, read
+from clipstream.export.proof import Line, _end, draw_samples, prove, read
 from clipstream.export.run import Exported
 from clipstream.utils.atomic_write import keep_inputs
 from tests.support import hubserver, hubtree, model_files
@@ -252,12 +252,12 @@ def test_a_wrong_processor_is_found(models: Any, exported: Any, tmp_path: Path) 
         assert before in text
         (wrong / name).write_text(text.replace(before, after))
     model = clipstream.load_model(models("vit"), device="cpu")[0]
-    lines = prove(model, wrong, drawn(), "transformers", ())
+    lines = prove(model, wrong, draw_samples(), "transformers", ())
     assert [line.holds for line in lines[:2]] == [True, True], lines
     assert [all(line.holds for line in lines[i : i + 2]) for i in (2, 4)] == [False, False], lines
     (wrong / "check.py").write_text("raise OSError('no config.json')")
     with pytest.raises(ClipstreamError, match=r"cannot be used without clipstream: OSError: no config\.json"):
-        prove(model, wrong, drawn(), "transformers", ())
+        prove(model, wrong, draw_samples(), "transformers", ())
 
 
 def test_refusals(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_the_card_of_weights_beside_a_run(tmp_path: Path, models: Any) -> None:
     assert export_run._is_beside(subject)
     records = [{"step": step, "eval": "val", "metrics": ["top1"], "top1": step / 10} for step in (2, 4, 1)]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    card = Exported("a", "onnx", "", None, replace(subject, step=2), settings, drawn(), [])  # type: ignore[arg-type]
+    card = Exported("a", "onnx", "", None, replace(subject, step=2), settings, draw_samples(), [])  # type: ignore[arg-type]
     assert " 20.0% " in card._evaluations() and "40.0%" not in card._evaluations()
     (run / "interpolated" / "frontier.md").write_text("| alpha 0.5 | chosen |\n")
     assert card._evaluations() == "| alpha 0.5 | chosen |"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clipstream.checkpoint.store import named
+from clipstream.checkpoint.store import resolve_model_name
 from clipstream.errors import SettingsError
 from clipstream.models.build import build_towers
 from clipstream.models.pretrained import ModelFiles, look_up, preflight
@@ -121,10 +121,10 @@ def test_a_tag_brings_its_activation_and_a_users_preprocessing_stays(cache: Path
     (saved / "open_clip_model.safetensors").write_bytes(b"")
     hubtree.write_tokenizer(saved)
     for pretrained in (f"local-dir:{saved}", str(saved), str(saved / "open_clip_model.safetensors")):
-        files = found(name="ViT-B-32", pretrained=named(pretrained))
+        files = found(name="ViT-B-32", pretrained=resolve_model_name(pretrained))
         assert files.model_cfg["quick_gelu"] and files.tokenizer == saved
         assert files.preprocess_cfg["mean"] == [0.1, 0.2, 0.3] and files.preprocess_cfg["resize_mode"] == "squash"
-    assert found(name=named(str(saved))) == found(name=f"local-dir:{saved}")
+    assert found(name=resolve_model_name(str(saved))) == found(name=f"local-dir:{saved}")
     missing = look_up(ModelSettings(name="ViT-B-32", pretrained="openai", cache_dir=str(tmp_path)))
     assert isinstance(missing, dict) and list(missing) == ["timm/vit_base_patch32_clip_224.openai"]
 
@@ -136,5 +136,5 @@ def test_a_mistyped_folder_is_not_looked_for_on_the_hub(
     (tmp_path / "runs/first").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError, match=f"{text} does not exist; did you mean 'runs/first'"):
-        named(text)
-    assert named("timm/ViT-B-16-SigLIP") == "hf-hub:timm/ViT-B-16-SigLIP"
+        resolve_model_name(text)
+    assert resolve_model_name("timm/ViT-B-16-SigLIP") == "hf-hub:timm/ViT-B-16-SigLIP"

@@ -22,7 +22,7 @@ import clipstream
 from clipstream.errors import SettingsError
 from clipstream.export.files import write_tokenizer, write_transformers
 from clipstream.models.model_config import ModelConfig
-from clipstream.models.transformers_names import TEXT, TIMM_IMAGE, renamed
+from clipstream.models.transformers_names import TEXT, TIMM_IMAGE, rename_tensors
 from clipstream.models.weights import read_weights
 from tests.support.model_files import build, write
 
@@ -237,9 +237,9 @@ def test_an_image_tower_of_another_size(tmp_path: Path) -> None:
 def test_names_of_siglip_lead_there_and_back() -> None:
     theirs = siglip_model().state_dict()
     rows = (*TEXT, *TIMM_IMAGE)
-    ours, left = renamed(theirs, rows, reverse=True)
+    ours, left = rename_tensors(theirs, rows, reverse=True)
     assert sorted(left) == ["logit_bias", "logit_scale"]
-    again, left = renamed(ours, rows)
+    again, left = rename_tensors(ours, rows)
     assert not left and again.keys() == theirs.keys() - {"logit_bias", "logit_scale"}
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.items())
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipstream.checkpoint.store import occupied
+from clipstream.checkpoint.store import lock_folder
 from clipstream.cli.verbs.compare import main as compare
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Example
@@ -322,7 +322,7 @@ def test_the_status_is_on_top(tmp_path: Path, end: Any, status: str, said: str) 
     with MetricsFile(folder, 2000).path.open("a") as file:
         if isinstance(end, dict):
             file.write(json.dumps({"step": 2000, "seconds": 125.0, "end": end}) + "\n")
-    with occupied(folder) if end == "running" else nullcontext():
+    with lock_folder(folder) if end == "running" else nullcontext():
         page = render([read_run(folder)])
     assert f'class="status {status}"' in page and said in page
     assert ("took 2m05s" in page) == isinstance(end, dict)

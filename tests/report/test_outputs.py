@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clipstream.checkpoint.store import holds_a_run, occupied
+from clipstream.checkpoint.store import holds_a_run, lock_folder
 from clipstream.cli.verbs.train import main
 from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.run_record import git_state
@@ -155,7 +155,7 @@ def test_a_run_goes_on_where_nobody_reads_its_output(place: Path, monkeypatch: p
 
 def test_the_lock_is_held_until_the_end_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch = FailureWatch(World())
-    watch.held.enter_context(occupied(tmp_path))
+    watch.held.enter_context(lock_folder(tmp_path))
     held: list[int] = []
     watch.on_end = lambda code, _: held.append(code)
     before = signal.getsignal(signal.SIGTERM)
@@ -166,5 +166,5 @@ def test_the_lock_is_held_until_the_end_is_written(tmp_path: Path, capsys: pytes
         signal.signal(signal.SIGTERM, before)
     assert held == [130]
     watch.held.close()
-    with occupied(tmp_path):
+    with lock_folder(tmp_path):
         pass

@@ -22,7 +22,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext, indexes
 from clipstream.errors import Dropped
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.storage.tar import SampleRef, SampleTable, Shard, ShardChanged, ShardIndex, scan
+from clipstream.storage.tar import SampleRef, SampleRefs, Shard, ShardChanged, ShardIndex, scan
 from clipstream.utils.content import MOST_MEMBER, MOST_TEXT
 from tests.support.tars import tar_bytes, write_tar
 
@@ -275,12 +275,12 @@ def test_an_index_of_a_tar_that_was_written_again_within_a_second_is_not_used(tm
     path = write_tar(tmp_path / "a.tar", SAMPLES)
     indexes.write(tmp_path / f"a.tar{indexes.SUFFIX}", scan(path), indexes.identity_of(path))
     written = os.stat(tmp_path / f"a.tar{indexes.SUFFIX}").st_mtime_ns
-    assert indexes.opened_by(str(path), None) is not None
+    assert indexes.open_index(str(path), None) is not None
     os.utime(path, ns=(written, written // 10**9 * 10**9 + 999_999_999))
     index = tmp_path / f"a.tar{indexes.SUFFIX}"
     indexes.write(index, scan(path), indexes.identity_of(path))
     os.utime(index, ns=(written, written // 10**9 * 10**9 + 999_999_998))
-    assert indexes.opened_by(str(path), None) is None
+    assert indexes.open_index(str(path), None) is None
 
 
 def test_shards_read_as_webdataset_reads_them(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_shards_read_as_webdataset_reads_them(tmp_path: Path) -> None:
        st.tuples(st.integers(0, 2**50), st.integers(0, 2**40))))))  # fmt: skip
 def test_a_table_gives_the_references_that_were_put_in(rows: list[tuple[str, dict[str, tuple[int, int]]]]) -> None:
     refs = [SampleRef(*row) for row in rows]
-    table = SampleTable(refs)
+    table = SampleRefs(refs)
     assert len(table) == len(refs) and list(table) == refs == table and table[1:] == refs[1:]
     assert [table[-i] for i in range(1, len(refs) + 1)] == refs[::-1]
     assert [list(table[i].members) for i in range(len(refs))] == [list(ref.members) for ref in refs]

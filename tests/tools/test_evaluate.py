@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from clipstream.checkpoint.store import locate, named
+from clipstream.checkpoint.store import locate, resolve_model_name
 from clipstream.cli.verbs.evaluate import main
 from clipstream.cli.verbs.train import main as train
 from clipstream.config.settings import Settings, dump, load
@@ -221,10 +221,10 @@ def test_every_setting_that_names_a_model_takes_a_run_and_a_repository(run: Path
     for path in (run, run / "checkpoints" / "best", run / "checkpoints" / "latest"):
         assert (locate(str(path)).step, locate(str(path)).run) == (7, run)
     for path in (run, step, run / "checkpoints" / "best", f"local-dir:{run}", f"local-dir:{step}"):
-        assert named(str(path)) == f"local-dir:{step}"
+        assert resolve_model_name(str(path)) == f"local-dir:{step}"
     others = {"org/A.b-1@v1": "hf-hub:org/A.b-1@v1", "hf-hub:o/n": "hf-hub:o/n"}
     same = ("ViT-B-32", "ViT-B/32", "openai", "my/small.json", "no/epoch_1.pt", f"{run}/no", f"{step}/COMPLETE")
-    assert {text: named(text) for text in (*others, *same)} == others | dict(zip(same, same, strict=True))
+    assert {text: resolve_model_name(text) for text in (*others, *same)} == others | dict(zip(same, same, strict=True))
     weights = f"{step}/open_clip_model.safetensors"
     for flags, expected in (
         ((f"--pretrained={run}",), (f"local-dir:{step}", None)),

@@ -298,5 +298,5 @@ def test_copies_are_plain_have_an_index_and_follow_the_umask(site: Site, shards:
         os.umask(before)
     found = [*(tmp_path / "fast").rglob("*.tar")]
     assert {path.stat().st_mode & 0o777 for path in [*found, cached]} == {0o640} and len(found) == 4
-    assert all(indexes.opened_by(str(path), None) == scan(path) for path in found), "the mode indexed finds it"
+    assert all(indexes.open_index(str(path), None) == scan(path) for path in found), "the mode indexed finds it"
     assert (tmp_path / "fast/sources/train/9.tar").read_bytes() == Path(shards[0]).read_bytes()

@@ -14,11 +14,11 @@ from torch import nn
 
 import clipstream
 from clipstream.cli.verbs.train import main
-from clipstream.curation.stores.pairs import nearest_preferred
+from clipstream.curation.stores.pairs import find_nearest_preferred
 from clipstream.curation.stores.search import TensorRows
 from clipstream.errors import SettingsError
 from clipstream.training.precision import check_device, prepare_towers
-from clipstream.utils.torch_state import restored_matmul_precision
+from clipstream.utils.torch_state import restore_matmul_precision
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags
 
@@ -59,11 +59,11 @@ def restore(_: object, program: str) -> int:
     exec(program)
     before = seen()
     for enabled in (True, False):
-        with restored_matmul_precision():
+        with restore_matmul_precision():
             use_tf32(enabled)  # which torch.compile reads by the older interface
             assert program or seen()[-2:] == ([True, "high"] if enabled else [False, "highest"])
         assert seen() == before, enabled
-    nearest_preferred(TensorRows(torch.eye(2)), np.arange(2))
+    find_nearest_preferred(TensorRows(torch.eye(2)), np.arange(2))
     assert seen() == before
     exec(program.replace("'tf32'", "'ieee'"))  # also what is set for all backends applies as before
     assert "'tf32'" not in program or torch.backends.cuda.matmul.fp32_precision == "ieee"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clipstream.checkpoint.store import holds_a_run, occupied
+from clipstream.checkpoint.store import holds_a_run, lock_folder
 from clipstream.cli.verbs.train import main
 from clipstream.distributed.world import World
 from clipstream.training.precision import resolve_precision
@@ -60,7 +60,7 @@ def test_the_written_config_repeats_the_run(place: Path, whole: str) -> None:
 
 
 def test_one_process_at_a_time_trains_in_a_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with occupied(place / "runs/busy"):
+    with lock_folder(place / "runs/busy"):
         assert main(flags(place, "busy", steps=1)) == 2
         assert f"is in use by process {os.getpid()} on " in capsys.readouterr().err
     assert main(flags(place, "busy", steps=1)) == 0
@@ -69,7 +69,7 @@ def test_one_process_at_a_time_trains_in_a_folder(place: Path, capsys: pytest.Ca
 
 def killed_with_a_worker(folder: Path) -> None:
     """Ends as by `kill -9`, while what it has forked takes a second more."""
-    with occupied(folder):
+    with lock_folder(folder):
         if os.fork() == 0:
             time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_while_its_workers_end(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=killed_with_a_worker, args=(tmp_path,))
     process.start()
     process.join()  # with a time limit, it would wait for what was forked, too
-    with occupied(tmp_path):
+    with lock_folder(tmp_path):
         assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
 
 

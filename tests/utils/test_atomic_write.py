@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.checkpoint.store import LATEST, Marker, begin, commit, is_occupied
+from clipstream.checkpoint.store import LATEST, Marker, begin, commit, is_locked
 from clipstream.curation.pack_shards import TarWriter
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.world import World
@@ -94,7 +94,7 @@ def test_what_a_file_system_lacks_is_done_without_and_said_once(
     number = request.node.callspec.params["lacking"]
     flushes = number != errno.ENOLCK  # which fsync does not give
     with lock_folder(tmp_path / "run", "--logs", ""), lock_folder(tmp_path / "run", "--logs", ""):
-        assert is_occupied(tmp_path / "run")
+        assert is_locked(tmp_path / "run")
         if flushes:
             for name in ("step_00000001", "step_00000001", "step_00000002"):
                 draft = begin(tmp_path / "run", name, 10)

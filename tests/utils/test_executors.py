@@ -13,7 +13,7 @@ from clipstream import __version__
 from clipstream.config.entry import run_main
 from clipstream.data.shard_pass import ShardPass
 from clipstream.errors import SettingsError
-from clipstream.utils.executors import _work, checked, run
+from clipstream.utils.executors import _work, check_executor, run
 from tests.support.ranks import reserved_port
 
 
@@ -30,7 +30,7 @@ from tests.support.ranks import reserved_port
 )
 def test_other_executors_are_refused(executor: str, said: str) -> None:
     with pytest.raises(SettingsError, match=f"^--executor: .*{said}"):
-        checked(executor)
+        check_executor(executor)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,6 @@ def test_an_interrupt_is_one_for_callers_and_tells_users_how_to_go_on(
 
 def test_processes_of_this_machine_are_one_per_core_unless_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLIPSTREAM_CAPABILITIES", "cores=7")
-    assert [checked(None), checked("local"), checked(None, 16), checked("local", 16), checked("local:3", 16)] == [
-        "local:7", "local:7", "local:16", "local:16", "local:3"
-    ]  # fmt: skip
+    asked = [(None,), ("local",), (None, 16), ("local", 16), ("local:3", 16)]
+    assert [check_executor(*one) for one in asked] == ["local:7", "local:7", "local:16", "local:16", "local:3"]
     assert dict(event for event in run(lambda number: number + 1, 3, "local:2") if event) == {0: 1, 1: 2, 2: 3}

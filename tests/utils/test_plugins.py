@@ -124,4 +124,4 @@ def test_a_folder_beside_the_package_whose_name_begins_alike_is_the_users_own() 
     error = caught.value
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # without this test's own frame
-    assert plugins.raised("part:Name", error).endswith(" at part.py:2")
+    assert plugins.describe_error("part:Name", error).endswith(" at part.py:2")

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from clipstream.utils.processes import Failed, note, run
+from clipstream.utils.processes import TaskFailure, note, run
 
 
 def killed_at(folder: Path, deaths: dict[int, int]) -> Callable[[int], int]:
@@ -36,7 +36,7 @@ def test_a_process_that_is_killed_costs_its_piece_alone(tmp_path: Path) -> None:
     died = results.pop(3)
     assert results == {number: number * number for number in (0, 1, 2, 4, 5, 6)}
     assert (
-        isinstance(died, Failed)
+        isinstance(died, TaskFailure)
         and "memory" in died.error
         and died.error.endswith(", at shard/3")
         and len(list(tmp_path.iterdir())) == 3

@@ -14,7 +14,7 @@ import torch
 from clipstream.cli.verbs.train import main
 from clipstream.report.html_report import read_run, render
 from clipstream.report.settings import LogSettings
-from clipstream.utils.timing import StepProfiler, StepTimer, dearest, timed
+from clipstream.utils.timing import StepProfiler, StepTimer, dearest, time_part
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags, lines, train_on
 
@@ -50,7 +50,7 @@ def profiled(folder: Path, steps: range, total: int) -> dict[str, object] | None
     with timer.active():
         for step in range(1, total + 1):
             timer.ranges = profiler.begin_step(step)
-            with timed("loss"):
+            with time_part("loss"):
                 torch.mm(torch.ones(64, 64), torch.ones(64, 64))
             timer.end_step()
             if profiler.end_step(step):

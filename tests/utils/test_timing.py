@@ -30,7 +30,7 @@ from clipstream.utils.timing import (
     Usage,
     begin,
     over_ranks,
-    timed,
+    time_part,
 )
 from tests.support import trainer_runs
 from tests.support.forks import wait_until
@@ -69,9 +69,9 @@ def take_step(device: type[DeviceMark], timer: StepTimer, seconds: float) -> Non
     for name in (DATA, COPY):
         begin(name)
         device.now += seconds
-    with timed(LOSS):
+    with time_part(LOSS):
         device.now += seconds
-        with timed("forward"):
+        with time_part("forward"):
             device.now += 10 * seconds
         device.now += seconds
     timer.end_step()
@@ -208,11 +208,11 @@ def test_a_compiled_model_is_one_part() -> None:
     model, timer = Marked(), StepTimer("cpu")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with timer.active():
-        with timed("forward"):
+        with time_part("forward"):
             compiled(torch.ones(2))
         timer.end_step()
         assert set(timer.take()[0]) == {"forward", "other"}
-        with timed("forward"):
+        with time_part("forward"):
             model(torch.ones(2))
         timer.end_step()
         assert "image_forward" in timer.take()[0]
@@ -231,7 +231,7 @@ def test_measuring_costs_less_than_a_hundredth_of_a_step() -> None:
             for _ in range(10):
                 for _ in range(15):
                     begin(DATA)
-                    with timed(LOSS):
+                    with time_part(LOSS):
                         begin(COPY)
                 timer.end_step()
             over_ranks([usage.read()])

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from clipstream.checkpoint.store import Subject, locate, model_at, model_in, named
+from clipstream.checkpoint.store import Subject, locate, model_at, model_in, resolve_model_name
 from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import CommandLine, Verb
 from clipstream.config.flags import argument, flag, output_file, split
-from clipstream.config.settings import Config, Settings, Written, changed, load, read, require_equal, settings_from
+from clipstream.config.settings import Config, Settings, Written, load, non_defaults, read, require_equal, settings_from
 from clipstream.config.validate import validate_evals
 from clipstream.data import sources as of_data
 from clipstream.data.decode.class_names import number_of
@@ -125,7 +125,7 @@ def evaluate(
         config = _config(evaluators, flags)
         if config[0] is None:  # shards
             model = model if isinstance(model, Model) else load_model(model)[0]
-            config = ({"data.sources": changed(model.context.data).get("sources", {})}, *config[1:])
+            config = ({"data.sources": non_defaults(model.context.data).get("sources", {})}, *config[1:])
         written = settings_from(*config, trains=False)
         if not written.settings.evals:
             raise SettingsError("no evaluators: set shards, or a section evals with at least one evaluator")
@@ -226,7 +226,7 @@ def run(command: CommandLine[EvaluateFlags]) -> int:
     if checkpoint is not None:
         if name is not None or naming:
             raise SettingsError(f"{'--model' if name else naming[0]} and --checkpoint are mutually exclusive")
-        if named(checkpoint).startswith(HUB):
+        if resolve_model_name(checkpoint).startswith(HUB):
             flags.append(f"--model={checkpoint}")
         else:
             subject = locate(checkpoint)

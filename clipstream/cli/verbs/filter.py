@@ -10,7 +10,7 @@ from clipstream.config.flags import OutPath, argument, flag
 from clipstream.config.help import READING
 from clipstream.curation.filter_recipes import RECIPES
 from clipstream.errors import SettingsError, did_you_mean
-from clipstream.utils.executors import MEANING, checked
+from clipstream.utils.executors import MEANING, check_executor
 from clipstream.utils.section import Section
 
 
@@ -51,7 +51,7 @@ def run(command: CommandLine[FilterFlags]) -> None:
     if own.recipe is not None and own.recipe not in RECIPES:
         near = did_you_mean(own.recipe, RECIPES)
         raise SettingsError(f"--recipe: {own.recipe!r} is not one of {', '.join(RECIPES)}{near}")
-    own = own.model_copy(update={"executor": checked(own.executor)})
+    own = own.model_copy(update={"executor": check_executor(own.executor)})
     from clipstream.curation.filter import filter_samples  # on use: it imports pyarrow
 
     filter_samples(own, command.flags)

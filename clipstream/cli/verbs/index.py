@@ -8,7 +8,7 @@ from clipstream.config.entry import CommandLine, Verb
 from clipstream.config.flags import OutPath, argument, flag, switch
 from clipstream.data.staging import Indexed, make_indexes
 from clipstream.utils.atomic_write import claim_output
-from clipstream.utils.executors import MEANING, checked, require_all
+from clipstream.utils.executors import MEANING, check_executor, require_all
 from clipstream.utils.section import Section
 
 
@@ -28,7 +28,7 @@ def run(command: CommandLine[IndexFlags]) -> None:
     own, began = command.own, time.monotonic()
     if own.into:
         claim_output(own.into, "--into")
-    results = make_indexes(own.shards, folder=own.into, executor=checked(own.executor), again=own.again)
+    results = make_indexes(own.shards, folder=own.into, executor=check_executor(own.executor), again=own.again)
     done = [one for one in results if isinstance(one, Indexed)]
     made, samples = sum(one.made for one in done), sum(one.samples for one in done)
     told = f"{len(done):,} of {len(results):,} shards, {samples:,} samples; {made:,} indexes made"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from clipstream.checkpoint.store import Subject, locate, model_at, model_in, named
+from clipstream.checkpoint.store import Subject, locate, model_at, model_in, resolve_model_name
 from clipstream.cli.verbs.evaluate import has_own_tokenizer
 from clipstream.config.entry import CommandLine, Verb
 from clipstream.config.flags import OutPath, argument, flag
@@ -114,7 +114,7 @@ def _start(names: list[str], end: Subject, settings: Settings) -> ModelSettings:
         if end.run is None:
             raise SettingsError(f"{names[0]} is of no run: name the start, clipstream interpolate START END")
         return model
-    name = named(names[0])
+    name = resolve_model_name(names[0])
     if name.startswith((HUB, LOCAL)):
         return ModelSettings(name=name, image_size=model.image_size, cache_dir=model.cache_dir)
     return model.model_copy(update={"pretrained": name})

@@ -17,7 +17,7 @@ from clipstream.curation.pack_sample import Format, Recipe, Recording
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import cache_root
 from clipstream.storage.shard_url import ShardURL, in_braces
-from clipstream.utils.executors import MEANING, checked
+from clipstream.utils.executors import MEANING, check_executor
 from clipstream.utils.section import GIVEN, SET, Conflict, Section, own_path
 
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -106,7 +106,7 @@ def asked_by(command: CommandLine[PackFlags]) -> Asked:
         own.group,
         own.merge,
         own.license,
-        checked(own.executor),
+        check_executor(own.executor),
     )
 
 

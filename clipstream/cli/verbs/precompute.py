@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from clipstream.checkpoint.store import named, with_own_config
+from clipstream.checkpoint.store import resolve_model_name, with_own_config
 from clipstream.config.entry import CommandLine, Verb
 from clipstream.config.flags import OutPath, argument, flag, switch
 from clipstream.config.help import READING
@@ -107,7 +107,10 @@ def _teachers(given: Sequence[str], cache_dir: str | None) -> dict[str, ModelSet
             )
         if name.lower() in (*TAKEN, *map(str.lower, teachers)):
             raise SettingsError(f"--teacher: the name {name} is already used in the store: use another name")
-        names = {"name": named(model), "pretrained": named(pretrained) if pretrained else None}
+        names = {
+            "name": resolve_model_name(model),
+            "pretrained": resolve_model_name(pretrained) if pretrained else None,
+        }
         teachers[name] = ModelSettings(**with_own_config(names), cache_dir=cache_dir)
     return teachers
 

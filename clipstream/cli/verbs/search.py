@@ -136,7 +136,7 @@ def search_store(command: CommandLine[Any]) -> None:
             "is of the settings that read --images: set --images DATA" if word[0] == "-" else "is one argument too many"
         )
         raise SettingsError(f"{word} {why}")
-    images.computed().search(command)  # on use: --help imports no torch
+    images.import_compute().search(command)  # on use: --help imports no torch
 
 
 _ON_PAGE = ("Captions and images",)

@@ -30,7 +30,7 @@ from clipstream.storage.shard_url import redact
 from clipstream.text import MESSAGE, duration, listed, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import print_training
-from clipstream.utils.executors import MEANING, checked, require_all
+from clipstream.utils.executors import MEANING, check_executor, require_all
 from clipstream.utils.section import Section, Tree
 
 SETTINGS_FILE = "staged.yaml"
@@ -46,7 +46,7 @@ class StageFlags(Section):
 
 def run(command: CommandLine[StageFlags]) -> None:
     """Raises SettingsError: wrong usage. Raises DataError: some shards could not be copied."""
-    folder, executor = folder_of(command.own.folder), checked(command.own.executor, COPYING)
+    folder, executor = folder_of(command.own.folder), check_executor(command.own.executor, COPYING)
     atomic_write.claim_output(folder / PARTS, "FOLDER", holds=True)
     settings, places = command.load()
     named = [(("data", "sources", name), source) for name, source in settings.data.sources.items()]

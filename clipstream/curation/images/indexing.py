@@ -76,7 +76,7 @@ class AnyCaption:
 
 
 @lru_cache(maxsize=1)
-def opened(call: ImageSearch) -> tuple[Settings, Source]:
+def open_call(call: ImageSearch) -> tuple[Settings, Source]:
     """The settings of a call, with the model and with the data as the source `NAME`, and this source.
 
     Raises ClipstreamError: there is no such model or data.
@@ -110,8 +110,8 @@ def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
 
     Raises ClipstreamError: model or data are wrong.
     """
-    opened.cache_clear()  # the data may have changed since the last call in this process
-    settings, source = opened(call)
+    open_call.cache_clear()  # the data may have changed since the last call in this process
+    settings, source = open_call(call)
     model, section = settings.model.not_trained(), settings.data.sources[NAME]
     preflight(model, settings.tokenizer)
     files = fetch(model, settings.tokenizer, World())

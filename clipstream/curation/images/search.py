@@ -49,7 +49,7 @@ KEPT, KEPT_DAYS = 10, 30  # indexes that stay in the cache
 USAGE = 'clipstream search runs/first images "a red bird" [-k N] [--html FILE]'
 
 
-def computed() -> Any:
+def import_compute() -> Any:
     """The module that imports torch."""
     loading.show("loading torch")
     from clipstream.curation.stores import topics
@@ -85,7 +85,7 @@ def index_of(call: ImageSearch) -> Path:
         except OSError as error:
             hint = "set $CLIPSTREAM_CACHE to a folder that you can write to"
             raise SettingsError(f"features cannot be kept in {made} ({error.strerror}): {hint}") from error
-        computed().make_index(call, made)
+        import_compute().make_index(call, made)
     with suppress(OSError):  # the cache may be read-only or full, and another process may remove old indexes as well
         memo.parent.mkdir(exist_ok=True)
         atomic_write.replace(memo, json.dumps([made.name, stamps]).encode())
@@ -101,7 +101,7 @@ def _remove_old() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
+def encode_queries(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
     """Features of queries, float32 [q, D]. Raises SettingsError: an image cannot be read."""
     files = {query: folder / QUERIES / f"{_digest(_content(query))}.npy" for query in queries}
     found = dict[str, Floats]()
@@ -116,7 +116,7 @@ def encoded(call: ImageSearch, queries: Sequence[str], folder: Path) -> Floats:
                 raise ValueError("for torch")
             features = [tower.encode(query) for query in missing]
         except (OSError, ValueError):  # torch computes other features
-            features = computed().encode(call, missing, folder)
+            features = import_compute().encode(call, missing, folder)
         for query, feature in zip(missing, features, strict=True):
             found[query] = feature.astype(np.float32)
             with suppress(OSError):  # the cache may be read-only or full
@@ -170,7 +170,7 @@ class SearchResults:
         self._call, self._folder = call, index_of(call)
         self._features: Floats = np.load(self._folder / FEATURES, mmap_mode="r")
         self._ends = np.load(self._folder / ENDS, mmap_mode="r")
-        self._hits = self._nearest(encoded(call, queries, self._folder), k)
+        self._hits = self._nearest(encode_queries(call, queries, self._folder), k)
         self.queries: list[str] = list(queries)
         self.matches: list[list[Match]] = [
             [Match(score, (image := self._image(row)).shown(call.data), image.caption) for row, score in hits]
@@ -207,7 +207,7 @@ class SearchResults:
 
         def card(row: int) -> Card:
             shown = (image := self._image(row)).shown(data).removeprefix(os.path.join(with_home(data), ""))
-            return indexing.card(image, shown, lambda: indexing.opened(call)[1])
+            return indexing.card(image, shown, lambda: indexing.open_call(call)[1])
 
         return indexing.render_gallery(found, near, card, f"{data} by {call.model}")
 

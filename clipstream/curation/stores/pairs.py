@@ -37,7 +37,7 @@ from clipstream.errors import DataError, SettingsError, did_you_mean
 from clipstream.features.manifest import IMAGE, TEXT
 from clipstream.features.store import FeatureStore, Numbers
 from clipstream.features.stored_rows import BLOCK, StoredRows, unit_views
-from clipstream.utils.torch_state import restored_matmul_precision
+from clipstream.utils.torch_state import restore_matmul_precision
 
 REFERENCES = 65536  # samples, at most, that others are compared with for `doubts`
 SHARED = 5
@@ -216,7 +216,7 @@ def _nearest(
         near: features of queries and others, and the cosine from which on an other is left out.
     """
     found = []
-    with restored_matmul_precision():
+    with restore_matmul_precision():
         torch.set_float32_matmul_precision("highest")  # never TF32 or bf16
         for part in torch.split(torch.arange(len(queries), device=queries.device), max(1, TILE // len(others))):
             scores = (queries[part] @ others.T).masked_fill_(own[part][:, None] == theirs, -torch.inf)
@@ -320,7 +320,7 @@ def near_duplicates(
         return nearest_in_clusters(rows, cluster(rows, clusters, device=device), order, device=device)
     if order is None:
         raise SettingsError("images are kept by their distance to a centroid in clusters alone: set their number")
-    return nearest_preferred(rows, order, device=device)
+    return find_nearest_preferred(rows, order, device=device)
 
 
 class Nearest(NamedTuple):
@@ -340,7 +340,7 @@ class Nearest(NamedTuple):
         return found
 
 
-def nearest_preferred(
+def find_nearest_preferred(
     rows: Rows, order: Numbers, *, device: torch.device | str = "cpu", held: int = 256 << 20
 ) -> Nearest:
     """Compare all pairs of rows, by float32 products: N^2 D / 2 multiplications; rows are read N D / (held / 4) times.
@@ -362,7 +362,7 @@ def nearest_preferred(
         of[better + start] = scores.index_select(1 - dim, better).argmax(dim=dim) + first
 
     start = 0
-    with restored_matmul_precision():
+    with restore_matmul_precision():
         torch.set_float32_matmul_precision("highest")  # never TF32 or bf16
         while start < len(rows):
             parts: list[torch.Tensor] = []
@@ -404,7 +404,7 @@ def nearest_in_clusters(
     device: torch.device | str = "cpu",
     held: int = 1 << 30,
 ) -> Nearest:
-    """As `nearest_preferred`, with pairs within clusters alone: about N^2 D / (2 k) multiplications for k clusters.
+    """As `find_nearest_preferred`, with pairs within clusters alone: N^2 D / (2 k) multiplications for k clusters.
 
     Args:
         order: None to prefer the rows that are farthest from their centroid, as in the paper.
@@ -424,7 +424,7 @@ def nearest_in_clusters(
         features = gather(rows, numbers)
         for own in np.split(labels[numbers].argsort(kind="stable"), sizes[first : end - 1].cumsum()):
             members = numbers[own]
-            some = nearest_preferred(TensorRows(features[torch.from_numpy(own)]), order[members], device=device)
+            some = find_nearest_preferred(TensorRows(features[torch.from_numpy(own)]), order[members], device=device)
             nearest.cosines[members] = some.cosines
             nearest.rows[members] = np.where(some.rows >= 0, members[some.rows], -1)
         first = end

@@ -59,14 +59,14 @@ class TensorRows:
             yield first, self.features[first : first + self.block]
 
 
-class Found(NamedTuple):
+class TopRows(NamedTuple):
     """The best rows of q queries, best first; rows of equal score in ascending order."""
 
     scores: torch.Tensor  # float32 [q, k]
     rows: torch.Tensor  # int64 [q, k]
 
 
-def search(rows: Rows, queries: torch.Tensor, k: int, *, device: torch.device | str = "cpu") -> Found:
+def search(rows: Rows, queries: torch.Tensor, k: int, *, device: torch.device | str = "cpu") -> TopRows:
     """The k rows with the largest product with each query; all rows if there are fewer.
 
     A score is the float64 product, rounded to float32: results do not depend on the size of blocks or on the device.
@@ -83,16 +83,16 @@ def search(rows: Rows, queries: torch.Tensor, k: int, *, device: torch.device | 
             ranks = _ranks((queries[part] @ block.T).float(), first)
             best[part] = torch.cat([best[part], ranks], 1).topk(k).values
     bits = best >> 32
-    return Found(_ordered(bits).int().view(torch.float32).cpu(), (_LAST - (best & _LAST)).cpu())
+    return TopRows(_sortable_bits(bits).int().view(torch.float32).cpu(), (_LAST - (best & _LAST)).cpu())
 
 
 def _ranks(scores: torch.Tensor, first: int) -> torch.Tensor:
     """int64 [q, m], larger for better rows: the bits of the score float32 [q, m], then the row, from `first` on."""
-    bits = _ordered((scores + 0.0).view(torch.int32).long())  # + 0.0: there is no -0.0
+    bits = _sortable_bits((scores + 0.0).view(torch.int32).long())  # + 0.0: there is no -0.0
     return (bits << 32) | (_LAST - first - torch.arange(scores.shape[1], device=scores.device))
 
 
-def _ordered(bits: torch.Tensor) -> torch.Tensor:
+def _sortable_bits(bits: torch.Tensor) -> torch.Tensor:
     """Bits of float32 as integers of the same order, and the reverse; int64."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -28,7 +28,7 @@ from clipstream.config.flags import output_file
 from clipstream.config.plan import survey
 from clipstream.curation.gallery import Card, render_gallery
 from clipstream.curation.images.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image
-from clipstream.curation.images.indexing import image_row, opened
+from clipstream.curation.images.indexing import image_row, open_call
 from clipstream.curation.images.numpy_text import Floats, NumpyText
 from clipstream.curation.stores import search as exact
 from clipstream.curation.stores.pairs import Doubts, PairRows, best_captions, doubts, hard_negatives, near_duplicates
@@ -57,7 +57,7 @@ from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.content import file_state
 from clipstream.utils.logs import loading, logger
 from clipstream.utils.table_files import SAMPLE, TableWriter, check_suffix
-from clipstream.utils.torch_state import restored_matmul_precision
+from clipstream.utils.torch_state import restore_matmul_precision
 
 SHOWN, SHOWN_TEXTS = 25, 10  # rows of a table, and captions or classes
 ON_PAGE, NEAR = 12, 8  # images of a caption on the page, and those near an image
@@ -129,10 +129,10 @@ def neighbours(options: Any, rows: StoredRows, device: torch.device) -> None:
 
 
 def duplicates(options: Any, flags: Sequence[str], rows: StoredRows, device: torch.device) -> None:
-    """Print groups of near-duplicates, and write the list and the page. Raises SettingsError: as `stored_images`."""
+    """Print groups of near-duplicates, and write the list and the page. Raises SettingsError: as `open_images`."""
     if rows.per_caption:
         raise SettingsError(f"--part {rows.part}: duplicates requires a part of images")
-    with stored_images(options, flags, rows.store) as images:
+    with open_images(options, flags, rows.store) as images:
         _duplicates(options, rows, images, device)
 
 
@@ -275,7 +275,7 @@ def _queries(options: Any, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
                 f"--query-image and --query-text require the model of {part}, which is not in {store.shown}: use "
                 f"--query-key"
             )
-        features = _encoded(folder, options.query_image, options.query_text, upright=store.manifest.views > 0)
+        features = _encode(folder, options.query_image, options.query_text, upright=store.manifest.views > 0)
     numbers: list[int] = []
     for key in options.query_key:
         if not (found := rows.find(key)):
@@ -288,7 +288,7 @@ def _queries(options: Any, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
 
 
 @torch.inference_mode()
-def _encoded(model: Path, images: Sequence[str], texts: Sequence[str], *, upright: bool) -> torch.Tensor:
+def _encode(model: Path, images: Sequence[str], texts: Sequence[str], *, upright: bool) -> torch.Tensor:
     """Features of images and texts, float32 [n, D], rows of length 1.
 
     Args:
@@ -326,7 +326,7 @@ def make_index(call: ImageSearch, folder: Path) -> None:
 
     Raises ClipstreamError: no image is usable, the disk is full, or a signal came.
     """
-    settings, source = opened(call)
+    settings, source = open_call(call)
     images = "the images" if source.samples is None else f"{source.samples:,} images"
     logger.info(f"computing features of {images}, which later searches find in {folder.parent}")
     options = StoreOptions(
@@ -365,9 +365,9 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
 
     Raises SettingsError: an image cannot be decoded.
     """
-    settings, _ = opened(call)
+    settings, _ = open_call(call)
     own = settings.model.not_trained()  # as the images were encoded
-    with restored_matmul_precision():
+    with restore_matmul_precision():
         train = settings.train.model_copy(update={"precision": "fp32"})
         world = World(device=usable_device(settings.run.device))
         context = context_for(settings.model_copy(update={"train": train}), own, world)
@@ -403,7 +403,7 @@ def doubt(options: Any, flags: Sequence[str], store: FeatureStore, device: torch
 
     Raises SettingsError: the store lacks a tower, or the data of the images are not those of the store.
     """
-    with stored_images(options, flags, store) as images:
+    with open_images(options, flags, store) as images:
         pairs = PairRows(store)
         found = doubts(pairs, options.k, device=device)
         order = np.argsort(found.scores, kind="stable")
@@ -491,7 +491,7 @@ def _groups(found: Doubts, worst: Numbers, texts: Sequence[Mistaken], names: Map
 
 
 @contextlib.contextmanager
-def stored_images(options: Any, flags: Sequence[str], store: FeatureStore) -> Iterator[StoredImages | None]:
+def open_images(options: Any, flags: Sequence[str], store: FeatureStore) -> Iterator[StoredImages | None]:
     """The images of a store for --html; None without it. Raises SettingsError: these are not those of the store."""
     if bool(options.html) != bool(options.images):
         raise SettingsError("--html FILE shows images of --images DATA: set both, or none")

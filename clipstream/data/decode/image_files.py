@@ -106,11 +106,11 @@ def _formats(kind: str | None) -> tuple[str, ...]:
     return (*FORMATS, form)
 
 
-def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The image with its header read and nothing decoded. Raises Dropped."""
     form = kind(data)
     if form == "TIFF" and _tiff(data)[1]:
-        raise Dropped("undecodable_image", _unidentified(data, form))
+        raise Dropped("undecodable_image", _describe_unidentified(data, form))
     try:
         image: Image.Image = Image.open(io.BytesIO(_without_text(data)), formats=_formats(form))
     except Image.DecompressionBombError as error:
@@ -118,13 +118,13 @@ def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise Dropped("image_too_large", f"{int(count[0]) if count else 0:,} pixels, {_LIMIT}") from error
     except Exception as error:  # Pillow's readers raise nearly anything on broken files
         unknown = isinstance(error, UnidentifiedImageError) or form in EXTRAS
-        raise Dropped("undecodable_image", _unidentified(data, form) if unknown else repr(error)) from error
+        raise Dropped("undecodable_image", _describe_unidentified(data, form) if unknown else repr(error)) from error
     check_size(image.size, max_pixels)
     _mend(image)
     return image
 
 
-def _unidentified(data: bytes, form: str | None) -> str:
+def _describe_unidentified(data: bytes, form: str | None) -> str:
     """What a file is that Pillow does not read, and what to do."""
     what = describe(data) or f"not an image: {len(data)} bytes that begin with {bytes(data[:8])!r}"
     if form in EXTRAS and find_spec(EXTRAS[form][1]) is not None:

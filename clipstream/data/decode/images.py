@@ -21,7 +21,7 @@ from PIL import ExifTags, Image
 
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.image_files import FORMATS, check_size, jpeg_header
-from clipstream.data.decode.image_files import opened as opened
+from clipstream.data.decode.image_files import open_image as open_image
 from clipstream.data.image_settings import MAX_PIXELS, ImageTransformSettings, rgb
 from clipstream.errors import Dropped
 from clipstream.utils.plugins import called
@@ -107,9 +107,11 @@ class OwnImageTransform:
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: as EvalTransform, `image_transform_error`, or the user's own reason."""
-        image = decoded(data, self._background, self._upright, self._max_pixels)
-        image = image if image.mode == "RGB" else converted(image)
-        pixels = called("image_transform_error", "the image transform", self._transform, image, self._size, rng)
+        image = decode_image(data, self._background, self._upright, self._max_pixels)
+        image = image if image.mode == "RGB" else convert_image(image)
+        pixels = call_for_sample(
+            "image_transform_error", "the image transform", self._transform, image, self._size, rng
+        )
         shape, dtype = getattr(pixels, "shape", None), getattr(pixels, "dtype", None)
         if not isinstance(pixels, np.ndarray) or shape != (*self._size, 3) or dtype != np.uint8:
             got = f"{type(pixels).__name__} {dtype or ''} {shape or ''}".strip()
@@ -141,16 +143,16 @@ class EvalTransform:
 
     def __call__(self, data: bytes, rng: SampleRNG | None = None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform; `rng` is not used. Raises Dropped: `undecodable_image` or `image_too_large`."""
-        return self.fit(decoded(data, self.background, self.upright, self.max_pixels), out)
+        return self.fit(decode_image(data, self.background, self.upright, self.max_pixels), out)
 
     def fit(self, image: Image.Image, out: Pixels | None = None) -> Pixels:
         """uint8 [H, W, 3] of an image that is decoded. Raises Dropped: as `__call__`."""
         image = opaque(image, self.background)
         self.lost = (lost_area(image.size, self.spec),) * 2
-        return written(fitted(image, self.spec), out)
+        return write_pixels(fit_image(image, self.spec), out)
 
 
-def fitted(image: Image.Image, spec: ImageSpec) -> Image.Image:
+def fit_image(image: Image.Image, spec: ImageSpec) -> Image.Image:
     """An opaque image of the model's size, in its own mode. Raises Dropped: `image_too_large`, for an extreme strip."""
     height, width = _target(image.size, spec)
     if height * width > MAX_PIXELS:
@@ -181,12 +183,12 @@ def orientation_of(image: Image.Image) -> int:
     return found if found in _TURNS else 1
 
 
-def turned(image: Image.Image, orientation: int) -> Image.Image:
+def turn_upright(image: Image.Image, orientation: int) -> Image.Image:
     """The image upright."""
     return image if orientation == 1 else image.transpose(_TURNS[orientation])
 
 
-def loaded(image: Image.Image) -> Image.Image:
+def load_pixels(image: Image.Image) -> Image.Image:
     """The image, decoded; 16-bit colours, of which Pillow keeps the upper 8, are scaled. Raises Dropped."""
     tiles, file = getattr(image, "tile", []), getattr(image, "fp", None)  # gone once it is decoded
     try:
@@ -204,16 +206,16 @@ def loaded(image: Image.Image) -> Image.Image:
                 _check_depth(image, file.getvalue())
     except Dropped:
         raise
-    except Exception as error:  # as in `opened`
+    except Exception as error:  # as in `open_image`
         raise Dropped("undecodable_image", repr(error)) from error
     return image
 
 
-def decoded(data: bytes, background: Colour, upright: bool, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode_image(data: bytes, background: Colour, upright: bool, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The image of a file, decoded, without transparency, and upright if this is asked for. Raises Dropped."""
-    image = opened(data, max_pixels)
+    image = open_image(data, max_pixels)
     orientation = orientation_of(image) if upright else 1
-    return turned(opaque(loaded(image), background), orientation)
+    return turn_upright(opaque(load_pixels(image), background), orientation)
 
 
 def opaque(image: Image.Image, background: Colour) -> Image.Image:
@@ -223,7 +225,7 @@ def opaque(image: Image.Image, background: Colour) -> Image.Image:
     if image.mode not in _WITH_ALPHA and "transparency" not in image.info:
         return image
     if image.mode != "RGBA":
-        image = converted(image, "RGBA")
+        image = convert_image(image, "RGBA")
     ground = Image.new("RGB", image.size, background)
     ground.paste(image, mask=image)
     return ground
@@ -233,7 +235,7 @@ def is_transparent(image: Image.Image) -> bool:
     """Whether a loaded image has pixels that are not opaque. Raises Dropped."""
     image = _narrow(image) if _is_wide(image) else image
     has = image.mode in _WITH_ALPHA or "transparency" in image.info
-    return has and converted(image, "RGBA").getchannel("A").getextrema()[0] != 255
+    return has and convert_image(image, "RGBA").getchannel("A").getextrema()[0] != 255
 
 
 def transparency_note(transparent: int, images: int, background: str) -> str:
@@ -247,8 +249,8 @@ def _narrow(image: Image.Image) -> Image.Image:
     """An image of wide values with 8 bits: in mode L, or LA where one value is transparent."""
     values, clear = np.asarray(image), image.info.get("transparency")
     if not isinstance(clear, int) or (seen := values != clear).all():
-        return Image.fromarray(_narrowed(values))
-    narrow = _narrowed(np.where(seen, values, values[seen].min(initial=clear)))
+        return Image.fromarray(_to_uint8(values))
+    narrow = _to_uint8(np.where(seen, values, values[seen].min(initial=clear)))
     return Image.fromarray(np.dstack([narrow, seen * np.uint8(255)]))
 
 
@@ -291,13 +293,13 @@ def _scale_colours(image: Image.Image, data: bytes) -> None:
         lower.tile[number] = tile._replace(args=(mode, *rest) if rest else mode)
     values = upper.astype(np.uint16) << 8 | np.asarray(lower)[..., [1, 1, 1, 3] if grey else slice(None)]
     seen = np.ones(values.shape[:2], bool) if clear is None else (values != np.array(clear)).any(axis=2)
-    parts = [_narrowed(part * seen[..., None]) for part in (values[..., :3], values[..., 3:]) if part.size]
+    parts = [_to_uint8(part * seen[..., None]) for part in (values[..., :3], values[..., 3:]) if part.size]
     image.paste(Image.fromarray(np.concatenate(parts, axis=2)))
     if not seen.all():  # of the 16 bits, where Pillow compares the lower 8 of one with the upper of the other
         image.putalpha(Image.fromarray(seen * np.uint8(255)))
 
 
-def _narrowed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _to_uint8(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Values of more than 8 bits as uint8, by the range of the image.
 
     Integers have 8, 10, 12, 14 or 16 bits, whichever holds the highest; fractions range from 0 to 1, to the highest
@@ -336,7 +338,7 @@ def is_smooth(image: Image.Image) -> bool:
     return image.mode in ("L", "RGB", *_WITH_ALPHA) or _is_wide(image) or "transparency" in image.info
 
 
-def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
+def convert_image(image: Image.Image, mode: str = "RGB") -> Image.Image:
     """The image in another mode. Raises Dropped."""
     try:
         return image.convert(mode)
@@ -387,10 +389,10 @@ def _centre(image: Image.Image, size: tuple[int, int], fill: int, floor: bool = 
     return canvas
 
 
-def written(image: Image.Image, out: Pixels | None) -> Pixels:
+def write_pixels(image: Image.Image, out: Pixels | None) -> Pixels:
     """The image's pixels, uint8 [H, W, 3], in `out` if given. Raises Dropped."""
     if image.mode != "RGB":
-        image = converted(image)
+        image = convert_image(image)
     if out is None:
         return np.array(image)
     out[...] = np.asarray(image)
@@ -402,14 +404,14 @@ def eight_bits(image: Image.Image, background: str | None) -> Image.Image:
 
     `background` is the colour under transparent pixels; None keeps the transparency. Raises Dropped.
     """
-    image = loaded(image)
+    image = load_pixels(image)
     if _is_wide(image):
         image = _narrow(image)
     clear = image.mode in _WITH_ALPHA or "transparency" in image.info
     if not clear or background is not None:
         image = opaque(image, rgb(background or "white"))
-        return image if image.mode in ("RGB", "L") else converted(image, "L" if image.mode == "1" else "RGB")
-    return image if image.mode in ("RGBA", "LA") else converted(image, "RGBA")
+        return image if image.mode in ("RGB", "L") else convert_image(image, "L" if image.mode == "1" else "RGB")
+    return image if image.mode in ("RGBA", "LA") else convert_image(image, "RGBA")
 
 
 @cache
@@ -451,7 +453,7 @@ def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Hea
     if jpeg is not None and not (upright and found is not None and found.exif):
         check_size(jpeg, max_pixels)
         return Header("jpeg", jpeg, 1, True)
-    image = opened(data, max_pixels)
+    image = open_image(data, max_pixels)
     orientation = orientation_of(image) if upright else 1
     if jpeg is not None:
         return Header("jpeg", jpeg, orientation, True)
@@ -475,7 +477,7 @@ def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixe
     pixels = _pixels(data, header, factor, "RGB")
     if pixels is None:
         image = _by_pillow(data, header, factor, background)
-        pixels = np.asarray(image if image.mode == "RGB" else converted(image))
+        pixels = np.asarray(image if image.mode == "RGB" else convert_image(image))
     return pixels
 
 
@@ -486,7 +488,7 @@ def decode_grey(data: bytes, header: Header, factor: int, background: Colour) ->
         image = _by_pillow(data, header, factor, background)
     else:
         image = opaque(Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels), background)
-    return image if image.mode == "L" else converted(image, "L")
+    return image if image.mode == "L" else convert_image(image, "L")
 
 
 def _pixels(data: bytes, header: Header, factor: int, space: str) -> Pixels | None:
@@ -505,7 +507,7 @@ def _pixels(data: bytes, header: Header, factor: int, space: str) -> Pixels | No
 
 def _by_pillow(data: bytes, header: Header, factor: int, background: Colour) -> Image.Image:
     """The image without transparency. Raises Dropped."""
-    image = header.image or opened(data)
+    image = header.image or open_image(data)
     if factor > 1:
         image.draft(image.mode, (max(1, header.size[0] // factor), max(1, header.size[1] // factor)))
-    return opaque(loaded(image), background)
+    return opaque(load_pixels(image), background)

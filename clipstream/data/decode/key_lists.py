@@ -102,7 +102,7 @@ class ListedSamples:
         if shard is not None:
             return self._of_shards(self._find(shard), shard, key)
         names, absent, elsewhere, is_named = list(dict.fromkeys((key, key.strip()))), True, False, False
-        for part, rest in _divided(key.strip()):
+        for part, rest in _divide(key.strip()):
             shards = self._find(part)
             found = self._of_shards(shards, part, rest)
             names += found.names if shards or self._source is None else []
@@ -153,7 +153,7 @@ class ListedSamples:
         return [self._keys_of(shard, read=len(shards) <= LOOKED) for shard in shards]
 
 
-def _divided(line: str) -> Iterator[tuple[str, str]]:
+def _divide(line: str) -> Iterator[tuple[str, str]]:
     """How a line may be divided into a shard and a key."""
     if found := _SHARD.fullmatch(line):
         yield found[1], found[2]

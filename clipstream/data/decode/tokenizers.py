@@ -68,7 +68,7 @@ def readable(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
 
-def marked(tokenizer: Tokenizer, text: str) -> str:
+def mark_cut(tokenizer: Tokenizer, text: str) -> str:
     """The text on one line, with CUT where the context length ends, and no more than SHOWN_REST characters after it."""
     text = " ".join(text.split())
     try:
@@ -117,7 +117,7 @@ def build_tokenizer(
     try:
         ids, length, size = tokenizer.encode(["a photo of a cat", "a"]), tokenizer.context_length, tokenizer.vocab_size
     except Exception as error:
-        raise SettingsError(f"{who}: cannot encode a text: {raised(settings.type, error)}") from error
+        raise SettingsError(f"{who}: cannot encode a text: {describe_error(settings.type, error)}") from error
     if length > context_length:
         raise SettingsError(f"{who}: context_length {length} exceeds the model's {context_length}")
     if getattr(ids, "shape", None) != (2, length) or ids.dtype != np.int32:
@@ -372,7 +372,7 @@ def _hugging_face(
     try:
         return HFTokenizer(str(folder), context_length=context_length, trust_remote_code=settings.trust_remote_code)
     except Exception as error:  # transformers raises nearly anything on files that do not fit together
-        text = not_trusted(folder, error) or f"cannot load the tokenizer in {folder}: {error}"
+        text = untrusted_code_message(folder, error) or f"cannot load the tokenizer in {folder}: {error}"
         raise SettingsError(f"tokenizer.name: {text}") from error
 
 

@@ -22,14 +22,14 @@ from clipstream.data.decode.images import (
     check_shape,
     decode,
     is_smooth,
-    loaded,
+    load_pixels,
     lost_area,
     opaque,
-    opened,
+    open_image,
     read_header,
-    turned,
+    turn_upright,
     webp_decoder,
-    written,
+    write_pixels,
 )
 from clipstream.data.image_settings import MAX_PIXELS, AugmentSettings, rgb
 
@@ -120,13 +120,17 @@ class TrainTransform:
         return out
 
     def _exact(self, data: bytes, header: Header, box: Box, name: str, out: Pixels | None) -> Pixels:
-        image = turned(opaque(loaded(header.image or opened(data)), self.background), header.orientation)
+        image = turn_upright(opaque(load_pixels(header.image or open_image(data)), self.background), header.orientation)
         image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
-        return written(image.resize(self.spec.size[::-1], FILTERS[name]), out)
+        return write_pixels(image.resize(self.spec.size[::-1], FILTERS[name]), out)
 
     def _fast(self, data: bytes, header: Header, box: Box, name: str, out: Pixels | None) -> Pixels:
         mirror_x, mirror_y, transpose = _TURNS[header.orientation]
-        if header.kind == "other" and not header.scales and not is_smooth(loaded(header.image or opened(data))):
+        if (
+            header.kind == "other"
+            and not header.scales
+            and not is_smooth(load_pixels(header.image or open_image(data)))
+        ):
             return self._exact(data, header, box, name, out)
         # The crop as one of the stored image.
         left, top, width, height = (box.top, box.left, box.height, box.width) if transpose else box
@@ -148,7 +152,7 @@ class TrainTransform:
             part = part.copy()  # else torch warns, although it only reads
         target = out if header.orientation == 1 and part.shape[2] == 3 else None
         if factor > 1:
-            pixels = _resized_between(part, box, factor, size, name, target)
+            pixels = _resize_between(part, box, factor, size, name, target)
         else:
             pixels = np.empty((*size, part.shape[2]), dtype=np.uint8) if target is None else target
             _RESIZES[name](_planes(part), size, False, size[0] / height, size[1] / width, out=_planes(pixels))
@@ -185,7 +189,7 @@ def crop_box(size: tuple[int, int], augment: AugmentSettings, rng: SampleRNG) ->
     return Box((full_width - width) // 2, (full_height - height) // 2, width, height)
 
 
-def _resized_between(
+def _resize_between(
     part: Pixels, box: Box, factor: int, size: tuple[int, int], name: str, out: Pixels | None
 ) -> Pixels:
     """The crop, of RGB pixels decoded at 1 / factor, resized to `size` (height, width), where the crop may begin

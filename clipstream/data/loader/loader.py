@@ -27,7 +27,7 @@ from clipstream.data.sources import Source
 from clipstream.errors import DataError, Interrupted
 from clipstream.text import lines
 from clipstream.utils.logs import logger
-from clipstream.utils.timing import COPY, timed
+from clipstream.utils.timing import COPY, time_part
 
 POLL = 0.2  # s between checks for interruption and stalls while a batch is waited for
 WATCH = 2.0  # s between checks for killed workers while no batch is asked for
@@ -192,7 +192,7 @@ class Loader:
         for name, counts in self.stream.remainder_of(self._step).items():
             self.health.sources[name].remainder.update(counts)
         self._step += 1
-        with timed(COPY):
+        with time_part(COPY):
             batch = self._prefetch.finish(batch)
         if self._prefetch.ahead:  # begin to copy the next batch, if it is complete
             self._refill()

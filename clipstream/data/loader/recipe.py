@@ -181,7 +181,7 @@ def check_recipes(recipes: Sequence[ReadingRecipe], *, told: bool) -> None:
     check_lists([*(one.filter for one in recipes), *chances], told=told)
 
 
-def stored_samples(
+def join_stores(
     features: StoredData,
     settings: DataSettings,
     sources: Mapping[str, Source],

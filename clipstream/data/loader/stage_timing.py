@@ -165,7 +165,7 @@ class Stopwatch:
         return intervals
 
 
-def merged(parts: Iterable[StageTimes]) -> StageTimes:
+def sum_times(parts: Iterable[StageTimes]) -> StageTimes:
     """The sum of several."""
     whole = StageTimes()
     for part in parts:

@@ -125,7 +125,7 @@ def permutation(n: int, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return order
 
 
-def permuted(positions: np.ndarray[Any, Any], n: int, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def permute(positions: np.ndarray[Any, Any], n: int, key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The elements of a permutation of 0 … n - 1 at some positions, int64 [m], in memory of O(m).
 
     A Feistel network of four rounds on the next even number of bits, walked until it ends below n (Black and Rogaway:

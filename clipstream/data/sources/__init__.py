@@ -44,7 +44,7 @@ from clipstream.storage.tar import SampleRef as SampleRef
 from clipstream.storage.tar import ShardIndex as ShardIndex
 from clipstream.text import counted, printable
 from clipstream.utils.atomic_write import note_input
-from clipstream.utils.plugins import called, load_plugin, raised
+from clipstream.utils.plugins import call_for_sample, describe_error, load_plugin
 from clipstream.utils.section import builtin_parts, with_home
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ class Source:
         except Exception as error:
             if not self._is_plugin:
                 raise
-            raise SettingsError(f"{self.context.key}: {raised(self.settings.type, error)}") from error
+            raise SettingsError(f"{self.context.key}: {describe_error(self.settings.type, error)}") from error
 
     def _list(self, kind: SourceType, entry: str) -> list[str]:
         found = kind.list_shards(entry)
@@ -360,7 +360,7 @@ class Source:
         except (ClipstreamError, ShardError, OSError):
             raise
         except Exception as error:
-            raise ShardError("source_error", raised(self.settings.type, error)) from error
+            raise ShardError("source_error", describe_error(self.settings.type, error)) from error
 
     @cached_property
     def shard_names(self) -> dict[str, str]:
@@ -451,7 +451,7 @@ class _PluginShard(OpenShard):
         self.index = index
 
     def _call(self, function: Callable[..., dict[str, bytes]], *args: object) -> dict[str, bytes]:
-        members: dict[str, bytes] = called("source_error", self._type, function, *args)
+        members: dict[str, bytes] = call_for_sample("source_error", self._type, function, *args)
         mapping = isinstance(members, Mapping)
         odd = {name: value for name, value in members.items() if not isinstance(value, bytes)} if mapping else members
         if odd or not mapping:

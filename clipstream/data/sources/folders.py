@@ -41,7 +41,7 @@ from clipstream.data.sources.beside import (
     stem_of,
     suffix_of,
 )
-from clipstream.data.sources.splits import SPLIT, SPLITS, TEST, TRAIN, preferred, split_in
+from clipstream.data.sources.splits import SPLIT, SPLITS, TEST, TRAIN, split_in, splits_to_read
 from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError, absent
 from clipstream.storage.shard_url import ShardURL, table_format, with_variables
@@ -98,7 +98,7 @@ def named_folder(part: str, type: str = AUTO) -> str | None:
     scheme = ShardURL(text).scheme
     if scheme == "folder" or (type == "folder" and scheme is None):
         return text.removeprefix("folder:")
-    return text if type == AUTO and scheme is None and os.path.isdir(divided(text)[0]) else None
+    return text if type == AUTO and scheme is None and os.path.isdir(split_path(text)[0]) else None
 
 
 def with_split(part: str, type: str, image_key: str) -> str:
@@ -108,10 +108,10 @@ def with_split(part: str, type: str, image_key: str) -> str:
     """
     path = named_folder(part, type)
     split = "" if path is None else contents(path, image_key).split
-    return f"folder:{divided(str(path))[0]}#{split}" if split else part
+    return f"folder:{split_path(str(path))[0]}#{split}" if split else part
 
 
-def divided(path: str) -> tuple[str, str]:
+def split_path(path: str) -> tuple[str, str]:
     """The folder and the split that PATH or PATH#SPLIT names; '' for no split."""
     folder, sign, split = path.rpartition("#")
     return (folder, split) if sign and not os.path.exists(path) else (path, "")
@@ -127,7 +127,7 @@ def contents(path: str, image_key: str = IMAGE_KEY, evaluates: bool = False) -> 
     """
     key = os.path.abspath(path), image_key, evaluates
     changed, found = _KNOWN.pop(key, ({}, None))
-    if found is None or any(_changed(folder) != time for folder, time in changed.items()):
+    if found is None or any(_change_time(folder) != time for folder, time in changed.items()):
         found = _contents(path, split_keys(image_key), evaluates, changed := {})
     _KNOWN[key] = changed, found
     return found
@@ -137,7 +137,7 @@ _warn_once = cache(logger.warning)
 _KNOWN: dict[tuple[str, str, bool], tuple[dict[str, int], Contents]] = {}  # with the times of change of all folders
 
 
-def _changed(folder: str) -> int:
+def _change_time(folder: str) -> int:
     with contextlib.suppress(OSError):
         return os.stat(folder).st_mtime_ns
     return 0
@@ -145,7 +145,7 @@ def _changed(folder: str) -> int:
 
 def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dict[str, int]) -> Contents:
     """As `contents`; the folders that it depends on are added to `seen`, with their times of change."""
-    folder = divided(path)[0]
+    folder = split_path(path)[0]
     if not os.path.isdir(folder):
         raise SettingsError(f"folder:{path}: the folder {absent(folder)}")
     try:
@@ -176,7 +176,7 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
         shards = _tables(files) if kind == "tables" else filter(_TAR.fullmatch, files)
         chosen, split = _of_split(path, shards, kind, evaluates)
         meta = os.path.join(folder, ".nv-meta")
-        seen[meta] = _changed(meta)
+        seen[meta] = _change_time(meta)
         paths = [os.path.join(folder, file) for file in chosen]
         found = Contents(kind, paths, split=split, what=counted(len(chosen), kind.removesuffix("s"), ","))
     return found._replace(what=f"{found.what} (split {split})") if split else found
@@ -198,7 +198,7 @@ def levels(root: str, seen: dict[str, int]) -> Iterator[list[str]]:
         where = waiting.popleft()
         if (real := os.path.realpath(os.path.join(root, where))) in seen:  # a link to a folder above
             continue
-        seen[real] = _changed(real)
+        seen[real] = _change_time(real)
         names: list[str] = []
         with os.scandir(real) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
@@ -244,7 +244,9 @@ def _kind(folder: str, files: Sequence[str], image_keys: Collection[str]) -> str
         raise SettingsError(f"{folder} holds {counted(len(images), 'image', ',')} and no captions: {_ADVICE}")
     suffixes = Counter(f".{suffix}" for file in files if (suffix := suffix_of(file)))
     held = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(3)) or "no files"
-    raise SettingsError(f"{folder} holds no tar, no table and no image, but {held}{_known(folder, files)}: {_ADVICE}")
+    raise SettingsError(
+        f"{folder} holds no tar, no table and no image, but {held}{_describe_first_file(folder, files)}: {_ADVICE}"
+    )
 
 
 def _refuse_lakes(folder: str, files: Iterable[str]) -> None:
@@ -259,7 +261,7 @@ def _refuse_lakes(folder: str, files: Iterable[str]) -> None:
             )
 
 
-def _known(folder: str, files: Sequence[str]) -> str:
+def _describe_first_file(folder: str, files: Sequence[str]) -> str:
     """What the first file is whose bytes tell, in words with what to do about it: ` (FILE: …)`, or ''."""
     if part := next((file for file in files if _PART.fullmatch(file)), None):
         whole = os.path.basename(_PART.sub(r"\1", part))
@@ -292,7 +294,7 @@ def _of_split(path: str, names: Iterable[str], kind: str, evaluates: bool) -> tu
     Args:
         path: PATH or PATH#SPLIT.
     """
-    folder, asked = divided(path)
+    folder, asked = split_path(path)
     find = _FOLDER.match if kind == "pairs" else SPLIT.search
     by: dict[str, list[str]] = {}
     known = _energon_splits(folder) if kind == "tars" else {}
@@ -305,7 +307,7 @@ def _of_split(path: str, names: Iterable[str], kind: str, evaluates: bool) -> tu
         return sorted(chain(*by.values())), ""
     by[TRAIN] = sorted(by.get(TRAIN, []) + by.pop("", []))
     named = split_in(asked)
-    wanted = [named or asked] if asked else preferred(evaluates)
+    wanted = [named or asked] if asked else splits_to_read(evaluates)
     if split := next((split for split in wanted if by.get(split)), ""):
         return sorted(by[split]), split
     there = ", ".join(sorted(split for split in by if by[split])) or "none"
@@ -373,7 +375,7 @@ class FolderSource(SourceType):
         if (path := named_folder(part, type)) is None:
             return ()
         held = contents(path, image_key, evaluates)
-        kind, named = "folder", [f"{divided(path)[0]}#{held.split}" if held.split else path]
+        kind, named = "folder", [f"{split_path(path)[0]}#{held.split}" if held.split else path]
         if held.kind in ("tars", "tables"):
             kind, named = held.kind.removesuffix("s"), list(held.files)
         for name in named:
@@ -392,7 +394,7 @@ class FolderSource(SourceType):
             inner = sorted(path for path in root.glob("[Ii]mage[Nn]et[Vv]2*") if path.is_dir())
             root = inner[0] if len(inner) == 1 else root
         elif (held := contents(path, self._image_key)).kind == "pairs":
-            folder, rows = os.path.abspath(divided(path)[0]), range(len(held.files))
+            folder, rows = os.path.abspath(split_path(path)[0]), range(len(held.files))
             pairs = zip(held.files, held.suffixes, strict=True)
             note_input(folder, lambda: {f"{name}{end}" for name, ends in pairs for end in ends})
             block = max(1, min(BLOCK, -(-len(rows) // BLOCKS)))

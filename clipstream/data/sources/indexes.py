@@ -48,10 +48,10 @@ from clipstream.data.sources import Source
 from clipstream.errors import SettingsError
 from clipstream.storage.schemes import compression_of
 from clipstream.storage.shard_url import ShardURL, redact
-from clipstream.storage.tar import BLOCK, LINK, Fault, SampleTable, ShardIndex, scan
+from clipstream.storage.tar import BLOCK, LINK, Fault, SampleRefs, ShardIndex, scan
 from clipstream.text import lines, listed, printable
 from clipstream.utils import atomic_write
-from clipstream.utils.section import Count, checked
+from clipstream.utils.section import Count, parse_as
 
 SUFFIX = ".index"
 MAGIC = b"clipstream-index 1 "
@@ -180,7 +180,7 @@ def read(path: Path, size: int | None = None) -> tuple[Head, ShardIndex]:
         body = file.read()
     if len(body) != head.length or zlib.crc32(body) != head.crc32:
         raise ValueError("its checksum is wrong")
-    samples, expected = SampleTable(), 0
+    samples, expected = SampleRefs(), 0
     unpacker = zlib.decompressobj()
     try:
         text = unpacker.decompress(body, MOST_PACKED * len(body))
@@ -203,7 +203,7 @@ def read(path: Path, size: int | None = None) -> tuple[Head, ShardIndex]:
     return head, ShardIndex(samples, head.fault)
 
 
-def opened_by(name: str, folder: str | None) -> ShardIndex | None:
+def open_index(name: str, folder: str | None) -> ShardIndex | None:
     """The index of a local tar; None if there is none that is intact and of this version of the file."""
     local = ShardURL(name).path
     for path in [] if local is None else paths_of(name, folder):
@@ -221,7 +221,7 @@ def parse_head(line: bytes) -> Head:
     checksum, _, text = line.removeprefix(MAGIC).rstrip(b"\n").partition(b" ")
     if not line.startswith(MAGIC) or not line.endswith(b"\n") or b"%08x" % zlib.crc32(text) != checksum:
         raise ValueError("damaged, or not an index of this version")
-    head = checked(Head, text)
+    head = parse_as(Head, text)
     if head.samples > MOST_SAMPLES:
         raise ValueError(f"it claims {head.samples:,} samples")
     return head
@@ -297,16 +297,16 @@ def _by_index(name: str, folder: str | None, wids: Wids, neighbours: _NeighbourI
             why = f"{path}: {error}"
             continue
         if identity is None or head.of == identity:
-            return checked_count(head.samples, local, head.size)
+            return check_count(head.samples, local, head.size)
         why = STALE
     size = None if identity is None else identity.size
     count = _wids_count(wids, name, size)
     if count is None and local is not None and size is not None:
         count = neighbours.count(Path(local), size)
-    return why if count is None else checked_count(count, local, size)
+    return why if count is None else check_count(count, local, size)
 
 
-def checked_count(count: int, local: str | None, size: int | None) -> int | str:
+def check_count(count: int, local: str | None, size: int | None) -> int | str:
     """The count of an index, or why it cannot be that of a tar of `size` bytes, in which each sample has a header."""
     dense = local is not None and size is not None and count * BLOCK > size and compression_of(Path(local)) is None
     return f"an index claims {count:,} samples" if dense or count > MOST_SAMPLES else count
@@ -353,7 +353,7 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
 def _read_wids(index: Path) -> Wids | str:
     """The entries of an index of wids, or why it cannot be read."""
     try:
-        entries = checked(list[_Entry], json.loads(index.read_bytes())["shardlist"])
+        entries = parse_as(list[_Entry], json.loads(index.read_bytes())["shardlist"])
         rows = [(one["url"], one["nsamples"], one.get("filesize")) for one in entries]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{index} is not a valid wids index: {type(error).__name__}: {error}"
@@ -402,7 +402,7 @@ def _energon_counts(folder: Path) -> dict[str, int] | None:
             text = (folder / name).read_bytes()
             try:
                 values = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
-                return checked(dict[str, Count], values["shard_counts"])
+                return parse_as(dict[str, Count], values["shard_counts"])
             except (ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
                 return None
     return None

@@ -25,7 +25,7 @@ def split_in(name: str) -> str:
     return SPLITS[(found.lastindex or 0) if found else 0]
 
 
-def preferred(evaluates: bool) -> list[str]:
+def splits_to_read(evaluates: bool) -> list[str]:
     """The splits that are read in place of all, the first that exists."""
     return [VALIDATION, TEST, TRAIN] if evaluates else [TRAIN]
 

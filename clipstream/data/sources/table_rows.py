@@ -118,7 +118,7 @@ def _csv(path: Path, separator: str | None, quoting: bool, rows: int) -> Iterato
 def _parquet(path: Path, rows: int) -> Iterator[pa.RecordBatch]:
     # Without Arrow's threads, as workers are forked from this process; a column is read in pieces, not at once.
     with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-        kept = _kept(file.schema_arrow)
+        kept = _columns_to_keep(file.schema_arrow)
         left = len(kept) < len(file.schema_arrow)
         step = min(rows, STEP)
         batches = file.iter_batches(batch_size=step, use_threads=False, columns=kept if left else None)
@@ -134,11 +134,11 @@ def _arrow(path: Path, rows: int) -> Iterator[pa.RecordBatch]:
         except pa.ArrowInvalid:
             source.seek(0)
             batches = file = pa.ipc.open_stream(source)
-        kept = _kept(file.schema)
-        yield from _even((batch.select(kept) for batch in map(checked_batch, batches)), kept, rows)
+        kept = _columns_to_keep(file.schema)
+        yield from _even((batch.select(kept) for batch in map(check_batch, batches)), kept, rows)
 
 
-def checked_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+def check_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     """A batch whose offsets and indices stay in its buffers, which Arrow takes at their word.
 
     Raises pa.ArrowInvalid. Text that is not UTF-8 is found with its row.
@@ -152,7 +152,7 @@ def checked_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
-def _kept(schema: pa.Schema) -> list[str]:
+def _columns_to_keep(schema: pa.Schema) -> list[str]:
     """Names of the columns that can be decoded and written again, which nested dictionaries cannot."""
     kept = [field.name for field in schema if _is_readable(field.type)]
     if len(kept) < len(schema):
@@ -163,7 +163,7 @@ def _kept(schema: pa.Schema) -> list[str]:
 
 def _is_readable(type: pa.DataType) -> bool:
     with contextlib.suppress(pa.ArrowException):
-        plain = _decoded(_decodable(pa.nulls(2, type)))
+        plain = _decode_column(_decodable(pa.nulls(2, type)))
         pa.concat_arrays([plain, plain])
         return "dictionary<" not in str(plain.type)
     return False
@@ -177,7 +177,7 @@ def _decodable(column: pa.Array) -> pa.Array:
     return column
 
 
-def _decoded(column: pa.Array) -> pa.Array:
+def _decode_column(column: pa.Array) -> pa.Array:
     """A column without a dictionary at its top."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
@@ -188,7 +188,7 @@ def _even(batches: Iterable[pa.RecordBatch], kept: Sequence[str], rows: int) -> 
     for batch in batches:
         columns = [_decodable(column) for column in batch.columns]
         for first in range(0, len(batch), step):
-            held.append(pa.table([_decoded(column.slice(first, step)) for column in columns], names=names))
+            held.append(pa.table([_decode_column(column.slice(first, step)) for column in columns], names=names))
             size += held[-1].nbytes
             if size > BATCH_BYTES and rows > 1:
                 raise _RowsAreLarge
@@ -245,13 +245,13 @@ def csv_rows(file: Iterable[str], separator: str, quoting: bool) -> Iterator[tup
         number += 1
         row = plain = _split(line, separator)
         if quoting and '"' in line:
-            text, used, found = line, 0, _quoted(line, separator)
+            text, used, found = line, 0, _split_quoted(line, separator)
             while found is True and used < MOST_LINES - 1:
                 if used == len(ahead) and not (more := next(rest, "")):
                     break
                 ahead += [more] if used == len(ahead) else []
                 text, used = text + ahead[used], used + 1
-                found = _quoted(text, separator) if '"' in ahead[used - 1] else found
+                found = _split_quoted(text, separator) if '"' in ahead[used - 1] else found
             are_rows = used > 0 and _are_rows(plain, ahead[:used], separator, width)
             # A table whose header stands in quotes was written by a program, which closes them.
             if isinstance(found, list) and (trusted or not are_rows):
@@ -276,7 +276,7 @@ def _split(line: str, separator: str) -> list[str]:
     return line.split(separator) if (line := line.rstrip("\r\n")) else []
 
 
-def _quoted(text: str, separator: str) -> list[str] | bool:
+def _split_quoted(text: str, separator: str) -> list[str] | bool:
     """The fields of a row in which quotes, doubled or behind a backslash, are syntax; else whether one is open."""
     for escape in (None, "\\") if '\\"' in text else (None,):
         try:

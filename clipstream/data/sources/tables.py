@@ -26,7 +26,7 @@ from clipstream.data.decode.sample_profile import SHORT_FLAGS, usual_columns
 from clipstream.data.json_path import structure
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
-from clipstream.data.sources.splits import COLUMNS, SPLITS, TRAIN, preferred, split_of_cell
+from clipstream.data.sources.splits import COLUMNS, SPLITS, TRAIN, split_of_cell, splits_to_read
 from clipstream.data.sources.table_rows import FAULT, RAW, RowKeys, to_arrow
 from clipstream.errors import DataError, Dropped, SettingsError, did_you_mean
 from clipstream.storage.download import Monitor, ShardError
@@ -165,14 +165,14 @@ class TableSource(SourceType):
 
     def _of_split(self, arrow: Path, names: Sequence[str], images: Sequence[str]) -> Sequence[int]:
         """The rows of a table that are read: all, or where a column tells of splits, those of one, as of folders."""
-        last = (reader := mapped(arrow)).num_record_batches - 1
+        last = (reader := open_mapped(arrow)).num_record_batches - 1
         spread = sorted({last * part // LOOKED for part in range(LOOKED + 1)})
         for name in [one for one in (*COLUMNS, *images[:1]) if one in names]:
             find = split_of_cell(list(cells(arrow, name, spread)), name in images)
             if find is None:
                 continue
             found = np.array([SPLITS.index(find(cell) or TRAIN) for cell in cells(arrow, name, range(last + 1))])
-            split = next(one for one in preferred(self._context.evaluates) if SPLITS.index(one) in found)
+            split = next(one for one in splits_to_read(self._context.evaluates) if SPLITS.index(one) in found)
             rows: Sequence[int] = np.flatnonzero(found == SPLITS.index(split))  # type: ignore[assignment]
             self._splits.append(f"split {split}, {len(rows):,} of {len(found):,} rows, by column {name}")
             return rows
@@ -216,14 +216,14 @@ def _downloads(cache: str | None) -> ShardCache:
 
 
 @lru_cache(maxsize=256)
-def mapped(arrow: Path) -> pa.RecordBatchFileReader:
+def open_mapped(arrow: Path) -> pa.RecordBatchFileReader:
     """The reader of the memory-mapped file, one per process; a fork shares its parent's."""
     return pa.ipc.open_file(pa.memory_map(str(arrow)))
 
 
 def columns(arrow: Path) -> list[str]:
     """Names of the columns; for rows of JSON, of the fields in the first batch."""
-    reader = mapped(arrow)
+    reader = open_mapped(arrow)
     names = [name for name in reader.schema.names if name != FAULT]
     if names != [RAW]:
         return names
@@ -236,7 +236,7 @@ def columns(arrow: Path) -> list[str]:
 
 def cells(arrow: Path, name: str, batches: Iterable[int]) -> Iterator[str]:
     """The texts in a column, of these record batches; '' for other values."""
-    for batch in map(mapped(arrow).get_batch, batches):
+    for batch in map(open_mapped(arrow).get_batch, batches):
         if batch.schema.names == [RAW]:
             values: list[object] = []
             for raw in batch.column(0).to_pylist():
@@ -292,7 +292,7 @@ class RowShard(OpenShard):
         usual: Mapping[str, str] | None = None,
     ) -> None:
         self._arrow, self._keys, self._folder, self._usual = arrow, keys, folder, usual or {}
-        self._reader = mapped(arrow)
+        self._reader = open_mapped(arrow)
         self._names, self._each = self._reader.schema.names, len(self._reader.get_batch(0))  # rows of a batch
         self.index = ShardIndex(_Refs(rows))
         self._paths: tuple[int, list[Any]] = -1, []  # number of a batch, and what its column of images has

@@ -28,7 +28,7 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact, with_variables
 from clipstream.storage.tar import BLOCK, Shard
 from clipstream.utils.content import file_state
-from clipstream.utils.section import Count, checked, part, with_home
+from clipstream.utils.section import Count, parse_as, part, with_home
 
 SIZES = "sizes.json"  # {"00000.tar": 1000, …}, as open_clip has it
 LENGTH = "__len__"  # one number: the samples of all tars of the folder
@@ -60,7 +60,7 @@ class TarSource(SourceType):
         return [spec]
 
     def describe(self, shards: Sequence[str]) -> str:
-        tool = written_by(shards[0]) if shards else ""
+        tool = find_writer(shards[0]) if shards else ""
         return super().describe(shards) + (f" by {tool}" if tool else "")
 
     def open(self, shard: str) -> OpenShard:
@@ -69,7 +69,7 @@ class TarSource(SourceType):
         # The index describes the file that is named, not an unpacked or downloaded one.
         indexed = ShardURL(shard).path == str(local)
         try:
-            index = indexes.opened_by(shard, self._indexes) if indexed else None
+            index = indexes.open_index(shard, self._indexes) if indexed else None
             return Shard(local, index, self._states.get(shard, ()) if indexed else ())
         except BaseException:
             self._context.store.release(shard)
@@ -89,14 +89,14 @@ class TarSource(SourceType):
             folders.setdefault(path.parent, []).append(path.name)
         for folder, names in folders.items():
             try:
-                sizes = checked(dict[str, Count], (folder / SIZES).read_bytes())
+                sizes = parse_as(dict[str, Count], (folder / SIZES).read_bytes())
             except (OSError, ValueError):
                 sizes = {}
             if all(name in sizes for name in names):
                 total += sum(sizes[name] for name in names)
                 continue
             try:
-                length = checked(int, (folder / LENGTH).read_bytes())
+                length = parse_as(int, (folder / LENGTH).read_bytes())
             except (OSError, ValueError):
                 return None
             if length < 0 or sorted(names) != sorted(path.name for path in folder.glob("*.tar")):
@@ -119,7 +119,7 @@ class TarSource(SourceType):
             self._context.store.release(shard, keep=keep)
 
 
-def written_by(shard: str) -> str:
+def find_writer(shard: str) -> str:
     """The tool that wrote a local shard, by files beside it or the owner in its headers; '' if it is not known."""
     path = Path(ShardURL(shard).path or "").absolute()
     for tool, folders, name in MARKS:
@@ -139,7 +139,7 @@ class BenchmarkSource(TarSource):
 
     def list_shards(self, spec: str) -> Sequence[str]:
         """Their paths or URLs. Raises SettingsError if there is no such data set or split."""
-        return named(spec).shards
+        return parse_benchmark(spec).shards
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Benchmark:
         return _lines(_text(self.root, "zeroshot_classification_templates.txt"))
 
 
-def named(spec: str) -> Benchmark:
+def parse_benchmark(spec: str) -> Benchmark:
     """The data set that `benchmark:ROOT` or `benchmark:ROOT#SPLIT` names. Raises SettingsError if ROOT is empty."""
     root, _, split = spec.partition(":")[2].partition("#")
     page = HUB_PAGE.fullmatch(root)
@@ -197,7 +197,7 @@ def of_source(shards: str | list[str], type: str = AUTO) -> Benchmark | None:
         spec = f"{BENCHMARK}:{spec}"
     if len(specs) != 1 or not spec.startswith(f"{BENCHMARK}:") or "::" in spec:
         return None
-    return named(with_variables(spec))
+    return parse_benchmark(with_variables(spec))
 
 
 def _lines(text: str | None) -> list[str] | None:

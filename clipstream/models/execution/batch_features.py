@@ -22,7 +22,7 @@ from clipstream.errors import SettingsError
 from clipstream.models.settings import TOWERS, ModelSettings, Tower, TowerSettings
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
-from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD, timed
+from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD, time_part
 
 ENTRY = 256  # bytes of a row in the table of keys, about
 ROWS = {"cpu": 4, "cuda": 256}  # that are hashed at a time: they fit into a core's cache, or make few kernels
@@ -93,7 +93,7 @@ class FeatureCache:
         for start in range(0, len(new), size):
             some = new[start : start + size]
             rows = inputs if len(some) == len(inputs) else inputs[torch.tensor(some).to(inputs.device)]
-            with self.context(), timed(IMAGE_FORWARD if self.tower == "image" else TEXT_FORWARD):
+            with self.context(), time_part(IMAGE_FORWARD if self.tower == "image" else TEXT_FORWARD):
                 if self.tower == "image":
                     found.append(self.towers.encode_image(rows))
                 else:

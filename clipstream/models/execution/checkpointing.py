@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Level = Literal["off", "matmuls", "all"]
 Policy = str | int | float  # 'off', 'all', 'matmuls', every N-th block, or a budget
 
-_suspended = False  # within `suspended`; a plain variable, since older torch.compile does not capture a ContextVar
+_suspended = False  # within `suspend`; a plain variable, since older torch.compile does not capture a ContextVar
 # The backends of attention, on CPUs as well, and whether a context leaves them enabled.
 _BACKENDS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.MATH: cuda.math_sdp_enabled,
@@ -93,7 +93,7 @@ def set_policy(block: nn.Module, policy: Level) -> None:
 
 
 @contextmanager
-def suspended() -> Iterator[None]:
+def suspend() -> Iterator[None]:
     """A context in which no block recomputes, to count a model's FLOPs."""
     global _suspended
     before, _suspended = _suspended, True
@@ -104,12 +104,12 @@ def suspended() -> Iterator[None]:
 
 
 def _recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _checkpointed(block, {}, args, kwargs)
+    return _run_checkpointed(block, {}, args, kwargs)
 
 
 def _recompute_but_matmuls(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, _KEPT)
-    return _checkpointed(block, {"context_fn": contexts}, args, kwargs)
+    return _run_checkpointed(block, {"context_fn": contexts}, args, kwargs)
 
 
 def _casting_anew(forward: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def _casting_anew(forward: Callable[..., Any], x: torch.Tensor, *args: Any, **kw
         return forward(x, *args, **kwargs)
 
 
-def _checkpointed(block: nn.Module, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_checkpointed(block: nn.Module, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     forward = partial(type(block).forward, block)  # which torch.compile can capture, unlike a method made here
     if options:
         forward = partial(_casting_anew, forward)
@@ -203,10 +203,10 @@ def fit_budget(
 
     Returns a line about the policies. Raises SettingsError: the inputs of the blocks take more already.
     """
-    held = measured(tower, run)
+    held = measure(tower, run)
     whole, gib = sum(held["off"]), samples / (1 << 30)
     limit = whole * budget if isinstance(budget, float) else float(budget[:-3]) * UNITS[budget[-3:]] / samples
-    levels = chosen(held, limit)
+    levels = choose_levels(held, limit)
     if levels is None:
         raise SettingsError(f"{key}: {budget} is less than the inputs of the blocks: raise it, or use all")
     for block, level in zip(tower, levels, strict=True):
@@ -216,7 +216,7 @@ def fit_budget(
     return f"{key}: of {len(tower)} blocks {counts}: {total * gib:.3g} GiB of activations, not {whole * gib:.3g}"
 
 
-def chosen(held: Held, limit: float) -> list[Level] | None:
+def choose_levels(held: Held, limit: float) -> list[Level] | None:
     """The policy of each block with at most `limit` bytes in all; None if there is none."""
     levels: list[Level] = ["off"] * len(held["off"])
     total = sum(held["off"])
@@ -230,7 +230,7 @@ def chosen(held: Held, limit: float) -> list[Level] | None:
     return levels if total <= limit else None
 
 
-def measured(tower: Sequence[nn.Module], run: Callable[[int], object]) -> Held:
+def measure(tower: Sequence[nn.Module], run: Callable[[int], object]) -> Held:
     """Bytes that each block holds for a sample, by policy. The blocks' policies are `off` afterwards."""
     held: Held = {}
     for level in LEVELS:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clipstream.data.batch import Batch, flat_lengths
 from clipstream.distributed.world import World
-from clipstream.models.execution.checkpointing import suspended
+from clipstream.models.execution.checkpointing import suspend
 from clipstream.models.execution.text_buckets import STEP, TextBuckets
 from clipstream.models.settings import ModelSettings, Tower
 from clipstream.models.towers import Towers
@@ -143,7 +143,7 @@ def count_flops(towers: Towers) -> ModelFlops | None:
     try:
         if "text" not in towers.stored:  # true lengths count, also where texts are padded
             buckets = towers.text_buckets = own or TextBuckets.of(towers.clip, "auto")
-        with torch.random.fork_rng(devices=[]), suspended():
+        with torch.random.fork_rng(devices=[]), suspend():
             image = Flops() if "image" in towers.stored else _count(towers, "image")
             text = (Flops(), Flops(), Flops()) if "text" in towers.stored else _text_terms(towers)
     except Exception as error:  # a user's own tower: training goes on without these figures

@@ -151,7 +151,7 @@ class CausalAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See nn.MultiheadAttention; `attn_mask` is causal, or a Packing."""
         if isinstance(attn_mask, Packing):
-            return _packed(self, query[0], attn_mask)[None], None
+            return _attend_packed(self, query[0], attn_mask)[None], None
         if self.is_plain(query, inputs, options):
             return self.attend(query, causal=attn_mask is not None), None
         options |= {"attn_mask": attn_mask, "is_causal": attn_mask is not None}
@@ -159,7 +159,7 @@ class CausalAttention(SelfAttention):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _packed(layer: nn.MultiheadAttention, x: torch.Tensor, packing: Packing) -> torch.Tensor:
+def _attend_packed(layer: nn.MultiheadAttention, x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """A layer's attention of tokens [tokens, width] to those before them in their text. torch.compile leaves it as it
     is: the lengths differ from batch to batch.
     """
@@ -332,9 +332,9 @@ class TextBuckets:
         if self.exactly and buckets:  # the further passes take a text whose features nobody uses
             parts += [parts[0][:1]] * ((self.most or 1) - len(parts))
         if packed:
-            features = _projected(tower, ends_of_packed(tower, ids, tuple(lengths), self._ends(ids)))
+            features = _project(tower, ends_of_packed(tower, ids, tuple(lengths), self._ends(ids)))
         else:
-            features = _padded(clip, parts) if self.rule == "padding" else _causal(tower, parts)
+            features = _encode_padded(clip, parts) if self.rule == "padding" else _causal(tower, parts)
         if places is None:
             return features[: len(lengths)]
         return features.index_select(0, places.to(ids.device, non_blocking=True))
@@ -368,7 +368,7 @@ def _pooling(tower: Any) -> tuple[str, int]:
 
 
 @_eager
-def _padded(clip: Any, parts: list[torch.Tensor]) -> torch.Tensor:
+def _encode_padded(clip: Any, parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([clip.encode_text(part) for part in parts])
 
 
@@ -388,10 +388,10 @@ def _causal(tower: Any, parts: list[torch.Tensor]) -> torch.Tensor:
         x = tokens.view(*part.shape, -1) + positions[:length]
         x = tower.transformer(x, attn_mask=tower.attn_mask[:length, :length].contiguous())
         pooled.append(text_global_pool(x, part, pooling, eos_token_id=eos))
-    return _projected(tower, torch.cat(pooled))
+    return _project(tower, torch.cat(pooled))
 
 
-def _projected(tower: Any, pooled: torch.Tensor) -> torch.Tensor:
+def _project(tower: Any, pooled: torch.Tensor) -> torch.Tensor:
     """Features [n, D] from the results [n, width] of a tower's last block."""
     features = tower.ln_final(pooled)
     projection = tower.text_projection

@@ -20,7 +20,15 @@ import clipstream
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode import image_files
 from clipstream.data.decode.image_files import jpeg_header
-from clipstream.data.decode.images import EvalTransform, _check_depth, decode, decoded, eight_bits, opened, read_header
+from clipstream.data.decode.images import (
+    EvalTransform,
+    _check_depth,
+    decode,
+    decode_image,
+    eight_bits,
+    open_image,
+    read_header,
+)
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
@@ -35,14 +43,14 @@ HALVES[:12] = 10, 200, 60
 
 def pixels(data: bytes, upright: bool = False) -> np.ndarray[Any, Any]:
     """uint8 [H, W, 3] of a file, the same in evaluation, in training and in `stage`."""
-    found = np.asarray(decoded(data, WHITE, upright).convert("RGB"))
+    found = np.asarray(decode_image(data, WHITE, upright).convert("RGB"))
     size = ImageSpec(found.shape[:2], resize_mode="squash")
     whole = AugmentSettings(scale=(1, 1), ratio=(0.1, 10))
     train = TrainTransform(size, whole, "white", upright, "exact")(data, SampleRNG(0))
     assert train.shape == found.shape
     if not upright:
         assert np.array_equal(EvalTransform(size, "white")(data), found)
-        assert np.array_equal(np.asarray(eight_bits(opened(data), "white").convert("RGB")), found)
+        assert np.array_equal(np.asarray(eight_bits(open_image(data), "white").convert("RGB")), found)
     return found
 
 
@@ -80,11 +88,11 @@ def test_without_its_extra_a_format_names_it(monkeypatch: pytest.MonkeyPatch, ki
     image_files._formats.cache_clear()
     monkeypatch.setattr(image_files, "find_spec", lambda name: None)
     with pytest.raises(Dropped, match=rf"image: install clipstream\[{kind.lower()}\] to decode it"):
-        decoded(data, WHITE, False)
+        decode_image(data, WHITE, False)
     image_files._formats.cache_clear()
     monkeypatch.undo()
     with pytest.raises(Dropped, match="damaged or of an unknown kind"):
-        decoded(data[:100], WHITE, False)
+        decode_image(data[:100], WHITE, False)
 
 
 @pytest.mark.parametrize("orientation", [1, *range(3, 9), 2])
@@ -218,8 +226,8 @@ def test_words_of_pillow_on_single_files_are_ours(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bomb(10_000, 9_500))
     (tmp_path / "b").write_bytes(tiff(np.zeros((4, 4, 13), np.uint8), photometric=1, extra=0))
     code = (
-        "import sys; from pathlib import Path; from clipstream.data.decode.images import opened\n"
-        "print(opened(Path('a').read_bytes()).size)\ntry: opened(Path('b').read_bytes())\n"
+        "import sys; from pathlib import Path; from clipstream.data.decode.images import open_image\n"
+        "print(open_image(Path('a').read_bytes()).size)\ntry: open_image(Path('b').read_bytes())\n"
         "except Exception as error: print(error)"
     )
     env = os.environ | {"PYTHONPATH": str(Path(clipstream.__file__).parent.parent)}

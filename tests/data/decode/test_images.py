@@ -22,7 +22,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as TF
 
 from clipstream.data.batch import ImageSpec
-from clipstream.data.decode.images import EvalTransform, decode, eight_bits, opened, read_header
+from clipstream.data.decode.images import EvalTransform, decode, eight_bits, open_image, read_header
 from clipstream.data.decode.train_transform import ColourJitter, TrainTransform, crop_box, shift_hue
 from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
@@ -108,7 +108,7 @@ def seen(data: bytes) -> np.ndarray[Any, Any]:
     """int [256], the first channel of a picture of 16 x 16 pixels, the same in evaluation, training and `stage`."""
     pixels = EvalTransform(ImageSpec((16, 16)), "white")(data)
     assert np.array_equal(pixels, decode(data, read_header(data, True), 1, (255, 255, 255)))
-    assert np.array_equal(pixels, np.asarray(eight_bits(opened(data), "white").convert("RGB")))
+    assert np.array_equal(pixels, np.asarray(eight_bits(open_image(data), "white").convert("RGB")))
     whole = TrainTransform(ImageSpec((16, 16)), AugmentSettings(scale=(1.0, 1.0), ratio=(1.0, 1.0)), "white")
     assert np.array_equal(pixels, whole(data, SampleRNG(0)))
     return pixels[..., 0].ravel().astype(int)

@@ -15,7 +15,7 @@ from clipstream.data import sources
 from clipstream.data.decode import train_transform
 from clipstream.data.loader import loader as loading
 from clipstream.data.loader import sampler
-from clipstream.data.loader.stage_timing import IDLE, StageTimes, Stopwatch, merged
+from clipstream.data.loader.stage_timing import IDLE, StageTimes, Stopwatch, sum_times
 from clipstream.report.outputs import PATIENCE, DataStallWarning
 from clipstream.storage import tar
 from clipstream.training.trainer import NEGLIGIBLE
@@ -33,7 +33,7 @@ def test_sums_and_quantiles(first: list[float], second: list[float], share: floa
     for part, values in zip(parts, (first, second), strict=True):
         for value in values:
             part.add([lap("decode", value)])
-    whole, values = merged(parts), sorted(first + second)
+    whole, values = sum_times(parts), sorted(first + second)
     exact = values[max(0, math.ceil(share * len(values)) - 1)]
     assert whole.quantile("decode", share) == pytest.approx(exact, rel=0.1)
     summary = whole.summary()["decode"]

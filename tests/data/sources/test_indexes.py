@@ -29,7 +29,7 @@ from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.indexes import (
     count_samples,
     identity_of,
-    opened_by,
+    open_index,
     path_of,
     read,
     read_head,
@@ -91,7 +91,7 @@ def test_an_index_holds_what_a_walk_over_the_headers_finds(tmp_path: Path, forma
         assert (head.samples, head.of) == (len(found.samples), identity_of(shard))
         assert (head.fault is None) == (cut is None) and head.fault == found.fault == index.fault
         assert list(index.samples) == list(found.samples) and head == read_head(Path(f"{shard}.index"))
-        assert opened_by(str(shard), None) == index
+        assert open_index(str(shard), None) == index
     many = [{"__key__": f"{i:09d}", "jpg": b"x" * (900 + i * 7 % 300), "txt": "t", "json": "{}"} for i in range(2000)]
     write(tmp_path / "i", scan(write_tar(tmp_path / "a.tar", many)), identity_of(shard))
     assert (tmp_path / "i").stat().st_size < 2000 * 12, "an index is small"
@@ -112,15 +112,15 @@ def test_damage_and_other_files_are_no_index(tmp_path: Path) -> None:
     bomb = sealed(json.loads(line.split(b" ", 3)[3]), zlib.compress(zlib.decompress(body) + b" " * (1 << 24)))
     cuts = [whole[:cut] for cut in (0, 10, len(line), len(line) + 1, len(whole) - 1)]
     flips = [whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(0, len(whole), 7)]
-    assert opened_by(shard, None) is not None
+    assert open_index(shard, None) is not None
     for damaged in (*cuts, *flips, bomb):
         place.write_bytes(damaged)
-        assert opened_by(shard, None) is None, damaged
+        assert open_index(shard, None) is None, damaged
     with pytest.raises(ValueError, match="unpacks to more than"):
         read(place)
     place.write_bytes(whole)
     os.utime(shard, (1, 1))
-    assert opened_by(shard, None) is None, "the shard is not the one that was indexed"
+    assert open_index(shard, None) is None, "the shard is not the one that was indexed"
 
 
 @pytest.mark.parametrize("value", [1 << 20, 1 << 40, 1 << 49])
@@ -138,7 +138,7 @@ def test_what_an_index_claims_is_compared_with_the_shard(tmp_path: Path, value: 
         else:
             rest["samples"][1][2 + (place == "size")] = value
         path.write_bytes(sealed(head, zlib.compress(json.dumps(rest).encode())))
-        assert opened_by(str(shard), None) is None
+        assert open_index(str(shard), None) is None
     path.write_bytes(sealed({**head, "samples": value}, b""))
     main([str(shard)])
     assert counts(str(shard)) == [len(SAMPLES)], "it is made anew"
@@ -168,7 +168,7 @@ def test_any_value_in_an_index_is_damage_or_an_index(data: st.DataObject) -> Non
         text = json.dumps(values[0]).encode()
         changed_head = b"clipstream-index 1 %08x %s\n" % (zlib.crc32(text), text) + body
         path.write_bytes(sealed(head, body) if values[0] == head else changed_head)
-        index = opened_by(str(tar), None)
+        index = open_index(str(tar), None)
         assert index is None or len(index.samples) == 4
         assert (found := counts(str(tar))) == [4] or found == [read_head(path).samples]
         (Path(folder) / "sizes.json").write_text(json.dumps(data.draw(JSON | st.dictionaries(st.just("0.tar"), JSON))))

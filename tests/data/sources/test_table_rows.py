@@ -14,8 +14,8 @@ from pyarrow import parquet
 
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext, table_rows
-from clipstream.data.sources.table_rows import checked_batch, to_arrow
-from clipstream.data.sources.tables import RowShard, mapped
+from clipstream.data.sources.table_rows import check_batch, to_arrow
+from clipstream.data.sources.tables import RowShard, open_mapped
 from clipstream.errors import DataError
 from clipstream.storage.download import ShardError
 from clipstream.storage.tar import SampleRef
@@ -45,7 +45,7 @@ def test_batches_of_large_rows_have_fewer_rows(
     else:
         write(path, pa.table({"title": pa.array(texts).dictionary_encode() if each == 16 else texts}))
     to_arrow(path, path.name, tmp_path / "out")
-    reader = mapped(tmp_path / "out")
+    reader = open_mapped(tmp_path / "out")
     sizes = [len(reader.get_batch(number)) for number in range(reader.num_record_batches)]
     assert {*sizes[:-1]} == {each} and sum(sizes) == 999
     shard = RowShard(tmp_path / "out", range(999), (), "")
@@ -85,10 +85,10 @@ def test_offsets_that_leave_the_buffer_are_refused(offsets: list[int]) -> None:
     array = partial(pa.Array.from_buffers, pa.string(), len(offsets) - 1, buffers)
     if offsets == sorted(offsets) and offsets[-1] <= 20:
         batch = pa.record_batch([array()], names=["title"])
-        assert checked_batch(batch) is batch
+        assert check_batch(batch) is batch
     else:
         with pytest.raises(pa.ArrowInvalid):
-            checked_batch(pa.record_batch([array()], names=["title"]))
+            check_batch(pa.record_batch([array()], names=["title"]))
 
 
 def test_names_of_many_columns_take_linear_time() -> None:

@@ -45,7 +45,7 @@ from clipstream.training.settings import TrainSettings
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import logger
 from clipstream.utils.timing import GIB, PeakMemory
-from clipstream.utils.torch_state import restored_matmul_precision
+from clipstream.utils.torch_state import restore_matmul_precision
 
 Changes = Mapping[str, object]  # dotted keys of settings -> values
 
@@ -416,7 +416,7 @@ class Ladder:
         if dropped not in self._flops:
             self._flops[dropped] = count_flops(towers)
         if rung.open_clip:
-            stack.enter_context(restored_matmul_precision())  # open_clip's step sets this, and the next
+            stack.enter_context(restore_matmul_precision())  # open_clip's step sets this, and the next
             stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             precision, name = settings.train.arithmetic, settings.model.name
             compiler = settings.train.compile_backend if rung.torchcompile else None
