@@ -111,12 +111,12 @@ def errors_as(kind: type[Exception], text: str, *errors: type[Exception], advice
 
 
 def wrong_type(name: str, expected: str, value: object) -> SettingsError:
-    """The error of an argument `name` that is none of what is expected."""
+    """The error for an argument `name` of an unexpected type."""
     return SettingsError(f"{name}: expected {expected}, not {type(value).__name__}")
 
 
 def each(name: str, expected: str, value: Any, kinds: type | tuple[type, ...]) -> Iterator[Any]:
-    """The items of an argument that is one of `kinds` or several of them.
+    """The items of an argument: one value of `kinds`, or several.
 
     Raises SettingsError: it is something else, or an item is.
     """

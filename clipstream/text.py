@@ -119,7 +119,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def framed(page: str, title: str) -> str:
-    """A page of HTML for a notebook: in a frame, as its style must not reach the notebook's."""
+    """A page of HTML for a notebook: in a frame, so that its style does not leak into the notebook."""
     return (
         f'<iframe sandbox="allow-scripts" style="width:100%;height:{FRAME}px;border:0" title="{html.escape(title)}" '
         f'srcdoc="{html.escape(page)}"></iframe>'

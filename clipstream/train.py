@@ -112,7 +112,7 @@ class Run:
 
 
 class Model(NamedTuple):
-    """The towers, and what else gives features of a batch."""
+    """The towers, and other sources of features for a batch."""
 
     towers: Towers  # on the CPU, in the dtype they train in, without those whose features are stored
     tokenizer: tokenizers.Tokenizer
@@ -169,7 +169,7 @@ def train_rank(found: Survey, world: World, watch: FailureWatch) -> Path:
     try:
         with signals:
             ending = None
-            watch.held.enter_context(lossy_output())  # nobody has to look on while a run trains
+            watch.held.enter_context(lossy_output())  # the terminal may go away during a run
             if world.is_main:  # the folder is locked until the process ends
                 watch.held.enter_context(store.lock_folder(folder))
                 atomic_write.require_space(folder, FREE_SPACE)

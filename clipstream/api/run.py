@@ -116,7 +116,7 @@ class Run:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError("Run.to_pandas needs pandas: pip install pandas") from error
+            raise ImportError("Run.to_pandas requires pandas: pip install pandas") from error
         return pandas.DataFrame(self.metrics if kind == "metrics" else self.evaluations)
 
     @property

@@ -3,7 +3,7 @@
 A `TrainState` and the tensors of model and optimizer enter; checkpoint folders leave. At most one save is in progress,
 and the next one waits for it. Collectives run in the training thread; only rank 0 has a writing thread. A full disk is
 a warning, and the older checkpoints stay; so is a folder that is away or read-only, which is not made anew before the
-end, as it may come back. Any other failure of the thread ends the run at its next step.
+end, as it may return. Any other failure of the thread ends the run at its next step.
 
 A thread suffices, without a process: it writes and checksums memory in calls that release the interpreter's lock
 (`benchmarks/saving.py` measures the cost of a save for training).

@@ -79,7 +79,7 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[tup
         elif value:
             configs.append(with_shipped(with_home(value)))
         else:
-            problems.append("--config: needs a file")
+            problems.append("--config: requires a file")
     return configs, given
 
 
@@ -188,7 +188,7 @@ def _with_defaults(aliased: dict[str, str], tree: Node, files: Sequence[Node], p
     if aliased.pop(flag := "--open-clip-defaults", "false").lower() == "false":
         return aliased
     if files:
-        problems.append(f"{flag}: cannot be combined with --config")
+        problems.append(f"{flag}: not supported with --config")
     without = {one for one, (data, _) in INTERVALS.items() if not any(name in aliased for name in data)}
     if "--steps" in aliased or any(tree.at(("train", key)) is not None for key in ("steps", "samples", "epochs")):
         without.add("--epochs")

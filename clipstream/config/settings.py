@@ -486,7 +486,7 @@ def settings_of_weights(settings: Settings) -> dict[str, object]:
 
 
 def changes(settings: Settings, before: Mapping[str, object]) -> list[str]:
-    """Differences between `settings_of_weights` and a checkpoint's: 'KEY OLD -> NEW'; keys that it lacks are left out."""
+    """Differences of `settings_of_weights` from a checkpoint: 'KEY OLD -> NEW'; keys that it lacks are left out."""
     return [
         f"{key} {format_value(before[key])} -> {format_value(value)}"
         for key, value in settings_of_weights(settings).items()

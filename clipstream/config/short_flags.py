@@ -97,7 +97,7 @@ def _debug(text: str) -> Sets:
 
 
 def _literal(text: str) -> Any:
-    """A Python literal, with tuples as lists. Raises ValueError, SyntaxError: it is none."""
+    """A Python literal, with tuples as lists. Raises ValueError, SyntaxError: the text is no literal."""
     value = ast.literal_eval(text)
     return list(value) if isinstance(value, tuple) else value
 
@@ -137,7 +137,7 @@ _PRECISIONS = {
         "weights in float16 alone do not train: use fp16 (autocast with a scaler) or pure_bf16"
     ),
 }  # fmt: skip
-_NO_LOGS = ValueError("a run needs a folder for checkpoints and metrics, such as /tmp/runs")
+_NO_LOGS = ValueError("a run requires a folder for checkpoints and metrics, such as /tmp/runs")
 _TRAIN = "data.sources.train"
 
 ALIASES = (

@@ -60,10 +60,10 @@ NUMBERS = {  # (key, other key) -> record of numbers that do not fit each other,
         ("log.profile", "with a step after", "train.steps", _NEVER),
         ("schedule.min_lr", "above", "optim.lr", "{0:g} is greater than optim.lr {1:g}"),
         ("data.global_batch_size", "less than", "ranks", "{0} samples cannot be divided among {1} ranks"),
-        ("data.lanes", "less than", "ranks", "{0} lanes cannot be divided among {1} ranks: each rank needs at least "
+        ("data.lanes", "less than", "ranks", "{0} lanes cannot be divided among {1} ranks: each rank requires at least "
             "one lane"),
         ("data.lanes", "more than", "data.global_batch_size",
-         "{0} lanes exceed the {1} samples of a global batch: each lane needs at least one sample per step"),
+         "{0} lanes exceed the {1} samples of a global batch: each lane requires at least one sample per step"),
         ("train.micro_batch_size", "more than", "data.global_batch_size",
          "{0} is greater than the largest global batch, {1}"),
         ("run.timeout", "on several ranks at most", "data.stall_timeout",
@@ -116,7 +116,7 @@ PAIRS = (
     *(
         Conflict(
             {"distill.model": SET, store: SET},
-            f"a live teacher needs {noun}, which the features in {{1}} replace: precompute the teacher's features "
+            f"a live teacher requires {noun}, which the features in {{1}} replace: precompute the teacher's features "
             "and set --teacher-features",
         )
         for store, noun in ((_STORES["image"], "images"), (_STORES["text"], "captions"))

@@ -338,7 +338,7 @@ def _scores_of(where: str) -> Any:
 
 
 def _languages(path: str) -> Callable[[list[str | None]], list[Any]]:
-    """What a fastText model says of captions, as DataComp asks it. Raises SettingsError: it cannot be read."""
+    """The language of captions by a fastText model, called as DataComp does. Raises SettingsError: it is unreadable."""
     try:
         import fasttext
 

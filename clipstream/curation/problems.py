@@ -317,7 +317,7 @@ def _images(found: Examined) -> None:
     area = found.rows["width"].fill_null(0).to_numpy().astype(float) * found.rows["height"].fill_null(0).to_numpy()
     says = f"have images of more than {LARGE_PIXELS:,} pixels: {LARGE_ADVICE}"
     _add(found, "large_images", area > LARGE_PIXELS, says, area, is_note=True)
-    _add(found, "one_colour", found.rows["one_colour"], "have images of one colour: they show nothing")
+    _add(found, "one_colour", found.rows["one_colour"], "have images of one color: they show nothing")
 
 
 def _duplicates(found: Examined) -> None:

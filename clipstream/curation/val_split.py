@@ -137,7 +137,7 @@ def select_compared(
     folder: Path | None = None,
     executor: str = "local",
 ) -> pa.Table:
-    """What is compared of all samples that `keep` and `drop` leave, in stored order, from the sample table.
+    """The columns compared for the samples that `keep` and `drop` leave, in stored order, from the sample table.
 
     Columns: shard, key, reason, image_hash, file_hash, caption_hash, other_hashes, and `group` if there are groups.
 

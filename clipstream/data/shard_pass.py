@@ -246,7 +246,7 @@ class SamplePass(ShardPass[T]):
 
     @cached_property
     def opened(self) -> tuple[Source, SampleTransform | None, SampleLists | None]:
-        """What opens and filters samples, of this process and those that are forked from it."""
+        """Source, transform and filter, shared by this process and its forks."""
         if (source := self._given) is None:
             store = ShardCache(self._data.cache, fetcher=self._data.fetcher)
             source = Source(self._section, SourceContext(store, self._data.cache, self._key))

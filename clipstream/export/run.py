@@ -67,7 +67,7 @@ def export_model(options: Any) -> None:
         if given and options.to != "onnx":
             raise SettingsError(f"{flag} is of ONNX graphs: use --to onnx, or remove it")
     if missing := [name for name in EXTRAS.get(options.to, ()) if find_spec(name) is None]:
-        raise SettingsError(f"--to {options.to} needs {missing[0]}: pip install 'clipstream[{options.to}]'")
+        raise SettingsError(f"--to {options.to} requires {missing[0]}: pip install 'clipstream[{options.to}]'")
     if model_at(Path(options.model)) is None:
         given = {"name": options.model, "pretrained": options.pretrained}
         texts = with_own_config(

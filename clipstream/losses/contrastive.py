@@ -259,7 +259,7 @@ def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss
     loss = make_part("loss.type", settings)
     if not callable(loss) or not hasattr(loss, "max_logit_scale"):
         raise SettingsError(
-            f"loss.type: {settings.type} needs __call__ and max_logit_scale, as ContrastiveLoss has them"
+            f"loss.type: {settings.type} requires __call__ and max_logit_scale, as ContrastiveLoss has them"
         )
     return cast(ContrastiveLoss, loss)
 
@@ -326,7 +326,7 @@ def _check_groups(field: str, batch: Batch, world: World) -> None:
 
 
 def warn_of_texts(settings: DataSettings, batch: Batch, world: World) -> None:
-    """Warn of hard negatives and short texts that no sample of the first batch has, but should. Collective."""
+    """Warn of hard negatives and short texts that are configured but missing in the first batch. Collective."""
     own = set() if batch.roles is None else set(batch.roles.flatten().tolist())
     there = set().union(*world.gather_objects(own))
     asked = [

@@ -518,7 +518,7 @@ def missing_files_error(missing: Missing, folder: str | None, label: str, reason
     """The error for missing files while the Hub cannot be reached: which files, the folder that was searched, and the
     command that downloads them.
     """
-    told = [f"{label} needs files of the Hugging Face Hub that are not in its cache, and {reason}."]
+    told = [f"{label} requires files of the Hugging Face Hub that are not in its cache, and {reason}."]
     for repo, files in missing.items():
         repo_id, revision = _parts(repo)
         needed = [names for names in files if OPTIONAL not in names]

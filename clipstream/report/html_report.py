@@ -152,7 +152,7 @@ class RunContents:
     profile: Record = field(default_factory=dict)  # the newest one (see `StepProfiler.finish`)
     # one for each process that started or resumed the run: step, time, versions, …
     starts: list[Record] = field(default_factory=list)
-    # of the last process: step, time, seconds, status, code, error, total_steps, early_stop (see `EarlyStop.why`);
+    # of the last process: step, time, seconds, status, code, error, total_steps, early_stop (see `EarlyStop.summary`);
     # empty if it has not ended, or was killed
     end: Record = field(default_factory=dict)
     seconds: float = 0.0  # total time of the processes that recorded it

@@ -322,7 +322,7 @@ class ImageFiles(Sink):
 
     def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
         """Replace the images and tables of `name`. Raises OSError: they cannot be written."""
-        self.folder.mkdir(exist_ok=True)  # but not the run's, which may come back
+        self.folder.mkdir(exist_ok=True)  # but not the run's, which may return
         page = Page.of(step, name, examples, tables)
         file = re.sub(r"[^\w.-]", lambda character: f"%{ord(character[0]):x}", name)
         atomic_write.replace(self.folder / f"{file}.json", json.dumps(asdict(page)).encode())

@@ -298,7 +298,7 @@ def run_pipe(command: str, part: Path, *, timeout: float, monitor: Monitor) -> N
             _thread.start_new_thread(start.run, (threading.get_ident(),))
             silent = not _wait_while_growing(start.result().pid, out.fileno(), timeout, monitor)
         finally:
-            # An Exception of result() was raised above, too; a signal handler's exception is none.
+            # An Exception of result() was raised above, too; a signal handler's exception is not one.
             with contextlib.suppress(Exception):
                 if not start.cancel():
                     process = start.result()

@@ -109,7 +109,7 @@ def teacher_scales(stored: StoredData, settings: DistillSettings) -> dict[str, f
             if f"{name}.{kind}" not in stored.features:
                 raise SettingsError(
                     f"data.teacher_features: teacher {name} has no {kind} features: distillation compares images "
-                    "with texts, and needs both; add them by clipstream precompute"
+                    "with texts, and requires both; add them by clipstream precompute"
                 )
         if settings.model is not None and name == LIVE:
             raise SettingsError(f"data.teacher_features: {name} is the name of the live teacher: use another name")

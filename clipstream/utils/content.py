@@ -230,7 +230,7 @@ def open_text(path: Path) -> TextIO:
 
 
 def rows_of(found: Mapping[str, Any]) -> Iterable[Mapping[str, Any]] | None:
-    """The rows of one JSON object that is a table, as pandas or a script writes it; None if it is none."""
+    """The rows of one JSON object that is a table, as pandas or a script writes it; None if it is no number."""
     names, rows, values = found.get("columns"), found.get("data"), list(found.values())
     if isinstance(rows, list) and all(isinstance(row, list if names else dict) for row in rows):  # "split", "table"
         return [dict(zip(map(str, names), row, strict=True)) for row in rows] if names else rows

@@ -55,7 +55,7 @@ def check_executor(executor: str | None, default: int | None = None) -> str:
         executor: `local`, `local:N`, `ray`, `ray://HOST:PORT`, `dask://HOST:PORT`, or None.
         default: number of local processes unless it is named; that of the cores unless given.
 
-    Raises SettingsError: it is none of these, or its package is not installed.
+    Raises SettingsError: it is not one of these, or its package is not installed.
     """
     if (local := re.fullmatch(r"local(?::(-?\d+))?", executor or "local")) is not None:
         number = int(local[1]) if local[1] else default or cores()
@@ -68,7 +68,7 @@ def check_executor(executor: str | None, default: int | None = None) -> str:
         raise SettingsError(f"{FLAG}: expected {forms}, not {executor!r}")
     extra = executor.partition(":")[0]
     if importlib.util.find_spec(_PACKAGES[extra]) is None:
-        raise SettingsError(f"{FLAG}: {executor} needs {_PACKAGES[extra]}: pip install 'clipstream[{extra}]'")
+        raise SettingsError(f"{FLAG}: {executor} requires {_PACKAGES[extra]}: pip install 'clipstream[{extra}]'")
     return executor
 
 

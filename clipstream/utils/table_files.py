@@ -85,7 +85,7 @@ class TableWriter:
 
 
 def check_suffix(path: Path, flag: str | None) -> None:
-    """Raises SettingsError: the suffix is none of `SUFFIXES`, or as `claim_output` of a file that a flag names."""
+    """Raises SettingsError: the suffix is not one of `SUFFIXES`, or as `claim_output` of a file that a flag names."""
     if flag is not None:
         atomic_write.claim_output(path, flag, words=() if path.suffix == ".txt" else (b"shard", b"key"))
     if path.suffix not in SUFFIXES:

@@ -285,7 +285,7 @@ def test_an_epoch_of_open_clip_is_evaluated_and_trained_on(
     assert evaluate.main(argv) == 0
     assert "image_to_text_R@1" in capsys.readouterr().out
     hosted = load(arguments(HOSTED_CHECKPOINT, cache_dir=str(place / "empty")), trains=False).model
-    with pytest.raises(SettingsError, match="needs files of the Hugging Face Hub"):
+    with pytest.raises(SettingsError, match="requires files of the Hugging Face Hub"):
         model_files.build(hosted.name, pretrained=hosted.pretrained, cache_dir=hosted.cache_dir)
     data = {"train_data": f"{place}/LAION-400M/{{00000..00001}}.tar", "train_num_samples": "16", "epochs": "1"}
     assert train.main(arguments("", **{**small, **data, "lr": "0", "name": "from"})) == 0

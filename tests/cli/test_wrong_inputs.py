@@ -157,7 +157,7 @@ TABLE: list[tuple[str | list[str], str]] = [
     (f"{PARTS}=1::2 --dataset-resampled=false", "require data.sampling mode resampled"),
     (["--force-image-size", "64", "32"], "images are square"),
     ("--precision=pure_fp16", "use fp16"),
-    ("--logs=None", "a run needs a folder"),
+    ("--logs=None", "a run requires a folder"),
     (["--naflex-patch-sizes", "16", "32", "--audio-ext", "flac"], "--audio-ext: not supported: see docs/from-open_"),
 ]
 

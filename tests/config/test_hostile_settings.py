@@ -70,7 +70,7 @@ def test_files_that_are_no_settings(tmp_path: Path) -> None:
     ]:
         (found,) = problems(["--config", f"{tmp_path}/{name}"])
         assert found.startswith("--config: ") and said in found and "\n" not in found
-    assert problems(["--config="]) == ["--config: needs a file"]
+    assert problems(["--config="]) == ["--config: requires a file"]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_open_clips_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.model.name == "ViT-B-32" and own.evals["val"].every_epochs == 1
     assert load(["--open-clip-defaults", "--train.steps=5"]).train.epochs is None
     both = ["--open-clip-defaults", "--config", str(ROOT / "configs/quickstart.yaml")]
-    assert "cannot be combined with --config" in problems(both)[0]
+    assert "not supported with --config" in problems(both)[0]
 
 
 def test_other_defaults_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_strict_and_flags(data: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "truncated" in told and "no text" in told and "one colour" not in told
     assert main(["--all", f"{data}/data/3.tar"]) == 3 and "no sample" in capsys.readouterr().err
     for wrong, why in (
-        (["--json=-"], "--json: needs --all"),
+        (["--json=-"], "--json: requires --all"),
         (["--all", "--samples=3"], "--samples: does not go"),
         (["--all", "--strict=9"], "--strict: expected a number below 1, not 9"),
     ):

@@ -220,7 +220,7 @@ def test_shards_without_an_index_are_told_with_the_command_or_as_ones_to_leave_o
         patch.setattr("clipstream.data.sources.indexes.SMALL", 100_000)
         with pytest.raises(SettingsError) as caught:
             loader(indexed(paths))
-    told = "data.sources.train.shards: the mode 'indexed' needs an index of each shard, but 6 of 6 have"
+    told = "data.sources.train.shards: the mode 'indexed' requires an index of each shard, but 6 of 6 have"
     assert str(caught.value).startswith(told) and f"  clipstream index {' '.join(paths)}" in str(caught.value)
     assert index([*paths, str(broken), "--executor=local:1"]) == 3
     with pytest.raises(SettingsError) as caught:

@@ -232,7 +232,7 @@ REFUSALS: list[tuple[dict[str, str], str]] = [
     ({"patch dropout": "0.5", "stored": "image|both"}, "whole images"),
     ({"lock image": "last", "stored": "image|both"}, "can be trained"),
     ({"lock text": "last", "stored": "text|both"}, "can be trained"),
-    ({"stored": "image|text|both", "distillation": "live|live alike|start"}, "a live teacher needs"),
+    ({"stored": "image|text|both", "distillation": "live|live alike|start"}, "a live teacher requires"),
     ({"adapters": "lora|text|all", "optimizer": "pull"}, "not supported with adapters"),
     ({"model": "resnet", "checkpointing": "all|matmuls|0.5"}, "no repeated blocks"),
     ({"model": "hf|siglip", "texts": "packed"}, "padd"),

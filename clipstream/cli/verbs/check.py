@@ -34,11 +34,11 @@ class CheckFlags(Section):
 
     pairs = (
         *(
-            Conflict({key: GIVEN, "all": False}, "needs --all")
+            Conflict({key: GIVEN, "all": False}, "requires --all")
             for key in ("table", "json_", "html", "yaml", "strict", "executor")
         ),
-        Conflict({"headers": True, "all": False}, "needs --all"),
-        Conflict({"samples": GIVEN, "all": True}, "does not go with --all, which reads all samples"),
+        Conflict({"headers": True, "all": False}, "requires --all"),
+        Conflict({"samples": GIVEN, "all": True}, "not supported with --all, which reads all samples"),
     )
 
 

@@ -438,7 +438,7 @@ class LabelText(_Field):
         if (name := self._folded.get(folded(label))) is not None:
             return name
         if number is None or not 0 <= number < len(self._names):
-            raise Dropped("no_label", f"{label!r} is none of the {len(self._names):,} classes of caption.classes")
+            raise Dropped("no_label", f"{label!r} is not one of the {len(self._names):,} classes of caption.classes")
         return self._names[number]
 
 
@@ -559,7 +559,7 @@ def json_value(value: Any) -> Any:
 
 
 def label_text(value: Any) -> str:
-    """A value as a label: the text, whole numbers without a fraction, true or false; '' if it is none.
+    """A value as a label: the text, whole numbers without a fraction, true or false; '' if it is no such value.
 
     3, 3.0, "3" and b"3", also of NumPy, are "3"; NaN, which is pandas' missing value, is none.
     """

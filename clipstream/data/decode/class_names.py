@@ -160,7 +160,7 @@ def folded(name: str) -> str:
 
 
 def number_of(label: str) -> int | None:
-    """The whole number that a label is: of 3, 03, 3.0 and 3e0 it is 3, of true 1, of false 0; None if it is none."""
+    """The whole number of a label: of 3, 03, 3.0 and 3e0 it is 3, of true 1, of false 0; None if it is no number."""
     label = label.strip().casefold()
     if _NUMBER.fullmatch(label) and float(label).is_integer():
         return int(label) if label.isdecimal() else int(float(label))

@@ -117,7 +117,7 @@ class Captions:
             flag = "set --caption-lines first, if the text has it in its first line"
         example = printable(next(iter(self.multilingual.values())), 200)
         share = f"{count:,} captions ({count / len(self.seen):.0%})"
-        return f"{share} are in several languages, such as that of {example}: to train on one, {flag}"
+        return f"{share} are in several languages, for example {example}: to train on one, {flag}"
 
     def warning(self) -> str:
         """The warning on captions that are nearly constant, or no texts; '' if few are or were seen."""

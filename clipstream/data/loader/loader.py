@@ -302,7 +302,7 @@ class Loader:
         return len(self._parts.get(self._step, ())) == len(self._workers)
 
     def _watch(self, workers: list[Worker]) -> None:
-        """A thread: reports a worker that is killed while the caller is busy for long."""
+        """A thread: reports a worker that is killed while the caller is busy for a long time."""
         while not self._closed.wait(WATCH):
             for worker in workers:
                 if how := worker.killed():

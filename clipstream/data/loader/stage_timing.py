@@ -166,7 +166,7 @@ class Stopwatch:
 
 
 def sum_times(parts: Iterable[StageTimes]) -> StageTimes:
-    """The sum of several."""
+    """The sum of several StageTimes."""
     whole = StageTimes()
     for part in parts:
         whole.seconds.update(part.seconds)

@@ -6,7 +6,7 @@ so the number of ranks and workers decides who reads a sample, and never which s
 
 The mix of sources is a golden-ratio sequence over their weights, so that every stretch of a run holds each source in
 proportion to its weight; independent draws would need long stretches for that. Exact epochs have a mix of their own
-(`epochs.EpochPlan`).
+(`windows.EpochPlan`).
 
 `DataState` is the position of all lanes, as a checkpoint keeps it. The loader gives one of its rank's lanes after each
 batch; the checkpoint writer merges the ranks' parts into `TrainState.data`.

@@ -342,7 +342,7 @@ def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: 
         folder, advice = "FOLDER", f", and name that folder by --{key.replace('_', '-')}.index"
     words += [] if folder is None or folder.endswith(".json") else ["--into", folder]
     return lines(
-        f"{key}.shards: the mode 'indexed' needs an index of each shard, but {len(unknown):,} of {total:,} have no "
+        f"{key}.shards: the mode 'indexed' requires an index of each shard, but {len(unknown):,} of {total:,} have no "
         f"valid index, e.g. {redact(first)}: {why}. Create them with",
         f"  {shlex.join(words)}{advice}",
         f"If this command cannot index a shard, replace it, or remove it from --{key}.shards. Without an index: "

@@ -180,7 +180,7 @@ class Teacher:
         """
         pixels = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
         ids = batch.ids if batch.teacher_ids is None else batch.teacher_ids
-        assert pixels is not None, "a live teacher needs pixels"
+        assert pixels is not None, "a live teacher requires pixels"
         size = size or len(batch)
         chunks = [slice(start, start + size) for start in range(0, len(batch), size)]
         with self._autocast():

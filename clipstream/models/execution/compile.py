@@ -176,7 +176,7 @@ def compiling(compilation: Compilation | None) -> Iterator[None]:
 
 
 def eagerly(compilation: Compilation | None) -> AbstractContextManager[Any]:
-    """A context in which compiled towers run eagerly, for shapes that do not come back."""
+    """A context in which compiled towers run eagerly, for shapes that do not recur."""
     return nullcontext() if compilation is None else torch.compiler.set_stance("force_eager")
 
 

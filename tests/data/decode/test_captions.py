@@ -574,7 +574,7 @@ def test_a_class_becomes_a_text_of_a_drawn_template() -> None:
     ]  # fmt: skip
     for extractor, members, detail in (
         (caption, {"cls": b"3"}, "3 is a number: set the names of the classes with caption.classes"),
-        (named, {"cls": b"3"}, "'3' is none of the 3 classes of caption.classes"),
+        (named, {"cls": b"3"}, "'3' is not one of the 3 classes of caption.classes"),
         (named, {"txt": b"red kite"}, "no member .cls"),
     ):
         with pytest.raises(Dropped, match="no_label") as caught:
