@@ -40,8 +40,8 @@ from clipstream.utils.section import (
     Is,
     Path,
     Section,
+    conflicts_in,
     entries_of,
-    find_conflicts,
     other_than,
     section_of,
     types_of,
@@ -240,11 +240,11 @@ def validate_run(written: Written, world: World) -> Survey:
     seen = keep_batch(survey(written), world)
     settings = draft(seen, world.size).settings
     parts = _length(seen, settings), _batches(settings, world), _shards(seen), _val_split(settings), _evals(settings)
-    rest = find_conflicts(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
+    rest = conflicts_in(PAIRS, settings, ranks=world.size), _checkpoints(settings), _folders(settings, world)
     _conclude(Written(settings, seen.places), world, *parts, _short(settings), *rest)
     if seen.error is not None:
         raise seen.error
-    tell(seen.places, world, (*_notices(settings), *find_conflicts(PAIRS, settings, notices=True)))
+    tell(seen.places, world, (*_notices(settings), *conflicts_in(PAIRS, settings, notices=True)))
     return seen
 
 
@@ -257,7 +257,7 @@ def validate_evals(written: Written, *, shown: bool) -> None:
     Raises SettingsError: with one line for each mistake.
     """
     settings, world = written.settings, World.from_env()
-    _conclude(written, world, _evals(settings), find_conflicts((PROMPTS,) if shown else (), settings))
+    _conclude(written, world, _evals(settings), conflicts_in((PROMPTS,) if shown else (), settings))
     tell(written.places, world, _notices(settings.evals, ("evals",)))
 
 
@@ -297,13 +297,13 @@ def log_ignored_with_store(plan: Plan, world: World, views: int) -> None:
     """
     if plan.settings.data.image_features is not None:
         facts = {"the features of images": views}
-        tell(plan.survey.places, world, find_conflicts(AS_EVALUATED, plan.settings, notices=True, **facts))
+        tell(plan.survey.places, world, conflicts_in(AS_EVALUATED, plan.settings, notices=True, **facts))
 
 
 def _notices(section: Any, path: Path = ()) -> Problems:
     """(path, text) for each setting that has no effect beside others of its section, in a section and those below."""
     if isinstance(section, Section):
-        yield from (((*path, *key), text) for key, text in find_conflicts(section.pairs, section, notices=True))
+        yield from (((*path, *key), text) for key, text in conflicts_in(section.pairs, section, notices=True))
     below = section.items() if isinstance(section, Mapping) else section if isinstance(section, Section) else ()
     for name, inner in below:
         yield from _notices(inner, (*path, name))

@@ -350,10 +350,8 @@ def print_report(settings: Settings, flags: Sequence[str], options: Any) -> None
         if path is not None and (flag, path) != ("--json", "-"):
             output_file(path, flag)
     section, found = settings.data.sources[SHORT_FLAGS.rpartition(".")[2]], None
-    executor, folder = (
-        executors.check_executor(options.executor),
-        None if options.table is None else Path(options.table),
-    )
+    executor = executors.check_executor(options.executor)
+    folder = None if options.table is None else Path(options.table)
     loading.show("reading samples")
     report = look(section, PROFILED if options.all else options.samples)
     loading.end()

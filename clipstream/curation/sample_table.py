@@ -38,7 +38,7 @@ from clipstream.data.decode.captions import (
     image_bytes,
     json_value,
 )
-from clipstream.data.decode.images import check_shape, is_transparent, load_pixels, read_header
+from clipstream.data.decode.images import check_shape, is_transparent, load_image, read_header
 from clipstream.data.decode.key_lists import NOT_KEPT, build_filter, check_lists, storable
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.image_settings import rgb
@@ -315,7 +315,7 @@ class RowReader:
         if self._columns.decode:
             row["file_hash"] = file_hash(data)
             row["image_hash"], row["one_colour"] = look_of(data, self._background, self._max_pixels, header)
-            row["transparent"] = header.image is not None and is_transparent(load_pixels(header.image))
+            row["transparent"] = header.image is not None and is_transparent(load_image(header.image))
 
 
 def _attempt(row: Row, read: Callable[..., T], *args: object) -> T | None:

@@ -266,9 +266,7 @@ def digest_of(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def resume_position(
-    start: DataState, fingerprint: Fingerprint, lanes: int, approximate: bool, world: World
-) -> DataState:
+def resume_at(start: DataState, fingerprint: Fingerprint, lanes: int, approximate: bool, world: World) -> DataState:
     """The position to resume from; with another order, restarted under a new salt, so that it shows other samples."""
     if not start.fingerprint:  # a new run, or a checkpoint of open_clip: it has a step, and no position in the data
         return replace(start, fingerprint=fingerprint, lanes_total=lanes, restarted_at=start.step)

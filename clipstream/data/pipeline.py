@@ -60,7 +60,7 @@ from clipstream.data.loader.stored import StoredChoice
 from clipstream.data.order.lanes import Cursor, DataState, LaneState, Stream
 from clipstream.data.order.rng import SampleRNG, is_drawn, mix
 from clipstream.data.order.windows import NO_SAMPLE
-from clipstream.data.order_plan import fingerprint_of, order_plan, remote_shards_in_use, resume_position, slots_of_rank
+from clipstream.data.order_plan import fingerprint_of, order_plan, remote_shards_in_use, resume_at, slots_of_rank
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source, open_sources, with_file
 from clipstream.distributed.world import World
@@ -125,7 +125,7 @@ def training_loader(
     fingerprint = fingerprint_of(settings, seed, inputs.tokenizer, every)
 
     # Position. An order that is restarted has a salt, and is computed again; other ranks' lanes are left out last.
-    start = resume_position(start or DataState(), fingerprint, lanes, approximate, world)
+    start = resume_at(start or DataState(), fingerprint, lanes, approximate, world)
     if start.salt:
         order = order_plan(settings, every, mix(seed, SALT, start.salt))
     start = replace(start, lanes={lane: start.lanes[lane] for lane in slots.lanes if lane in start.lanes})

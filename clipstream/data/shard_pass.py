@@ -85,10 +85,8 @@ class ShardPass(Generic[T]):
             return f"{sum(not isinstance(one, TaskFailure) for one in done.values()):,} of {len(names):,} shards"
 
         def progress() -> str:
-            results, seconds = (
-                [one for one in done.values() if not isinstance(one, TaskFailure)],
-                time.monotonic() - began,
-            )
+            results = [one for one in done.values() if not isinstance(one, TaskFailure)]
+            seconds = time.monotonic() - began
             words, left = [state(), f"{sum(map(count, results)):,} samples"], len(names) - len(done)
             if self.parts is not None:
                 size = sum(one.size for one in results if getattr(one, "made", False))  # type: ignore[attr-defined]

@@ -212,12 +212,10 @@ def write_use(towers: Towers, folder: Path, target: str) -> None:
     shutil.copyfile(USE / f"with_{target.replace('-', '_')}.py", folder / "encoder.py")  # without its mode
     for path in (EXAMPLE, USE / "check.py"):
         shutil.copyfile(path, folder / path.name)
-    (folder / "pixels.py").write_text(
-        _inline_imports((USE / "pixels.py").read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    (folder / "pixels.py").write_text(_inline((USE / "pixels.py").read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def _inline_imports(script: str) -> str:
+def _inline(script: str) -> str:
     """A script with the functions that it imports of `data.decode.images`, and what these use, instead of the import.
 
     Constants of other modules of ours are written as their values, and Dropped is ValueError.

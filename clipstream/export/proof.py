@@ -27,7 +27,7 @@ from PIL import Image
 from clipstream.api.model import Model
 from clipstream.data.decode.captions import build_caption, image_bytes
 from clipstream.data.decode.image_files import EXTRAS
-from clipstream.data.decode.images import is_transparent, load_pixels, open_image
+from clipstream.data.decode.images import is_transparent, load_image, open_image
 from clipstream.data.settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
@@ -154,7 +154,7 @@ def read(section: SourceSettings) -> Samples:
                 try:
                     sample = {"__key__": ref.key, "__url__": "", **shard.load(ref)}
                     data, text = image_bytes(sample, keys=section.image_key), extract(sample, None)
-                    image = load_pixels(open_image(data))
+                    image = load_image(open_image(data))
                     clear = is_transparent(image)
                 except (OSError, ShardError, Dropped):
                     continue

@@ -114,7 +114,7 @@ def preflight(
     """
     found = look_up(settings, tokenizer, loss_type)
     if not isinstance(found, ModelFiles) and ask and (reason := why_unreachable()):
-        raise missing_files_error(found, settings.cache_dir, _label(settings), reason)
+        raise missing_error(found, settings.cache_dir, _label(settings), reason)
     if teacher is not None:
         with errors_as(SettingsError, "distill.model", SettingsError):
             if teacher.is_fresh:
@@ -133,7 +133,7 @@ def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: Wor
             # A configuration on the Hub names further files: look again once it is here.
             while not isinstance(found := look_up(settings, tokenizer), ModelFiles):
                 if reason := why_unreachable():
-                    raise missing_files_error(found, settings.cache_dir, _label(settings), reason)
+                    raise missing_error(found, settings.cache_dir, _label(settings), reason)
                 download(found, settings.cache_dir)
         except (ClipstreamError, OSError) as error:
             problem = str(error)
@@ -142,9 +142,7 @@ def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: Wor
             raise SettingsError(message)
     files = look_up(settings, tokenizer)
     if not isinstance(files, ModelFiles):
-        raise missing_files_error(
-            files, settings.cache_dir, _label(settings), "this rank does not see downloaded files"
-        )
+        raise missing_error(files, settings.cache_dir, _label(settings), "this rank does not see downloaded files")
     advice = f"copy those of one host to all, or share the folder ({files.weights or settings.cache_dir or HUB})"
     require_same(world, partial(_contents, files), f"files of {files.label}", advice)
     return files
@@ -514,7 +512,7 @@ def why_unreachable() -> str | None:
         return f"{constants.ENDPOINT} cannot be reached ({getattr(error, 'reason', error)})"
 
 
-def missing_files_error(missing: Missing, folder: str | None, label: str, reason: str) -> SettingsError:
+def missing_error(missing: Missing, folder: str | None, label: str, reason: str) -> SettingsError:
     """The error for missing files while the Hub cannot be reached: which files, the folder that was searched, and the
     command that downloads them.
     """

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from clipstream import __version__
-from clipstream.data.decode.images import convert_image, load_pixels, opaque, open_image, orientation_of, turn_upright
+from clipstream.data.decode.images import convert_image, load_image, opaque, open_image, orientation_of, turn_upright
 from clipstream.errors import Dropped
 from clipstream.text import percent, shortened
 
@@ -81,7 +81,7 @@ def small_jpeg(data: bytes | None, side: int) -> tuple[bytes, int, int]:
         image = open_image(data or b"")
         orientation = orientation_of(image)
         image.draft("RGB", (2 * side, 2 * side))  # a JPEG is decoded at a fraction of its size
-        image = convert_image(turn_upright(opaque(load_pixels(image), (255, 255, 255)), orientation))
+        image = convert_image(turn_upright(opaque(load_image(image), (255, 255, 255)), orientation))
     except Dropped:
         return b"", side, side
     image.thumbnail((side, side))

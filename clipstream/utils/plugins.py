@@ -39,7 +39,7 @@ def describe_error(part: str, error: BaseException) -> str:
     return f"{what} at {os.path.basename(last.filename)}:{last.lineno}"
 
 
-def call_for_sample(reason: str, part: str, function: Callable[..., Any], *arguments: object) -> Any:
+def call_plugin(reason: str, part: str, function: Callable[..., Any], *arguments: object) -> Any:
     """The result of a plug-in's function that is called for a sample.
 
     Raises Dropped: as the function raised it, or under `reason` if it raised anything else.

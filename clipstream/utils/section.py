@@ -90,7 +90,7 @@ class Conflict:
         return SettingsError(f"{key}: {self.text(*values)}")
 
     def found(self, root: Any, facts: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        """(path of the first key, text) for each place below `root` where all conditions hold; see `find_conflicts`."""
+        """(path of the first key, text) for each place below `root` where all conditions hold; see `conflicts_in`."""
         paths = [tuple(key.split(".")) for key in self.when]
         named = paths[0].index("NAME") if "NAME" in paths[0] else None
         for name in ("",) if named is None else _value(root, paths[0][:named]):
@@ -113,7 +113,7 @@ def _holds(wanted: Any, value: Any) -> bool:
     return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
 
 
-def find_conflicts(
+def conflicts_in(
     conflicts: Iterable[Conflict], root: Any, *, notices: bool = False, **facts: Any
 ) -> Iterator[tuple[Path, str]]:
     """(path, text) for each refusal, or for each notice, of `conflicts` in a section or a mapping of flags.
@@ -194,10 +194,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _raise_conflicts(self) -> Self:
-        problems = [
-            *find_conflicts(self.pairs, self),
-            *((tuple(key.split(".")), text) for key, text in self.conflicts()),
-        ]
+        problems = [*conflicts_in(self.pairs, self), *((tuple(key.split(".")), text) for key, text in self.conflicts())]
         errors = [
             InitErrorDetails(type="value_error", loc=path, input=None, ctx={"error": ValueError(text)})
             for path, text in problems

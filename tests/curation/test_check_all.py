@@ -120,7 +120,7 @@ def test_strict_and_flags(data: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "no problem was found" in capsys.readouterr().out
     assert main(["--all", f"{data}/data", "--strict=0.02"]) == 3
     told = capsys.readouterr().err
-    assert "truncated" in told and "no text" in told and "one colour" not in told
+    assert "truncated" in told and "no text" in told and "one color" not in told
     assert main(["--all", f"{data}/data/3.tar"]) == 3 and "no sample" in capsys.readouterr().err
     for wrong, why in (
         (["--json=-"], "--json: requires --all"),

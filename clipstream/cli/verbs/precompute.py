@@ -107,11 +107,8 @@ def _teachers(given: Sequence[str], cache_dir: str | None) -> dict[str, ModelSet
             )
         if name.lower() in (*TAKEN, *map(str.lower, teachers)):
             raise SettingsError(f"--teacher: the name {name} is already used in the store: use another name")
-        names = {
-            "name": resolve_model_name(model),
-            "pretrained": resolve_model_name(pretrained) if pretrained else None,
-        }
-        teachers[name] = ModelSettings(**with_own_config(names), cache_dir=cache_dir)
+        pair = {"name": resolve_model_name(model), "pretrained": resolve_model_name(pretrained) if pretrained else None}
+        teachers[name] = ModelSettings(**with_own_config(pair), cache_dir=cache_dir)
     return teachers
 
 

@@ -462,7 +462,7 @@ class _OwnExtractor:
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
         given = (sample, rng) if self._takes_rng else (sample,)
-        caption = call_for_sample("extractor_error", "the caption extractor", self._extractor, *given)
+        caption = call_plugin("extractor_error", "the caption extractor", self._extractor, *given)
         if caption is None and inspect.isfunction(self._extractor):
             raise Dropped("no_caption", f"{self._extractor.__name__} returned None")
         if not isinstance(caption, str):
@@ -473,7 +473,7 @@ class _OwnExtractor:
         """See `candidates`. Raises Dropped: as __call__."""
         if (own := getattr(self._extractor, "candidates", None)) is None:
             return [[self(sample, None)]]
-        texts = call_for_sample("extractor_error", "the caption extractor", own, sample)
+        texts = call_plugin("extractor_error", "the caption extractor", own, sample)
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise Dropped("extractor_error", "`candidates` must return a list of str")
         return [[usable_text(text) for text in texts]]
@@ -487,7 +487,7 @@ class _OwnTransform:
             self._function = load_function(path)
 
     def __call__(self, sample: RawSample) -> RawSample:
-        changed = call_for_sample("transform_error", "the transform", self._function, sample)
+        changed = call_plugin("transform_error", "the transform", self._function, sample)
         if changed is None:
             raise Dropped("transform_none", "")
         if not isinstance(changed, Mapping):

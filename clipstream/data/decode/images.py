@@ -109,9 +109,7 @@ class OwnImageTransform:
         """See ImageTransform. Raises Dropped: as EvalTransform, `image_transform_error`, or the user's own reason."""
         image = decode_image(data, self._background, self._upright, self._max_pixels)
         image = image if image.mode == "RGB" else convert_image(image)
-        pixels = call_for_sample(
-            "image_transform_error", "the image transform", self._transform, image, self._size, rng
-        )
+        pixels = call_plugin("image_transform_error", "the image transform", self._transform, image, self._size, rng)
         shape, dtype = getattr(pixels, "shape", None), getattr(pixels, "dtype", None)
         if not isinstance(pixels, np.ndarray) or shape != (*self._size, 3) or dtype != np.uint8:
             got = f"{type(pixels).__name__} {dtype or ''} {shape or ''}".strip()
@@ -188,7 +186,7 @@ def turn_upright(image: Image.Image, orientation: int) -> Image.Image:
     return image if orientation == 1 else image.transpose(_TURNS[orientation])
 
 
-def load_pixels(image: Image.Image) -> Image.Image:
+def load_image(image: Image.Image) -> Image.Image:
     """The image, decoded; 16-bit colours, of which Pillow keeps the upper 8, are scaled. Raises Dropped."""
     tiles, file = getattr(image, "tile", []), getattr(image, "fp", None)  # gone once it is decoded
     try:
@@ -215,7 +213,7 @@ def decode_image(data: bytes, background: Colour, upright: bool, max_pixels: int
     """The image of a file, decoded, without transparency, and upright if this is asked for. Raises Dropped."""
     image = open_image(data, max_pixels)
     orientation = orientation_of(image) if upright else 1
-    return turn_upright(opaque(load_pixels(image), background), orientation)
+    return turn_upright(opaque(load_image(image), background), orientation)
 
 
 def opaque(image: Image.Image, background: Colour) -> Image.Image:
@@ -404,7 +402,7 @@ def eight_bits(image: Image.Image, background: str | None) -> Image.Image:
 
     `background` is the colour under transparent pixels; None keeps the transparency. Raises Dropped.
     """
-    image = load_pixels(image)
+    image = load_image(image)
     if _is_wide(image):
         image = _narrow(image)
     clear = image.mode in _WITH_ALPHA or "transparency" in image.info
@@ -510,4 +508,4 @@ def _by_pillow(data: bytes, header: Header, factor: int, background: Colour) -> 
     image = header.image or open_image(data)
     if factor > 1:
         image.draft(image.mode, (max(1, header.size[0] // factor), max(1, header.size[1] // factor)))
-    return opaque(load_pixels(image), background)
+    return opaque(load_image(image), background)

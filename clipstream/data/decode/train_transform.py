@@ -22,7 +22,7 @@ from clipstream.data.decode.images import (
     check_shape,
     decode,
     is_smooth,
-    load_pixels,
+    load_image,
     lost_area,
     opaque,
     open_image,
@@ -120,17 +120,13 @@ class TrainTransform:
         return out
 
     def _exact(self, data: bytes, header: Header, box: Box, name: str, out: Pixels | None) -> Pixels:
-        image = turn_upright(opaque(load_pixels(header.image or open_image(data)), self.background), header.orientation)
+        image = turn_upright(opaque(load_image(header.image or open_image(data)), self.background), header.orientation)
         image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
         return write_pixels(image.resize(self.spec.size[::-1], FILTERS[name]), out)
 
     def _fast(self, data: bytes, header: Header, box: Box, name: str, out: Pixels | None) -> Pixels:
         mirror_x, mirror_y, transpose = _TURNS[header.orientation]
-        if (
-            header.kind == "other"
-            and not header.scales
-            and not is_smooth(load_pixels(header.image or open_image(data)))
-        ):
+        if header.kind == "other" and not header.scales and not is_smooth(load_image(header.image or open_image(data))):
             return self._exact(data, header, box, name, out)
         # The crop as one of the stored image.
         left, top, width, height = (box.top, box.left, box.height, box.width) if transpose else box

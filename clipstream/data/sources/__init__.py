@@ -44,7 +44,7 @@ from clipstream.storage.tar import SampleRef as SampleRef
 from clipstream.storage.tar import ShardIndex as ShardIndex
 from clipstream.text import counted, printable
 from clipstream.utils.atomic_write import note_input
-from clipstream.utils.plugins import call_for_sample, describe_error, load_plugin
+from clipstream.utils.plugins import call_plugin, describe_error, load_plugin
 from clipstream.utils.section import builtin_parts, with_home
 
 if TYPE_CHECKING:
@@ -451,7 +451,7 @@ class _PluginShard(OpenShard):
         self.index = index
 
     def _call(self, function: Callable[..., dict[str, bytes]], *args: object) -> dict[str, bytes]:
-        members: dict[str, bytes] = call_for_sample("source_error", self._type, function, *args)
+        members: dict[str, bytes] = call_plugin("source_error", self._type, function, *args)
         mapping = isinstance(members, Mapping)
         odd = {name: value for name, value in members.items() if not isinstance(value, bytes)} if mapping else members
         if odd or not mapping:

@@ -244,9 +244,7 @@ def _kind(folder: str, files: Sequence[str], image_keys: Collection[str]) -> str
         raise SettingsError(f"{folder} holds {counted(len(images), 'image', ',')} and no captions: {_ADVICE}")
     suffixes = Counter(f".{suffix}" for file in files if (suffix := suffix_of(file)))
     held = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(3)) or "no files"
-    raise SettingsError(
-        f"{folder} holds no tar, no table and no image, but {held}{_describe_first_file(folder, files)}: {_ADVICE}"
-    )
+    raise SettingsError(f"{folder} holds no tar, no table and no image, but {held}{_hint(folder, files)}: {_ADVICE}")
 
 
 def _refuse_lakes(folder: str, files: Iterable[str]) -> None:
@@ -261,7 +259,7 @@ def _refuse_lakes(folder: str, files: Iterable[str]) -> None:
             )
 
 
-def _describe_first_file(folder: str, files: Sequence[str]) -> str:
+def _hint(folder: str, files: Sequence[str]) -> str:
     """What the first file is whose bytes tell, in words with what to do about it: ` (FILE: …)`, or ''."""
     if part := next((file for file in files if _PART.fullmatch(file)), None):
         whole = os.path.basename(_PART.sub(r"\1", part))

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from clipstream.data.decode.images import convert_image, fit_image, is_smooth, load_pixels, opaque
+from clipstream.data.decode.images import convert_image, fit_image, is_smooth, load_image, opaque
 
 
 class Pixels:
@@ -30,6 +30,6 @@ class Pixels:
         """
         if not isinstance(image, Image.Image):
             image = Image.open(io.BytesIO(Path(image).read_bytes()))
-        image = opaque(load_pixels(image), (255, 255, 255))
+        image = opaque(load_image(image), (255, 255, 255))
         resize = resize or self.spec.floor_crop or self.spec.resize_mode == "squash" or not is_smooth(image)
         return convert_image(fit_image(image, self.spec) if resize else image)
