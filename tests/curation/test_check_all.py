@@ -124,7 +124,7 @@ def test_strict_and_flags(data: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["--all", f"{data}/data/3.tar"]) == 3 and "no sample" in capsys.readouterr().err
     for wrong, why in (
         (["--json=-"], "--json: requires --all"),
-        (["--all", "--samples=3"], "--samples: does not go"),
+        (["--all", "--samples=3"], "--samples: not supported"),
         (["--all", "--strict=9"], "--strict: expected a number below 1, not 9"),
     ):
         assert main([f"{data}/data", *wrong]) == 2
