@@ -70,7 +70,7 @@ def export_model(options: Any) -> None:
         raise SettingsError(f"--to {options.to} requires {missing[0]}: pip install 'clipstream[{options.to}]'")
     if model_at(Path(options.model)) is None:
         given = {"name": options.model, "pretrained": options.pretrained}
-        texts = with_own_config({key: name and resolve_model_name(name) for key, name in given.items()})
+        texts = with_own_config({key: None if one is None else resolve_model_name(one) for key, one in given.items()})
         preflight(chosen := ModelSettings(**texts))
         if chosen.is_fresh:
             raise SettingsError(f"{options.model} names a model without weights: set --pretrained TAG, or name a run")

@@ -269,7 +269,7 @@ def test_refusals(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for argv, said in (
         ([resnet, "--to", "transformers", str(tmp_path / "a")], "no counterpart of open_clip's ResNet: .* --to onnx"),
         (["ViT-B-32", "--to", "open_clip"], "a model without weights: set --pretrained TAG"),
-        ([vit, "--to", "onnx"], r"needs onnx: pip install 'clipstream\[onnx\]'"),
+        ([vit, "--to", "onnx"], r"requires onnx: pip install 'clipstream\[onnx\]'"),
         ([vit, "--to", "open_clip", "--push-to-hub", "a/b"], "set the licence of the model with --license"),
         ([vit, "--to", "open_clip", str(tmp_path / "other")], "holds files that are not of an export"),
         ([vit, "--to", "open_clip", vit], f"OUT: {vit} is read by this command"),

@@ -40,7 +40,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, executor: str, package: str, extra: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=rf"{executor} needs {package}: pip install 'clipstream\[{extra}\]'$"):
+    with pytest.raises(SettingsError, match=rf"{executor} requires {package}: pip install 'clipstream\[{extra}\]'$"):
         next(run(abs, 1, executor))
 
 
