@@ -17,7 +17,7 @@ import numpy as np
 from clipstream.data.text_settings import HubTokenizer, PathTokenizer, TokenizerSettings
 from clipstream.errors import SettingsError, absent
 from clipstream.text import shortened
-from clipstream.utils.plugins import not_trusted, raised
+from clipstream.utils.plugins import describe_error, untrusted_code_message
 from clipstream.utils.section import make_part
 
 if TYPE_CHECKING:
