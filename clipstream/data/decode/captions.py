@@ -26,7 +26,7 @@ from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonC
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import listed, printable
 from clipstream.utils.content import HEAD, PRINTED, check_bytes, encoding_of, kind, to_utf8
-from clipstream.utils.plugins import is_plugin, load_function, load_plugin
+from clipstream.utils.plugins import call_plugin, is_plugin, load_function, load_plugin
 from clipstream.utils.section import make_part
 
 if TYPE_CHECKING:

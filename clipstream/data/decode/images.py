@@ -24,6 +24,7 @@ from clipstream.data.decode.image_files import FORMATS, check_size, jpeg_header
 from clipstream.data.decode.image_files import open_image as open_image
 from clipstream.data.image_settings import MAX_PIXELS, ImageTransformSettings, rgb
 from clipstream.errors import Dropped
+from clipstream.utils.plugins import call_plugin
 from clipstream.utils.section import make_part
 
 if TYPE_CHECKING:
