@@ -123,18 +123,18 @@ def train_and_stick(world: World, argv: list[str]) -> int:
     return train_on(world, argv)
 
 
-def run(place: Path, name: str, *more: str) -> list[str]:
+def run(place: Path, name: str, *more: str, steps: int = STEPS) -> list[str]:
     """A run with averages and dropout, whose random numbers differ between the ranks."""
     model = ["--force-patch-dropout", "0.25"] if "ddp" in name else []
     evals = ["--evals.val.type", "loss", "--evals.val.data.shards", f"{place}/val/*.tar", "--evals.val.every", "3"]
-    return flags(place, name, "--train.ema", "0.9", "--run.deterministic", "true", *model, *evals, *more, steps=STEPS)
+    return flags(place, name, "--train.ema", "0.9", "--run.deterministic", "true", *model, *evals, *more, steps=steps)
 
 
-def same_end(place: Path, one: str, other: str) -> None:
+def same_end(place: Path, one: str, other: str, steps: int = STEPS) -> None:
     """Both runs are done, and their last checkpoints are the same."""
     for file in ("open_clip_model", "optimizer", "averaged"):
-        assert same_weights(*(weights(place, name, STEPS, file) for name in (one, other))), file
-    folders = [place / "runs" / name / "checkpoints" / f"step_{STEPS:08d}" for name in (one, other)]
+        assert same_weights(*(weights(place, name, steps, file) for name in (one, other))), file
+    folders = [place / "runs" / name / "checkpoints" / f"step_{steps:08d}" for name in (one, other)]
     assert metadata(folders[0] / OPTIMIZER) == metadata(folders[1] / OPTIMIZER)
     for name in (one, other):
         assert lines(place, name, "end")[-1]["end"]["status"] == "done"
@@ -231,9 +231,9 @@ def test_random_states_after_a_return_to_older_weights_are_those_of_the_run(plac
     """After step 6 the run returns to step 2; its rank dies in step 7."""
     more = ["--loss.type", "tests.training.test_rollback:Broken", "--loss.steps", "[4, 5, 6]", "--train.max-nonfinite"]
     for name in ("ddp-returned", "ddp-returned-killed"):
-        argv = run(place, name, *more, "3", "--checkpoint.keep-last", "9")
+        argv = run(place, name, *more, "3", "--checkpoint.keep-last", "9", steps=8)
         ends = end_ranks(2, train_and_die, argv, 1, "forward", 7 if "killed" in name else 0)
         assert lines(place, name, "rollback") == [{"step": 6, "rollback": {"to": 2, "skipped": 3}}]
     assert [end.code for end in ends] == [75, -9] and "saved step 6;" in ends[0].stderr, ends
     assert [end.code for end in end_ranks(2, train_on, [*argv, "--resume", "latest"])] == [0, 0]
-    same_end(place, "ddp-returned-killed", "ddp-returned")
+    same_end(place, "ddp-returned-killed", "ddp-returned", 8)
