@@ -34,8 +34,8 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses import tiled
 from clipstream.losses.contrastive import SoftmaxLoss
+from clipstream.losses.ring import Ring
 from clipstream.losses.settings import ClipLossSettings
-from clipstream.losses.tiled import Ring
 from clipstream.models.execution.compile import Parts
 from clipstream.models.towers import Towers
 from clipstream.training.precision import prepare

@@ -1,7 +1,7 @@
 """Contrastive losses over the global batch and losses of distillation, exact for any number of ranks.
 
 Features of a rank's batch enter; the loss and its gradients leave. `contrastive` and `distillation` compute them by
-`tiled`, without the whole matrix of logits; its `Ring` passes rows from rank to rank. `ClipLoss` and `SigLipLoss` are
+`tiled`, without the whole matrix of logits; `ring` passes rows from rank to rank. `ClipLoss` and `SigLipLoss` are
 modules for custom training loops, called as open_clip's.
 """
 

@@ -49,8 +49,8 @@ from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses import tiled
+from clipstream.losses.ring import Ring
 from clipstream.losses.settings import ClipLossSettings, Duplicates, LossSettings, SiglipLossSettings, group_field
-from clipstream.losses.tiled import Ring
 from clipstream.models.towers import Features
 from clipstream.text import listed
 from clipstream.utils.logs import logger

@@ -52,8 +52,9 @@ from clipstream.errors import SettingsError
 from clipstream.features.manifest import decode_rows
 from clipstream.losses import tiled
 from clipstream.losses.contrastive import ContrastiveLoss, Leaves, with_gradients
+from clipstream.losses.ring import Ring
 from clipstream.losses.settings import DistillSettings
-from clipstream.losses.tiled import LogSums, Ring, Tile, Tiles
+from clipstream.losses.tiled import LogSums, Tile, Tiles
 from clipstream.models.towers import Features
 
 P, Q = 1, 1  # the buffers of log P, of the teacher's tiles, and log Q, of the student's

@@ -18,8 +18,9 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import Kind, SoftmaxLoss, loss_share
 from clipstream.losses.distillation import DistilledLoss
+from clipstream.losses.ring import Ring
 from clipstream.losses.settings import ClipLossSettings, DistillSettings, Duplicates
-from clipstream.losses.tiled import Ring, peak_bytes
+from clipstream.losses.tiled import peak_bytes
 from clipstream.models.towers import Features
 from tests.support.peak_memory import PeakMemory
 
