@@ -33,7 +33,7 @@ def find_verbs() -> dict[str, str]:
         with path.open(encoding="utf-8") as file:
             if (line := _FIRST_LINE.match(file.readline())) is not None:
                 found[line[1]] = line[2]
-    return found
+    return dict(sorted(found.items(), key=lambda verb: verb[0] != "train"))  # what most come for, first
 
 
 VERBS = find_verbs()
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
     """The console script: `clipstream VERB …`, or `python -m clipstream VERB …`; `own` with another name."""
     own, argv = own or argv is None, list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "help"):
-        rows = [line for verb, meaning in VERBS.items() for line in row(verb, meaning, 14, terminal_width())]
+        rows = [line for verb, meaning in VERBS.items() for line in row(verb, meaning, 15, terminal_width())]
         print("usage: clipstream VERB …", "", *rows, "", "clipstream VERB --help shows the flags of a verb.", sep="\n")
         return 0 if argv else SettingsError.exit_code
     verb, *rest = argv

@@ -1,4 +1,4 @@
-"""The verb index: write an index of each shard, for exact epochs; see `data.staging`."""
+"""The verb index: write an index of each shard, for exact epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb stage: copy shards to this machine ahead of a run; see `data.staging`.
+"""The verb stage: copy shards to this machine ahead of a run.
 
 A command line enters; copies and settings that train on them are written. Never imports torch.
 """
