@@ -96,7 +96,7 @@ def test_help_fits_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeyp
         helps[verb] = capsys.readouterr().out
         assert helps[verb].startswith("usage: ") and all(len(line) <= 60 for line in helps[verb].splitlines()), verb
         assert "[--config\n" not in helps[verb] and "--section.key\n" not in helps[verb]
-    assert "\n  bench       measure how fast shards are read, or with" in helps[""]
+    assert "\n  bench        measure how fast shards are read, or with" in helps[""]
     for verb in ("evaluate", "stage"):  # which have no steps
         assert "--val-data" in helps[verb] and "--val-frequency" not in helps[verb]
     assert "--val-frequency" in helps["train"]
