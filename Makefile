@@ -1,6 +1,6 @@
 # Works on a machine with Python alone: everything is installed into .venv with pip.
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= 3
 MINUTES ?= 5
 BIN := .venv/bin
 
