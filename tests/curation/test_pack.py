@@ -11,8 +11,6 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections import Counter
@@ -36,7 +34,8 @@ from clipstream.data.shard_pass import PARTS
 from clipstream.data.sources import indexes
 from clipstream.storage.tar import Shard, scan
 from clipstream.utils import atomic_write
-from tests.support.forks import ROOT, wait_until
+from tests.support.commands import start_verb
+from tests.support.forks import wait_until
 from tests.support.pictures import make_shards, picture
 from tests.support.sites import Site
 from tests.support.tars import tar_bytes, write_tar
@@ -89,15 +88,6 @@ def captions(folder: str, *flags: str) -> Counter[str]:
     return found
 
 
-def process(*argv: str) -> subprocess.Popen[str]:
-    code = "import sys; sys.modules['torch'] = None; from clipstream.cli.main import main; sys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "pack", *argv],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-
-
 def test_each_sample_once_in_the_same_bytes(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [shards, "--shard-size", "10"]
     before = samples(*sorted(Path(shards).glob("*.tar")))
@@ -139,7 +129,7 @@ def test_killed_at_any_time_it_goes_on_to_the_same_bytes(
     packed(tmp_path / "a/x", shards, *argv)
     draw, target = random.Random(0), tmp_path / "b/x"
     for _ in range(3):
-        killed = process(str(target), shards, *argv)
+        killed = start_verb("pack", str(target), shards, *argv)
         wait_until(lambda: (target / PARTS).exists() or (target / "README.md").exists())
         time.sleep(draw.uniform(0, 0.2))
         os.killpg(killed.pid, signal.SIGKILL)

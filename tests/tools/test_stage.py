@@ -8,8 +8,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +21,8 @@ from clipstream.data.sources import expand, indexes
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.tar import scan
 from clipstream.utils.atomic_write import lock_folder
-from tests.support.forks import ROOT, TIMEOUT, wait_until
+from tests.support.commands import start_verb
+from tests.support.forks import TIMEOUT, wait_until
 from tests.support.loaders import data, digests, loader
 from tests.support.pictures import make_shards
 from tests.support.ranks import command_ends, command_runs
@@ -73,16 +72,6 @@ def command(out: str) -> list[str]:
     found = re.findall(r"^train on them with: python -m clipstream.train (.*)$", out, re.MULTILINE)
     assert len(found) == 1
     return shlex.split(found[0])
-
-
-def process(*argv: str) -> subprocess.Popen[str]:
-    code = "import sys; sys.modules['torch'] = None; from clipstream.cli.main import main; sys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "stage", *argv],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        # A shell starts what goes on in the background with SIGINT ignored, and that is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
 
 
 def test_a_run_on_the_copies_is_the_run_without_the_server(
@@ -161,7 +150,7 @@ def test_a_second_call_copies_what_is_missing_damaged_or_changed(site: Site, tmp
 def test_a_killed_call_leaves_whole_shards_alone(site: Site, tmp_path: Path) -> None:
     argv = [str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar", "--executor", "local:2"]
     gates = [site.hold(name) for name in ("00002.tar", "00004.tar")]
-    killed = process(*argv)
+    killed = start_verb("stage", *argv)
     wait_until(lambda: site.asked["GET 00004.tar"] > 0 and len(list((tmp_path / ".parts").glob("*"))) == 2)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
@@ -179,7 +168,9 @@ def test_a_killed_call_leaves_whole_shards_alone(site: Site, tmp_path: Path) -> 
 def test_an_interrupted_call_says_how_to_go_on(site: Site, tmp_path: Path) -> None:
     site.hold("00002.tar")
     mark = f"sleep 987{os.getpid()}"
-    stopped = process(str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar::pipe:{mark}; cat x.tar")
+    stopped = start_verb(
+        "stage", str(tmp_path), "--train-data", f"{site.root}/{{00000..00005}}.tar::pipe:{mark}; cat x.tar"
+    )
     wait_until(lambda: len(tars(tmp_path)) == 5 and command_runs(mark))
     stopped.send_signal(signal.SIGINT)
     _, err = stopped.communicate(timeout=TIMEOUT)
