@@ -37,7 +37,7 @@ from clipstream.training.optim import ConstCooldown
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils.logs import announce
 from clipstream.utils.plugins import is_plugin
-from clipstream.wing import load_offer
+from clipstream.wing import make_held_out
 
 if TYPE_CHECKING:
     from clipstream.data.loader.stored import StoredData
@@ -271,7 +271,7 @@ def hold_out(found: Survey, world: World) -> Survey:
         return found
     ((name, section),) = data.sources.items()
     if path is None:
-        path = load_offer("hold_out")(section, data.val_split, data, f"data.sources.{name}")
+        path = make_held_out(section, data.val_split, data, f"data.sources.{name}")
     elif world.is_main:
         text = counted(split_counts(path)[0], "sample", ",")
         announce(f"val_split {text} held out for the evaluator val, as in {path.parent}, whatever --val-split is now")
