@@ -151,8 +151,8 @@ def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:
     return value == ALL, rest
 
 
-def print_config(written: Written, verb: str, every: bool, comments: Sequence[str] = ()) -> int:
-    """Print the settings on rank 0, and return the exit code, 0. A password is printed too, with a warning on stderr.
+def print_config(written: Written, verb: str, every: bool, comments: Sequence[str] = ()) -> None:
+    """Print the settings on rank 0. A password is printed too, with a warning on stderr.
 
     Args:
         every: print all settings, and not only those that differ from the defaults.
@@ -160,7 +160,7 @@ def print_config(written: Written, verb: str, every: bool, comments: Sequence[st
     """
     settings, world = written.settings, World.from_env()
     if not world.is_main:
-        return 0
+        return
     if keys := secrets(settings):
         logger.warning(
             f"{', '.join(keys)} has a password or key, which is in this output: use an environment variable, "
@@ -172,7 +172,6 @@ def print_config(written: Written, verb: str, every: bool, comments: Sequence[st
         print(f"# data.global_batch_size is --batch-size x --accum-freq x {counted(world.size, 'rank')}")
     tree = settings.model_dump(mode="json") if every else non_defaults(settings)
     print("".join(f"# {line}\n" for line in comments) + to_yaml(tree), end="")
-    return 0
 
 
 # What a disk answers to a write, as the C library and Rust's standard library word it.

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from clipstream.curation.gallery import Card
 
 KEPT, KEPT_DAYS = 10, 30  # indexes that stay in the cache
-USAGE = 'clipstream search runs/first images "a red bird" [-k N] [--html FILE]'
 
 
 def import_compute() -> Any:
