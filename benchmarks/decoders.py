@@ -24,8 +24,8 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode import train_transform
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.train_transform import TrainTransform
-from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import AugmentSettings
 from clipstream.data.sources import expand
 from clipstream.storage.tar import Shard
 

@@ -23,7 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clipstream.data.order_plan import order_plan
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, indexes
 from clipstream.data.staging import make_indexes
 from clipstream.storage.tar import scan

@@ -33,8 +33,8 @@ from steps import STEPS
 from streams import Options
 
 from clipstream.data.decode.captions import build_caption
+from clipstream.data.source_settings import CaptionSettings
 from clipstream.data.sources import expand
-from clipstream.data.text_settings import CaptionSettings
 from clipstream.errors import Dropped
 
 BUILD = Path(__file__).parent.parent / "build"

@@ -27,9 +27,9 @@ from clipstream.data.build import chunk_loader
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.loader.sampler import ChunkPlan
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings, TokenizerSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import expand, open_sources
-from clipstream.data.text_settings import TokenizerSettings
 from clipstream.features.manifest import CHUNK_ROWS, Manifest, PartInfo, ShardInfo, SourceInfo, encode_rows
 from clipstream.features.writer import StoreWriter
 from clipstream.models.build import build_towers

@@ -46,7 +46,7 @@ from clipstream.curation.duplicates import scale_of
 from clipstream.curation.sample_table import Columns, table_pass
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.images import Header
-from clipstream.data.settings import IMAGE_KEY
+from clipstream.data.source_settings import IMAGE_KEY
 from clipstream.data.sources import Source, SourceContext, expand
 from clipstream.storage.tar import Shard
 

@@ -67,7 +67,7 @@ def _bytes(size: int) -> tuple[Make, Encode]:
 
 def _batched_ids(size: int) -> tuple[Make, Encode]:
     from clipstream.data.decode.tokenizers import build_tokenizer
-    from clipstream.data.text_settings import TokenizerSettings
+    from clipstream.data.settings import TokenizerSettings
 
     tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), tokenize(), 77)
     return _bytes(size)[0], tokenizer.encode
@@ -76,8 +76,8 @@ def _batched_ids(size: int) -> tuple[Make, Encode]:
 def _decoded(size: int, *, scaled: bool) -> tuple[Make, Encode]:
     from clipstream.data.decode.images import FACTORS, FILTERS, decode, read_header
     from clipstream.data.decode.train_transform import SPARE, crop_box
-    from clipstream.data.image_settings import AugmentSettings
     from clipstream.data.order.rng import SampleRNG
+    from clipstream.data.settings import AugmentSettings
 
     draws, augment = SampleRNG(1), AugmentSettings()
 
@@ -97,8 +97,8 @@ def _decoded(size: int, *, scaled: bool) -> tuple[Make, Encode]:
 def _resized(size: int) -> tuple[Make, Encode]:
     from clipstream.data.batch import ImageSpec
     from clipstream.data.decode.train_transform import TrainTransform
-    from clipstream.data.image_settings import AugmentSettings
     from clipstream.data.order.rng import SampleRNG
+    from clipstream.data.settings import AugmentSettings
 
     draws, transform = SampleRNG(1), TrainTransform(ImageSpec((size, size)), AugmentSettings(), "white", upright=False)
     return lambda data: transform(data, draws), _batched_ids(size)[1]

@@ -29,8 +29,8 @@ import torch
 
 from clipstream.data.decode.class_names import class_names, prompt_templates
 from clipstream.data.decode.tokenizers import build_tokenizer
+from clipstream.data.settings import ModelTokenizer
 from clipstream.data.sources import expand
-from clipstream.data.text_settings import ModelTokenizer
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.pairs import recalls

@@ -66,8 +66,7 @@ def clipstream(options: Options) -> Iterator[Batch]:
     from clipstream.data.loader.recipe import ModelInputs
     from clipstream.data.order import default_lanes
     from clipstream.data.pipeline import training_loader
-    from clipstream.data.settings import DataSettings
-    from clipstream.data.text_settings import TokenizerSettings
+    from clipstream.data.settings import DataSettings, TokenizerSettings
     from clipstream.distributed.world import World
 
     caption = {"type": "json", "path": options.caption} if options.caption else {"type": "text"}
@@ -163,8 +162,8 @@ def _floor(options: Options, number: int, counts: Connection) -> None:
     from clipstream.data.batch import ImageSpec
     from clipstream.data.decode.captions import image_bytes
     from clipstream.data.decode.train_transform import TrainTransform
-    from clipstream.data.image_settings import AugmentSettings
     from clipstream.data.order.rng import SampleRNG
+    from clipstream.data.settings import AugmentSettings
     from clipstream.errors import Dropped
     from clipstream.storage.tar import Shard
 

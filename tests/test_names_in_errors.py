@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from clipstream.config.settings import load
 from clipstream.data.decode.class_names import class_names
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.errors import ClipstreamError, DataError, errors_as
 from clipstream.features.store import FeatureStore
 from clipstream.models.model_config import ModelConfig, check_config

@@ -15,7 +15,7 @@ from pydantic import Field
 from clipstream.config.settings import load
 from clipstream.data.decode.captions import RawSample
 from clipstream.data.order.rng import SampleRNG
-from clipstream.data.settings import CaptionSettings, SourceSettings
+from clipstream.data.source_settings import CaptionSettings, SourceSettings
 from clipstream.data.sources import SourceContext
 from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError

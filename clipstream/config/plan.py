@@ -25,7 +25,8 @@ from clipstream.checkpoint import store
 from clipstream.config.config_sources import Node
 from clipstream.config.settings import Settings, Written
 from clipstream.data.order import default_lanes
-from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings, split_counts
+from clipstream.data.settings import SPLIT_FILE, DataSettings, split_counts
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World

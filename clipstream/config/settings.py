@@ -36,8 +36,8 @@ from clipstream.config.config_sources import (
     to_yaml,
 )
 from clipstream.config.flags import flag_tree, split
-from clipstream.data.settings import SPLIT_FILE, DataSettings, SourceSettings
-from clipstream.data.text_settings import PathTokenizer, TokenizerSettings
+from clipstream.data.settings import SPLIT_FILE, DataSettings, PathTokenizer, TokenizerSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.run_record import require_same, software
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World

@@ -17,8 +17,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.json_path import step_of
+from clipstream.data.settings import MAX_PIXELS
 from clipstream.report.settings import SinkSettings
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.training.optim import OptimSettings

@@ -20,9 +20,8 @@ from clipstream.config.plan import Plan, Survey, draft, hold_out, keep_batch, su
 from clipstream.config.settings import Settings, Written
 from clipstream.data.decode.class_names import unreadable_names
 from clipstream.data.order import default_lanes
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import LabelCaption, SourceSettings
 from clipstream.data.sources import expand
-from clipstream.data.text_settings import LabelCaption
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.classes import repeated_names_warning, unreadable

@@ -34,14 +34,13 @@ from clipstream.curation.sample_table import Columns, Row, RowReader
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import lost_area, transparency_note
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, Profile, warning_of_equal
-from clipstream.data.image_settings import LARGE_PIXELS
 from clipstream.data.loader.health import Captions, lost_area_note
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import LARGE_PIXELS, DataSettings
 from clipstream.data.shard_pass import SamplePass, ShardSamples, spread
+from clipstream.data.source_settings import CaptionSettings, SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, Source, SourceContext, open_sources
 from clipstream.data.sources.folders import contents, named_folder
 from clipstream.data.sources.indexes import count_samples
-from clipstream.data.text_settings import CaptionSettings
 from clipstream.errors import ClipstreamError, DataError, SettingsError, absent, each, wrong_type
 from clipstream.storage.download import ShardError, fault_of
 from clipstream.storage.shard_cache import ShardCache

@@ -16,9 +16,9 @@ import numpy as np
 from PIL import Image
 
 from clipstream.data.decode.images import FACTORS, Colour, Header, decode, decode_grey, read_header, turn_upright
-from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.loader.health import FLAT_RANGE, is_flat
 from clipstream.data.order.rng import hash_of
+from clipstream.data.settings import MAX_PIXELS
 
 SIDE, WAVES = 32, 9  # pixels of a side that an image is reduced to, and lowest frequencies of each side
 BATCH = 256  # images that are hashed at once

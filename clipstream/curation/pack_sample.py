@@ -25,8 +25,7 @@ from clipstream.data.decode.captions import (
 )
 from clipstream.data.decode.images import decode, eight_bits, open_image, orientation_of, read_header
 from clipstream.data.json_path import structure
-from clipstream.data.settings import IMAGE_KEY, SourceSettings
-from clipstream.data.text_settings import LabelCaption
+from clipstream.data.source_settings import IMAGE_KEY, LabelCaption, SourceSettings
 from clipstream.errors import Dropped
 from clipstream.utils.content import HEAD, IMAGE_NAME, kind
 

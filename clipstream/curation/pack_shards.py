@@ -38,8 +38,9 @@ from clipstream.data.decode.labels import compare_groups
 from clipstream.data.groups import group_labels
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of, mix, permute
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
 from clipstream.data.shard_pass import PARTS, SamplePass, ShardSamples, draft_in, spread
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import OpenShard, SampleRef, ShardIndex, Source, SourceContext, indexes
 from clipstream.errors import DataError, Dropped
 from clipstream.storage.download import ShardError

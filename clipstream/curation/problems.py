@@ -24,8 +24,7 @@ from clipstream.curation.sample_table import EMPTY, NULL, Columns, SampleTable, 
 from clipstream.data.decode.images import FACTORS, decode, read_header
 from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.sample_profile import Profile
-from clipstream.data.image_settings import LARGE_PIXELS
-from clipstream.data.settings import DataSettings
+from clipstream.data.settings import LARGE_PIXELS, DataSettings
 from clipstream.data.sources import Source
 from clipstream.errors import Dropped
 from clipstream.report.pages import SMALL, Bars, Thumbnails, fill, short

@@ -41,13 +41,12 @@ from clipstream.data.decode.captions import (
 from clipstream.data.decode.images import check_shape, is_transparent, load_image, read_header
 from clipstream.data.decode.key_lists import NOT_KEPT, build_filter, check_lists, storable
 from clipstream.data.decode.sample_profile import Profile
-from clipstream.data.image_settings import rgb
 from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
 from clipstream.data.order_plan import reading_of
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
 from clipstream.data.shard_pass import ImageReader, SamplePass, ShardSamples, identity
+from clipstream.data.source_settings import LabelCaption, SourceSettings, rgb
 from clipstream.data.sources import Source, with_file
-from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.shard_cache import cache_root
 from clipstream.storage.shard_url import redact

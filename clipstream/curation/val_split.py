@@ -26,10 +26,10 @@ from clipstream.data.decode.sample_profile import TRIED, Profile
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order_plan import reading_of
-from clipstream.data.settings import DataSettings, SourceSettings, split_counts
+from clipstream.data.settings import DataSettings, split_counts
 from clipstream.data.shard_pass import SamplePass, ShardSamples, get_or_fill, identity
+from clipstream.data.source_settings import LabelCaption, SourceSettings
 from clipstream.data.sources import Source, SourceContext
-from clipstream.data.text_settings import LabelCaption
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError
 from clipstream.storage.download import ShardError

@@ -16,7 +16,8 @@ from clipstream.data.loader.sampler import ChunkPlan, ChunkSampler, OnceSampler
 from clipstream.data.loader.workers import auto_workers
 from clipstream.data.order.lanes import DataState, LaneSlots, SourceMix, Stream, lanes_of_rank
 from clipstream.data.pipeline import SampleBatches, shard_cache
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.distributed.world import World
 from clipstream.errors import DataError

@@ -23,10 +23,10 @@ from clipstream.data.groups import GroupedOrder, NeighbourOrder, look_up
 from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, Mix, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order.windows import EpochPlan, IndexedOrder, Order, SourceOrder, SystematicDraws, group_size_for
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import JsonCaption, SourceSettings, TextCaption
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
-from clipstream.data.text_settings import JsonCaption, TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_url import ShardURL, redact, stable_name, whole_file

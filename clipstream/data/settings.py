@@ -1,36 +1,28 @@
-"""Settings of the data: sources, order, augmentation, reading. Imports no torch."""
+"""Settings of the data: order, augmentation, reading, tokenizers; `source_settings` has those of a source. No torch."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from clipstream.data.image_settings import (
-    MAX_PIXELS,
-    AugmentSettings,
-    DefaultImageTransform,
-    ImageTransformSettings,
-    rgb,
-)
-from clipstream.data.text_settings import CaptionSettings, SeveralTexts, TextCaption
-from clipstream.data.text_settings import TokenizerSettings as TokenizerSettings
+from clipstream.data.source_settings import CaptionSettings as CaptionSettings
+from clipstream.data.source_settings import ImageTransformSettings as ImageTransformSettings
+from clipstream.data.source_settings import SeveralTexts
+from clipstream.data.source_settings import SourceSettings as SourceSettings
 from clipstream.storage.download import GIB
 from clipstream.storage.schemes import Fetcher
-from clipstream.storage.shard_url import parts_of, redact, table_format
-from clipstream.utils.plugins import is_plugin, load_function
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section, other_than, part
 
 Share = Annotated[float, Field(ge=0, le=1)]
-CSV_CAPTION = "title;txt"  # columns of a CSV with the caption: open_clip's default, or that of other tables
-IMAGE_KEY = "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;heic;heif;jxl;jp2;j2k;ppm;pgm;image;filepath;image_path;file_name"
 SPLIT_FILE = "val_split.txt"  # of a run's folder: the samples that data.val_split holds out
-AUTO = "auto"  # the type of a source follows from the names of its shards
 MAX_AUTO_WORKERS = 16  # of a rank
+MAX_PIXELS = 178_956_970  # from which Pillow refuses an image as a decompression bomb (a quarter of 2 GiB of RGBX)
+LARGE_PIXELS = MAX_PIXELS // 2  # from which `check` names an image, as Pillow warns of it
 
 
 def split_counts(path: Path) -> tuple[int, int | None]:
@@ -40,159 +32,111 @@ def split_counts(path: Path) -> tuple[int, int | None]:
     return (int(head[1]), int(head[2])) if head else (text.count(b"\n"), None)
 
 
-class SourceSettings(PluginSection):
-    """One named source of image-text pairs: its shards and how to read them. `type` may be your own `module:Name`."""
+class TokenizerSettings(PluginSection):
+    """How a caption becomes token ids. `type` may be a user's own `package.module:Name`."""
 
-    home: ClassVar[str] = "clipstream.data.sources"
-
-    type: str = AUTO
-    shards: str | list[str] = Field(
-        description="tars: braces, lists, '::', globs, pipe:, http(s):, s3:, gs:, az:, hf:; tables: .csv, .tsv, "
-        ".jsonl, .json, .parquet, .arrow; a local folder, read by what it holds: tars, tables, images with a text "
-        "beside each, or one folder per class; benchmark:ROOT (CLIP_benchmark's layout); "
-        "toy:SPLIT (toy data); synthetic: (speed tests)"
-    )
-    weight: float = Field(1.0, gt=0, description="sampling weight relative to other sources")
-    upsampling_factors: list[float] | None = Field(
+    type: str = "model"
+    context_length: int | None = Field(
         None,
-        description="one factor per part of shards (separated by '::', or list items): relative sampling frequency of "
-        "the part's shards; mode resampled only",
-    )
-    image_key: str = Field(
-        IMAGE_KEY,
-        min_length=1,
-        description="suffixes of the image member, or columns of a table with its path, separated by ';'; the first "
-        "that exists is used",
-    )
-    folder: PathText | None = Field(
-        None, description="base folder of relative image paths in a table; default: the table's folder"
-    )
-    separator: str | None = Field(
-        None, min_length=1, max_length=1, description="delimiter of a CSV; default: detected from its header"
-    )
-    quoting: bool = Field(True, description="parse quoted fields of a CSV; false: quotes are literal")
-    caption: SerializeAsAny[CaptionSettings] = Field(
-        default_factory=TextCaption,
-        description="caption extractor: {type: text, key: txt}, {type: json, path: …} or {type: label}; default: txt; "
-        "for a CSV title, then txt",
-    )
-    index: PathText | None = Field(
-        None,
-        description="sample counts of the shards for mode indexed: a folder written by `clipstream index`, or a wids "
-        "index (JSON); default: index files beside the shards",
-    )
-    keep: PathText | None = Field(
-        None,
-        description="file listing the samples to use, as written by `clipstream search`: lines KEY or SHARD/KEY, or a "
-        ".csv or .parquet with the columns key, shard and source; other samples are dropped as not_kept (in mode "
-        "indexed their slots stay empty)",
-    )
-    drop: PathText | None = Field(None, description="file listing samples to exclude, in the format of keep")
-    probability: PathText | None = Field(
-        None,
-        min_length=1,
-        description="with which a sample is drawn in training, 0 to 1: a .parquet or .csv with the columns shard, key "
-        "and probability, or a field as of loss.positives.by, e.g. json:p; samples without one are dropped",
-    )
-    transform: str | None = Field(
-        None,
-        description="function sample -> sample or None (drop), as package.module:fn; runs before the caption is "
-        "extracted",
-    )
-    image_transform: SerializeAsAny[ImageTransformSettings] = Field(
-        default_factory=DefaultImageTransform,
-        description="converts a decoded image to pixels: {type: default} or {type: package.module:Name}",
-    )
-    background: str = Field("white", description="background color of transparent pixels: a name or #rrggbb")
-    orientation: Literal["auto", "exif", "stored"] = Field(
-        "auto",
-        description="exif: apply the EXIF orientation; stored: ignore it; auto: exif in training, stored in evaluation",
+        ge=1,
+        le=1 << 16,
+        description="tokens per caption; default: the model's; with more than the weights have, the first 20 positions "
+        "are kept and the others stretched",
     )
 
-    @field_validator("shards")
+
+class _HuggingFace(TokenizerSettings):
+    """A tokenizer that may come from Hugging Face."""
+
+    trust_remote_code: bool = Field(
+        False, description="run Python code from the tokenizer's repository or folder (auto_map)"
+    )
+
+
+@part(TokenizerSettings, "model")
+class ModelTokenizer(_HuggingFace):
+    """The tokenizer that belongs to the model."""
+
+    type: Literal["model"] = "model"
+
+
+@part(TokenizerSettings, "hub")
+class HubTokenizer(_HuggingFace):
+    """A tokenizer of the Hugging Face Hub."""
+
+    type: Literal["hub"] = "hub"
+    name: str = Field(description="repository on the Hub, e.g. timm/ViT-B-16-SigLIP")
+
+
+@part(TokenizerSettings, "path")
+class PathTokenizer(_HuggingFace):
+    """A tokenizer in a local folder (tokenizer.json, tokenizer_config.json)."""
+
+    type: Literal["path"] = "path"
+    name: PathText = Field(description="folder with tokenizer.json, or that file")
+
+
+class AugmentSettings(Section):
+    """Training's image transform: a random crop, resized to the model's size."""
+
+    enabled: bool = Field(True, description="random augmentation; false: the preprocessing of evaluation")
+    scale: tuple[float, float] = Field((0.9, 1.0), description="area of the crop relative to the image, min and max")
+    ratio: tuple[float, float] = Field((0.75, 4 / 3), description="aspect ratio of the crop, min and max")
+    interpolation: Literal["random", "bilinear", "bicubic"] = Field(
+        "bicubic", description="interpolation of the resize"
+    )
+    flip: Share = Field(0.0, description="probability of a horizontal flip")
+    color_jitter: tuple[Share, Share, Share, Share] | None = Field(
+        None,
+        description="strengths of brightness, contrast, saturation and hue (at most 0.5), as in torchvision; "
+        "one number sets the first three",
+    )
+    color_jitter_prob: Share = Field(0.0, description="probability of color jitter")
+    gray_scale_prob: Share = Field(0.0, description="probability of conversion to grayscale")
+
+    @field_validator("scale", "ratio")
     @classmethod
-    def _some_shards(cls, value: str | list[str]) -> str | list[str]:
-        if not value or (isinstance(value, list) and not all(value)):
-            raise ValueError("name at least one shard")
+    def _ordered(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not 0 < value[0] <= value[1]:
+            raise ValueError("min and max must be positive, and min <= max")
         return value
 
-    @model_validator(mode="before")
+    @field_validator("color_jitter", mode="before")
     @classmethod
-    def _caption_of_csv(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        caption = value.get("caption") or {}
-        if not isinstance(caption, Mapping) or caption.keys() - {"lines", "per_image", "negatives", "short"}:
-            return value
-        is_csv = _which_are_csv(value.get("shards"), value.get("type", AUTO))
-        of_csv = {"type": "text", "key": CSV_CAPTION, **caption}
-        return {**value, "caption": of_csv} if is_csv and all(is_csv.values()) else value
+    def _of_three(cls, value: Any) -> Any:
+        """One strength is that of brightness, contrast and saturation; three leave hue as it is (as in timm)."""
+        alike = isinstance(value, int | float) and not isinstance(value, bool)
+        found = ([value] * 3 if value else None) if alike else value
+        return [*found, 0] if isinstance(found, list | tuple) and len(found) == 3 else found
 
-    @property
-    def parts(self) -> list[str]:
-        """The parts of `shards`, with their braces and globs; the items for a `module:Name`."""
-        if is_plugin(self.type):
-            return [self.shards] if isinstance(self.shards, str) else self.shards
-        return parts_of(self.shards)
-
-    @field_validator("upsampling_factors", mode="before")
+    @field_validator("color_jitter")
     @classmethod
-    def _between_colons(cls, value: object) -> object:
-        if not isinstance(value, str | int | float):
-            return value
-        try:
-            return [float(word) for word in str(value).split("::")]
-        except ValueError:
-            raise ValueError(f"expected numbers separated by '::', not {value!r}") from None
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Factors for other parts than there are; CSVs beside other shards, where no column or member is named."""
-        if (factors := self.upsampling_factors) is not None and len(factors) != len(self.parts):
-            text = f"{len(factors)} factors for {len(self.parts)} parts of shards: set one per part, separated by '::'"
-            yield "upsampling_factors", text
-        elif factors is not None and min(factors) <= 0:
-            yield "upsampling_factors", "factors must be positive: remove a part instead of setting its factor to 0"
-        is_csv = _which_are_csv(self.shards, self.type)
-        if "caption" not in self.model_fields_set and len(set(is_csv.values())) > 1:
-            table, other = (next(name for name, csv in is_csv.items() if csv is kind) for kind in (True, False))
-            yield (
-                "shards",
-                (
-                    f"a CSV ({redact(table)}) and other shards ({redact(other)}) have different default captions: set "
-                    f"the "
-                    f"caption, such as {{type: text, key: {CSV_CAPTION}}} (--caption-key '{CSV_CAPTION}'), or use two "
-                    f"sources"
-                ),
-            )
-
-    @field_validator("separator", mode="before")
-    @classmethod
-    def _tab(cls, value: object) -> object:
-        return "\t" if value == "\\t" else value  # as a shell hands it on
-
-    @field_validator("transform")
-    @classmethod
-    def _a_function(cls, value: str | None) -> str | None:
-        if value is not None:
-            load_function(value)
+    def _half_a_turn(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is not None and value[3] > 0.5:
+            raise ValueError("the strength of hue must be at most 0.5")
         return value
 
-    @field_validator("background")
+    @field_validator("scale")
     @classmethod
-    def _a_colour(cls, value: str) -> str:
-        rgb(value)
+    def _inside(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if value[1] > 1:
+            raise ValueError("max must be at most 1")
         return value
 
+    pairs: ClassVar[tuple[Conflict, ...]] = (
+        Conflict({"color_jitter_prob": SET, "color_jitter": None},
+                 "requires data.augment.color_jitter, e.g. --data.augment.color-jitter '[0.4, 0.4, 0.4, 0.1]'"),
+        Conflict({"color_jitter": SET, "color_jitter_prob": 0},
+                 "requires data.augment.color_jitter_prob above 0"),
+    )  # fmt: skip
 
-part(SourceSettings, AUTO)(SourceSettings)
 
-
-def _which_are_csv(shards: object, type: object) -> dict[str, bool]:
-    """The parts of `shards`, and whether each is a CSV by its name; empty where names do not decide it."""
-    listed = isinstance(shards, list) and all(isinstance(item, str) for item in shards)
-    if type not in (AUTO, "table") or not (listed or isinstance(shards, str)):
-        return {}
-    return {part: table_format(part) == "csv" for part in parts_of(shards)}  # type: ignore[arg-type]
+AugmentSettings.pairs += tuple(
+    Conflict({key: other_than(field.default), "enabled": False},
+             "has no effect with data.augment.enabled false: remove one of them", notice=True)
+    for key, field in AugmentSettings.model_fields.items()
+    if key != "enabled"
+)  # fmt: skip
 
 
 class SamplingSettings(Section):

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from clipstream.data.settings import SourceSettings
 from clipstream.data.shard_pass import PARTS, ShardPass, draft_in
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import entries, indexes, source_type, typed_shards
 from clipstream.errors import DataError, SettingsError
 from clipstream.storage.download import Monitor, ShardError, unreadable

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from clipstream.data.decode.class_names import OF_OPEN_CLIP, class_names, unreadable_names
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources.tars import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings, sources_of

@@ -25,8 +25,8 @@ from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, mark_cut, readable
 from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.order.rng import GOLDEN, Keys, scramble
-from clipstream.data.settings import DataSettings, SourceSettings
-from clipstream.data.text_settings import TokenizerSettings
+from clipstream.data.settings import DataSettings, TokenizerSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.run_record import require_same
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.evals.classes import Labelling
 from clipstream.evals.context import EvalContext

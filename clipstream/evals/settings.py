@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from clipstream.data.json_path import parse_path
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.errors import SettingsError
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, other_than, part
 

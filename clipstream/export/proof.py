@@ -28,7 +28,7 @@ from clipstream.api.model import Model
 from clipstream.data.decode.captions import build_caption, image_bytes
 from clipstream.data.decode.image_files import EXTRAS
 from clipstream.data.decode.images import is_transparent, load_image, open_image
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
 from clipstream.export.files import unescaped

@@ -7,8 +7,8 @@ from typing import Any
 
 from clipstream.config.settings import load
 from clipstream.data.order_plan import stable_names
-from clipstream.data.settings import SourceSettings
 from clipstream.data.shard_pass import ImageReader
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import SettingsError
 from clipstream.features.store import FeatureStore

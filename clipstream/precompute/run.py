@@ -40,8 +40,9 @@ from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import reading_of, stable_names, tokenizer_identity, views_of
 from clipstream.data.pipeline import SampleBatches
+from clipstream.data.settings import TokenizerSettings
+from clipstream.data.source_settings import JsonCaption
 from clipstream.data.sources import Source
-from clipstream.data.text_settings import JsonCaption, TokenizerSettings
 from clipstream.distributed.launch import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World

@@ -12,8 +12,8 @@ from clipstream.cli.main import VERBS, verb_of
 from clipstream.cli.verbs import check, compare, index
 from clipstream.config.config_sources import accepts_text
 from clipstream.config.settings import Settings, load
+from clipstream.data.settings import PathTokenizer
 from clipstream.data.sources import expand
-from clipstream.data.text_settings import PathTokenizer
 from clipstream.utils.section import items_of, leaves, names_path
 from tests.support.tars import write_tar
 

@@ -12,7 +12,7 @@ import pytest
 from clipstream.config.flags import advice
 from clipstream.config.settings import Settings, dump, load, read
 from clipstream.config.validate import validate_run
-from clipstream.data.text_settings import JsonCaption, TextCaption
+from clipstream.data.source_settings import JsonCaption, TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import nearest
 from tests.support.settings_files import at, planned, problems, write

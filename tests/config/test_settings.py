@@ -15,7 +15,7 @@ from clipstream.config.config_sources import NULLS
 from clipstream.config.plan import agree, survey, with_lanes
 from clipstream.config.settings import Settings, dump, load, portable, read
 from clipstream.config.validate import validate_evals, validate_run
-from clipstream.data.text_settings import JsonCaption
+from clipstream.data.source_settings import JsonCaption
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings

@@ -17,10 +17,9 @@ from clipstream.curation.check import look
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.decode.train_transform import TrainTransform
-from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
-from clipstream.data.settings import SourceSettings
-from clipstream.data.text_settings import CaptionSettings, JsonCaption, TextCaption
+from clipstream.data.settings import AugmentSettings
+from clipstream.data.source_settings import CaptionSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.errors import Dropped
 from tests.support.image_files import save, smooth
 from tests.support.tars import write_tar

@@ -12,8 +12,9 @@ import pytest
 from clipstream.config.settings import load
 from clipstream.curation.byte_pairs import BytePairs
 from clipstream.curation.sample_table import Columns, SampleTable, _Counts, part_of, sample_table
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
 from clipstream.data.shard_pass import ImageReader
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import ShardCache

@@ -22,7 +22,8 @@ from clipstream.config.validate import validate_run
 from clipstream.curation.duplicates import NEAR, caption_hash, hashes_of, look_of, near_pairs
 from clipstream.curation.val_split import choose, make_held_out
 from clipstream.data.decode.key_lists import KeyList
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from tests.support.pictures import photo, picture

@@ -16,7 +16,7 @@ from clipstream.data.decode.captions import build_caption
 from clipstream.data.decode.labels import CaptionsField, LabelField, LabelsField
 from clipstream.data.json_path import ABSENT, Each, parse_path, parse_text, step_of, texts_at, value_at, values_at
 from clipstream.data.order.rng import SampleRNG
-from clipstream.data.text_settings import CaptionSettings, JsonCaption, TextCaption
+from clipstream.data.source_settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import Dropped
 from clipstream.evals.settings import ZeroShotSettings
 

@@ -16,7 +16,7 @@ import pytest
 from clipstream.cli.verbs.check import main as check
 from clipstream.cli.verbs.index import main as index
 from clipstream.data.decode.sample_profile import Profile
-from clipstream.data.text_settings import CaptionSettings, JsonCaption, TextCaption
+from clipstream.data.source_settings import CaptionSettings, JsonCaption, TextCaption
 from clipstream.errors import DataError
 from clipstream.storage.shard_url import in_braces
 from clipstream.storage.tar import scan

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clipstream.config.settings import load, require_equal
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import PROBED, Source, SourceContext
 from clipstream.distributed import run_record
 from clipstream.distributed.world import World

@@ -24,7 +24,8 @@ import pytest
 
 from clipstream.cli.verbs import index, pack, stage
 from clipstream.curation.sample_table import sample_table
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source
 from clipstream.errors import DataError
 from clipstream.utils import executors

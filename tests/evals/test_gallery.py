@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import MATCHES, WORST, show_confusions

@@ -16,8 +16,7 @@ from PIL import Image
 
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import CUT
-from clipstream.data.settings import SourceSettings
-from clipstream.data.text_settings import TextCaption
+from clipstream.data.source_settings import SourceSettings, TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals import metrics

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

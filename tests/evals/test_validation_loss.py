@@ -12,7 +12,8 @@ import torch
 from open_clip.loss import SigLipLoss
 
 from clipstream.data.loader.recipe import ModelInputs
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import of_samples

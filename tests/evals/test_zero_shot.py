@@ -17,7 +17,7 @@ from open_clip.zero_shot_classifier import build_zero_shot_classifier
 from PIL import Image
 
 from clipstream.data.decode.class_names import class_names, prompt_templates
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.classes import Labelling

@@ -54,7 +54,7 @@ def hub(served: Path) -> Iterator[tuple[str, Behaviour]]:
 
 FETCH = """
 import hashlib, sys
-from clipstream.data.text_settings import TokenizerSettings
+from clipstream.data.settings import TokenizerSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.pretrained import fetch, preflight

@@ -18,7 +18,7 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext, indexes
 from clipstream.errors import Dropped
 from clipstream.storage.shard_cache import ShardCache

@@ -15,7 +15,8 @@ from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.order.lanes import DataState
 from clipstream.data.pipeline import training_loader
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from tests.support.pictures import ByteTokenizer
 

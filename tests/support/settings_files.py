@@ -10,7 +10,7 @@ import pytest
 from clipstream.config.plan import draft, plan, survey
 from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_run
-from clipstream.data.text_settings import CaptionSettings
+from clipstream.data.source_settings import CaptionSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type

@@ -19,7 +19,8 @@ from pyarrow import parquet
 from clipstream.cli.verbs import check, pack, precompute, search
 from clipstream.cli.verbs import filter as filter_verb
 from clipstream.data.groups import look_up
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import ShardCache

@@ -18,8 +18,8 @@ import torch
 from clipstream.cli.verbs.precompute import main
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.train_transform import TrainTransform
-from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import AugmentSettings
 from clipstream.errors import DataError, SettingsError, Stopped
 from clipstream.features.manifest import decode_rows
 from clipstream.features.store import FeatureStore, StoredSource

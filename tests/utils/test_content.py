@@ -27,7 +27,7 @@ from pyarrow import parquet
 from safetensors.torch import save
 
 from clipstream.data.decode.captions import build_caption
-from clipstream.data.text_settings import JsonCaption, TextCaption
+from clipstream.data.source_settings import JsonCaption, TextCaption
 from clipstream.errors import Dropped
 from clipstream.utils.content import HEAD, describe, kind, to_utf8
 

@@ -14,8 +14,8 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.captions import build_caption
 from clipstream.data.decode.images import OwnImageTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
-from clipstream.data.image_settings import ImageTransformSettings
-from clipstream.data.text_settings import CaptionSettings, TokenizerSettings
+from clipstream.data.settings import TokenizerSettings
+from clipstream.data.source_settings import CaptionSettings, ImageTransformSettings
 from clipstream.errors import SettingsError
 from clipstream.evals.runner import build_evaluators
 from clipstream.evals.settings import EvalSettings

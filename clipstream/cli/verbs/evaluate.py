@@ -24,7 +24,7 @@ from clipstream.config.settings import Config, Settings, Written, load, non_defa
 from clipstream.config.validate import validate_evals
 from clipstream.data import sources as of_data
 from clipstream.data.decode.class_names import number_of
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.launch import FailureWatch, run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each, errors_as

@@ -32,9 +32,9 @@ from clipstream.curation.images.image_index import ImageRow, ImageSearch, root
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.order_plan import reading_of
 from clipstream.data.shard_pass import ImageReader
+from clipstream.data.source_settings import CaptionSettings
 from clipstream.data.sources import OpenShard, SampleRef, Source
 from clipstream.data.sources.folders import levels
-from clipstream.data.text_settings import CaptionSettings
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError
 from clipstream.models.model_config import CONFIG_FILE

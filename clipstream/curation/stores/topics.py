@@ -35,8 +35,8 @@ from clipstream.curation.stores.pairs import Doubts, PairRows, best_captions, do
 from clipstream.curation.stores.search import PairScores, pair_scores
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
+from clipstream.data.settings import ModelTokenizer
 from clipstream.data.sources import SampleRef, Source
-from clipstream.data.text_settings import ModelTokenizer
 from clipstream.distributed.launch import run_embedded
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError, errors_as

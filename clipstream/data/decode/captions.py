@@ -22,7 +22,7 @@ from pydantic_core import from_json
 from clipstream.data.decode.class_names import class_names, folded, number_of, prompt_templates
 from clipstream.data.json_path import ABSENT as ABSENT
 from clipstream.data.json_path import parse_path, parse_text, structure, texts_at, value_at
-from clipstream.data.text_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
+from clipstream.data.source_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import listed, printable
 from clipstream.utils.content import HEAD, PRINTED, check_bytes, encoding_of, kind, to_utf8

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from PIL import Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
-from clipstream.data.image_settings import MAX_PIXELS
+from clipstream.data.settings import MAX_PIXELS
 from clipstream.errors import Dropped
 from clipstream.utils.content import describe, kind
 

@@ -22,7 +22,8 @@ from PIL import ExifTags, Image
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.image_files import FORMATS, check_size, jpeg_header
 from clipstream.data.decode.image_files import open_image as open_image
-from clipstream.data.image_settings import MAX_PIXELS, ImageTransformSettings, rgb
+from clipstream.data.settings import MAX_PIXELS
+from clipstream.data.source_settings import ImageTransformSettings, rgb
 from clipstream.errors import Dropped
 from clipstream.utils.plugins import call_plugin
 from clipstream.utils.section import make_part

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_url import stable_name, whole_file
 from clipstream.text import printable

@@ -19,7 +19,7 @@ from clipstream.data.decode.class_names import folded, number_of
 from clipstream.data.decode.key_lists import TABLES, KeyList, ListedSource
 from clipstream.data.decode.tokenizers import Ids, Tokenizer
 from clipstream.data.order.rng import hash_of
-from clipstream.data.text_settings import CaptionSettings
+from clipstream.data.source_settings import CaptionSettings
 from clipstream.errors import DataError, Dropped, SettingsError
 
 if TYPE_CHECKING:

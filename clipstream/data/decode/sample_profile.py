@@ -20,8 +20,14 @@ import yaml
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.json_path import parse_path, step_of, structure
-from clipstream.data.settings import CSV_CAPTION, IMAGE_KEY, SourceSettings
-from clipstream.data.text_settings import CaptionSettings, JsonCaption, TextCaption
+from clipstream.data.source_settings import (
+    CSV_CAPTION,
+    IMAGE_KEY,
+    CaptionSettings,
+    JsonCaption,
+    SourceSettings,
+    TextCaption,
+)
 from clipstream.errors import Dropped
 from clipstream.storage.tar import PACKING, UNPACKING
 from clipstream.text import lines, listed, printable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from clipstream.data.text_settings import HubTokenizer, PathTokenizer, TokenizerSettings
+from clipstream.data.settings import HubTokenizer, PathTokenizer, TokenizerSettings
 from clipstream.errors import SettingsError, absent
 from clipstream.text import shortened
 from clipstream.utils.plugins import describe_error, untrusted_code_message

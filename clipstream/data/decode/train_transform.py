@@ -31,7 +31,8 @@ from clipstream.data.decode.images import (
     webp_decoder,
     write_pixels,
 )
-from clipstream.data.image_settings import MAX_PIXELS, AugmentSettings, rgb
+from clipstream.data.settings import MAX_PIXELS, AugmentSettings
+from clipstream.data.source_settings import rgb
 
 if TYPE_CHECKING:
     from clipstream.data.order.rng import SampleRNG

@@ -30,8 +30,8 @@ from clipstream.data.decode.sample_profile import Profile, is_multilingual
 from clipstream.data.loader.stage_timing import StageIntervals
 from clipstream.data.order.lanes import LaneState
 from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import CaptionSettings, TextCaption
 from clipstream.data.sources import Source
-from clipstream.data.text_settings import CaptionSettings, TextCaption
 from clipstream.errors import DataError
 from clipstream.storage.shard_url import redact
 from clipstream.text import lines, listed_lines, printable

@@ -28,13 +28,12 @@ from clipstream.data.decode.labels import GroupField, SampleProbability
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.groups import group_labels, probabilities
-from clipstream.data.image_settings import MAX_PIXELS
 from clipstream.data.loader.batch_buffers import BatchBuffer, BufferShape
 from clipstream.data.loader.stored import StoredData, StoredSamples
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import MAX_PIXELS, DataSettings
+from clipstream.data.source_settings import JsonCaption, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
-from clipstream.data.text_settings import JsonCaption
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import IDS, IMAGE
 from clipstream.storage.download import ShardError

@@ -21,7 +21,8 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from zlib import crc32
 
-from clipstream.data.settings import AUTO, IMAGE_KEY, DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import AUTO, IMAGE_KEY, SourceSettings
 from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache

@@ -30,7 +30,7 @@ from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.class_names import class_names, folded
 from clipstream.data.decode.key_lists import storable
 from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
-from clipstream.data.settings import AUTO, IMAGE_KEY, SourceSettings
+from clipstream.data.source_settings import AUTO, IMAGE_KEY, LabelCaption, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType, entries
 from clipstream.data.sources.beside import (
     TEXTS,
@@ -42,7 +42,6 @@ from clipstream.data.sources.beside import (
     suffix_of,
 )
 from clipstream.data.sources.splits import SPLIT, SPLITS, TEST, TRAIN, split_in, splits_to_read
-from clipstream.data.text_settings import LabelCaption
 from clipstream.errors import Dropped, SettingsError, absent
 from clipstream.storage.shard_url import ShardURL, table_format, with_variables
 from clipstream.storage.tar import Place, SampleRef, ShardIndex

@@ -43,7 +43,7 @@ import yaml
 from pydantic import InstanceOf
 from typing_extensions import NotRequired, TypedDict
 
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source
 from clipstream.errors import SettingsError
 from clipstream.storage.schemes import compression_of

@@ -24,7 +24,7 @@ import pyarrow as pa
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.sample_profile import SHORT_FLAGS, usual_columns
 from clipstream.data.json_path import structure
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
 from clipstream.data.sources.splits import COLUMNS, SPLITS, TRAIN, split_of_cell, splits_to_read
 from clipstream.data.sources.table_rows import FAULT, RAW, RowKeys, to_arrow

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from clipstream.data.settings import AUTO, SourceSettings
+from clipstream.data.source_settings import AUTO, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType, indexes
 from clipstream.errors import SettingsError
 from clipstream.storage.download import ShardError

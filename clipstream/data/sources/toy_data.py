@@ -25,7 +25,7 @@ import numpy as np
 import PIL
 from PIL import Image, ImageDraw
 
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType
 from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError

@@ -39,8 +39,8 @@ from clipstream.data.decode.labels import (
 )
 from clipstream.data.order.rng import SampleRNG, SampleRNGs, mix
 from clipstream.data.order_plan import reading_of
-from clipstream.data.settings import CSV_CAPTION, DataSettings, SourceSettings
-from clipstream.data.text_settings import CaptionSettings, JsonCaption, TextCaption
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import CSV_CAPTION, CaptionSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.errors import DataError, Dropped, SettingsError
 from tests.support.pictures import ByteTokenizer
 

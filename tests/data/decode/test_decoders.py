@@ -17,8 +17,8 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode import images
 from clipstream.data.decode.images import FACTORS, decode, read_header
 from clipstream.data.decode.train_transform import SPARE, TrainTransform, crop_box
-from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import AugmentSettings
 from tests.support.image_files import decibels, save, smooth
 
 WHITE = (255, 255, 255)

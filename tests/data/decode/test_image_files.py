@@ -30,8 +30,8 @@ from clipstream.data.decode.images import (
     read_header,
 )
 from clipstream.data.decode.train_transform import TrainTransform
-from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import AugmentSettings
 from clipstream.errors import Dropped
 from tests.support.image_files import bomb, decibels, png, save, smooth, tiff
 

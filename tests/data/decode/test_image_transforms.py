@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clipstream.data.image_settings import ImageTransformSettings
 from clipstream.data.order.rng import SampleRNG
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import ImageTransformSettings, SourceSettings
 from clipstream.errors import Dropped, SettingsError
 from tests.support.loaders import IMAGE, data, digests, evaluation_of, loader
 from tests.support.pictures import make_shards, picture

@@ -24,8 +24,8 @@ from torchvision.transforms import functional as TF
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform, decode, eight_bits, open_image, read_header
 from clipstream.data.decode.train_transform import ColourJitter, TrainTransform, crop_box, shift_hue
-from clipstream.data.image_settings import AugmentSettings
 from clipstream.data.order.rng import SampleRNG
+from clipstream.data.settings import AugmentSettings
 from clipstream.errors import Dropped
 from tests.support.image_files import bomb, save, smooth
 

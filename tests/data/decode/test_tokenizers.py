@@ -30,7 +30,7 @@ from clipstream.data.decode.tokenizers import (
     readable,
     wrap,
 )
-from clipstream.data.text_settings import TokenizerSettings
+from clipstream.data.settings import TokenizerSettings
 from clipstream.errors import SettingsError
 from tests.support.hubtree import write_code
 from tests.support.pictures import ByteTokenizer
@@ -74,7 +74,7 @@ def write_tokenizer(folder: Path, *, pad: bool = True, normalizer: Any = None, s
 
 LOAD = """
 import os, socket, sys
-from clipstream.data.text_settings import TokenizerSettings
+from clipstream.data.settings import TokenizerSettings
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.errors import SettingsError
 from clipstream.models.settings import ModelSettings

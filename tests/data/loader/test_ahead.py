@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from clipstream.data.pipeline import SampleBatches
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import DataError
 from clipstream.storage.download import GIB

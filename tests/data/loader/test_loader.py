@@ -9,7 +9,7 @@ import pytest
 
 from clipstream.data.order.lanes import DataState
 from clipstream.data.order_plan import stable_names
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from tests.support.loaders import data, digests, evaluation_of, loader

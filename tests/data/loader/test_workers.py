@@ -23,7 +23,8 @@ import torch
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.loader import loader as loading
 from clipstream.data.loader import workers as auto_workers
-from clipstream.data.settings import MAX_AUTO_WORKERS, SourceSettings
+from clipstream.data.settings import MAX_AUTO_WORKERS
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed import world
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError

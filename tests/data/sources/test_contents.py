@@ -11,7 +11,7 @@ import pytest
 import webdataset
 from pyarrow import parquet
 
-from clipstream.data.settings import AUTO, SourceSettings
+from clipstream.data.source_settings import AUTO, SourceSettings
 from clipstream.data.sources import Source, SourceContext, expand
 from clipstream.data.sources.folders import contents, with_split
 from clipstream.errors import Dropped, SettingsError

@@ -11,7 +11,7 @@ import yaml
 from clipstream.config.plan import draft, survey
 from clipstream.config.settings import dump, load, load_settings, read
 from clipstream.config.validate import validate_run
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

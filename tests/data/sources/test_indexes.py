@@ -24,7 +24,7 @@ from clipstream.config.plan import draft, survey
 from clipstream.config.settings import load
 from clipstream.config.settings import read as read_settings
 from clipstream.config.validate import validate_run
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.indexes import (
     count_samples,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clipstream.config.settings import dump, load
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import OpenShard, Source, SourceContext, SourceType, expand
 from clipstream.data.sources.indexes import count_samples
 from clipstream.errors import DataError, Dropped, SettingsError

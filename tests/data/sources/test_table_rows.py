@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext, table_rows
 from clipstream.data.sources.table_rows import check_batch, to_arrow
 from clipstream.data.sources.tables import RowShard, open_mapped

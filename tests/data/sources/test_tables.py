@@ -26,7 +26,7 @@ from clipstream.config.settings import load
 from clipstream.curation.check import check
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.loader.loader import Loader
-from clipstream.data.settings import SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, table_rows, tables
 from clipstream.data.sources.table_rows import to_arrow
 from clipstream.errors import DataError, Dropped

@@ -23,7 +23,8 @@ from clipstream.config.plan import with_lanes
 from clipstream.config.settings import Written
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.data.loader.stage_timing import IDLE
-from clipstream.data.settings import DataSettings, SourceSettings
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean, errors_as
