@@ -17,17 +17,12 @@ from clipstream.curation.check import check
 from clipstream.curation.sample_table import detector
 from clipstream.report.pages import Bars
 from tests.support.browser import look, needs_browser
+from tests.support.image_files import save
 from tests.support.pictures import photo
 from tests.support.runs import MODEL, go
 from tests.support.tars import write_tar
 
 LONG = "word " * 90
-
-
-def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind)
-    return out.getvalue()
 
 
 @pytest.fixture
@@ -36,7 +31,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
     for shard in range(3):
         samples: list[dict[str, Any]] = [
-            {"__key__": f"{n:02d}", "jpg": encoded(photo(100 * shard + n).resize((240, 230 + n)), "JPEG"),
+            {"__key__": f"{n:02d}", "jpg": save(photo(100 * shard + n).resize((240, 230 + n)), "JPEG"),
              "txt": f"a <b>text</b> of {n} and {shard}",
              "json": json.dumps({"score": n, "of": {"lang": "en" if n % 2 else None}})}
             for n in range(20)
@@ -46,8 +41,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             samples[3]["txt"] = samples[4]["txt"]
             samples[5]["jpg"] = samples[6]["jpg"]
             again = Image.open(io.BytesIO(samples[8]["jpg"]))
-            samples[7]["jpg"] = encoded(again.resize((again.width // 2, again.height // 2)))
-            samples[9]["jpg"] = encoded(Image.new("RGB", (300, 300), "green"))
+            samples[7]["jpg"] = save(again.resize((again.width // 2, again.height // 2)))
+            samples[9]["jpg"] = save(Image.new("RGB", (300, 300), "green"))
             samples[10]["jpg"] = samples[10]["jpg"][:-200]
             del samples[11]["txt"]
         write_tar(tmp_path / "data" / f"{shard}.tar", samples)
@@ -99,19 +94,9 @@ def test_the_settings_train(data: Path) -> None:
     assert main(["--all", shards, f"--yaml={data}/train.yaml", "--headers", "--caption-key=txt"]) == 0
     assert load(["--config", f"{data}/train.yaml"]).data.val_split == 0.1
     (data / "model.json").write_text(json.dumps(MODEL))
-    own = ["--model", f"{data}/model.json", "--pretrained", "null", "--logs", f"{data}/runs", "--name", "one"]
-    go(
-        [
-            "--config",
-            f"{data}/train.yaml",
-            *own,
-            "--steps=1",
-            "--workers=0",
-            "--batch-size=8",
-            "--run.threads=1",
-            "--device=cpu",
-        ]
-    )
+    own = ["--config", f"{data}/train.yaml", "--model", f"{data}/model.json", "--logs", f"{data}/runs"]
+    less = "--name=one --pretrained=null --steps=1 --workers=0 --batch-size=8 --run.threads=1 --device=cpu"
+    go([*own, *less.split()])
 
 
 def test_strict_and_flags(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ from clipstream.storage.tar import Shard, scan
 from clipstream.utils import atomic_write
 from tests.support.commands import start_verb
 from tests.support.forks import wait_until
+from tests.support.image_files import save
 from tests.support.pictures import make_shards, picture
 from tests.support.sites import Site
 from tests.support.tars import tar_bytes, write_tar
@@ -219,9 +220,7 @@ def test_every_source_is_read_with_default_flags(tmp_path: Path) -> None:
         (classes / f"c{number % 2}").mkdir(parents=True, exist_ok=True)
         (classes / f"c{number % 2}/{number // 2}.png").write_bytes(picture(number, kind="PNG"))
     found = packed(tmp_path / "p", str(tmp_path / "pairs"))
-    assert found == {
-        f"a_b/my_cat_{n}": {"jpg": picture(n), "txt": f"text {n}".encode()} for n in range(4)
-    }  # fmt: skip
+    assert found == {f"a_b/my_cat_{n}": {"jpg": picture(n), "txt": f"text {n}".encode()} for n in range(4)}
     found = packed(tmp_path / "c", f"folder:{classes}")
     labels = Counter((sample["cls"], sample["class"]) for sample in found.values())
     assert labels == {(b"0", b"c0"): 2, (b"1", b"c1"): 2} and all("png" in sample for sample in found.values())
@@ -236,17 +235,9 @@ def test_every_source_is_read_with_default_flags(tmp_path: Path) -> None:
     }
     assert all(sample.keys() == {"jpg", "txt", "json"} for sample in found.values())
     texts = [{"caption": {"en": f"a {n}", "alt": [f"b {n}", "[c]"]}} for n in range(3)]
-    rows_ = [
-        {
-            "__key__": f"{n}",
-            "jpg": picture(9),
-            "img.png": picture(n, kind="PNG"),
-            "txt": "old",
-            "json": json.dumps(text),
-        }
-        for n, text in enumerate(texts)
-    ]
-    write_tar(tmp_path / "j/0.tar", rows_)
+    images = [{"__key__": f"{n}", "jpg": picture(9), "img.png": picture(n, kind="PNG")} for n in range(3)]
+    made = [{**one, "txt": "old", "json": json.dumps(text)} for one, text in zip(images, texts, strict=True)]
+    write_tar(tmp_path / "j/0.tar", made)
     for flags in (["--caption-json", "caption.alt"], ["--caption-json", "caption.en"]):
         found = packed(tmp_path / flags[1], f"{tmp_path}/j", *flags, "--image-key", "img.png")
         assert captions(str(tmp_path / flags[1])) == captions(f"{tmp_path}/j", *flags)
@@ -267,18 +258,12 @@ def test_repairs_and_counts_what_it_drops(tmp_path: Path, capsys: pytest.Capture
     assert all(min(Image.open(io.BytesIO(s["webp"])).size) == 40 for s in found.values())
     out, card = capsys.readouterr().out, (tmp_path / "x/README.md").read_text()
     assert "damaged shards, of which intact samples are used: 1" in out and "truncated" in out
-    for told in (
-        "dropped: undecodable_image | 1",
-        "dropped: no_caption | 1",
-        "dropped: no_image | 1",
-        "images resized | 6",
-    ):
-        assert told in card
+    assert all(f"dropped: {reason} | 1" in card for reason in ("undecodable_image", "no_caption", "no_image"))
+    assert "images resized | 6" in card
     assert 'license: "CC-BY-4.0"' in card
     (tmp_path / "keep.txt").write_text("0\n0.tar/2\n")
-    assert set(
-        packed(tmp_path / "y", f"{tmp_path}/s/0.tar", "--data.sources.train.keep", f"{tmp_path}/keep.txt")
-    ) == set("02")
+    keep = ["--data.sources.train.keep", f"{tmp_path}/keep.txt"]
+    assert set(packed(tmp_path / "y", f"{tmp_path}/s/0.tar", *keep)) == set("02")
     assert "not_kept" in capsys.readouterr().out
     (tmp_path / "s/2.tar").write_text("<html>")
     assert main([str(tmp_path / "z"), f"{tmp_path}/s"]) == 3 and "1 of 3 shards failed" in capsys.readouterr().err
@@ -301,9 +286,8 @@ def test_validation_has_no_near_duplicates_and_no_shared_groups(tmp_path: Path) 
     rows = []
     for number in range(60):
         image = Image.open(io.BytesIO(picture(number // 2, 64)))
-        image.save(out := io.BytesIO(), "JPEG", quality=95 if number % 2 else 60)
-        about = json.dumps({"product": number // 2 // 3})
-        rows.append({"__key__": f"{number}", "jpg": out.getvalue(), "txt": f"text {number}", "json": about})
+        data, about = save(image, "JPEG", quality=95 if number % 2 else 60), json.dumps({"product": number // 2 // 3})
+        rows.append({"__key__": f"{number}", "jpg": data, "txt": f"text {number}", "json": about})
     write_tar(tmp_path / "s/0.tar", rows)
     packed(tmp_path / "x", f"{tmp_path}/s", "--val-split", "0.3", "--group", "json:product", "--shard-size", "10")
     train, val = (samples(*sorted((tmp_path / "x" / part).glob("*.tar"))) for part in ("train", "val"))
@@ -315,10 +299,8 @@ def test_validation_has_no_near_duplicates_and_no_shared_groups(tmp_path: Path) 
     assert all((sides[a] == sides[b]).all() for a, b in near_pairs(both))
     groups = [{json.loads(s["json"])["product"] for s in part.values()} for part in (train, val)]
     assert not groups[0] & groups[1]
-    assert (
-        sum(sum(json.loads((tmp_path / "x" / part / "sizes.json").read_text()).values()) for part in ("train", "val"))
-        == 60
-    )
+    sizes = [json.loads((tmp_path / "x" / part / "sizes.json").read_text()) for part in ("train", "val")]
+    assert sum(sum(one.values()) for one in sizes) == 60
 
 
 def test_samples_of_a_class_are_on_both_sides_of_a_split(tmp_path: Path) -> None:
@@ -369,9 +351,7 @@ def test_remote_shards_are_downloaded_once(shards: str, tmp_path: Path) -> None:
     found = packed(tmp_path / "x", f"{site.root}/{{00000..00005}}.tar", "--shard-size", "9", *small)
     assert not list((tmp_path / "cache").glob("*.tar"))
     assert found == samples(*sorted(Path(shards).glob("*.tar")))
-    assert {name: n for name, n in site.asked.items() if name.startswith("GET")} == {
-        f"GET 0000{n}.tar": 1 for n in range(6)
-    }
+    assert {name: n for name, n in site.asked.items() if "GET" in name} == {f"GET 0000{n}.tar": 1 for n in range(6)}
     site.close()
 
 

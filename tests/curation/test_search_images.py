@@ -34,6 +34,7 @@ from clipstream.curation.images.numpy_text import NumpyText
 from clipstream.curation.stores import topics
 from clipstream.errors import Stopped
 from tests.support.browser import look, needs_browser
+from tests.support.image_files import save
 from tests.support.model_files import TEXT, build, write
 from tests.support.ranks import ROOT, TIMEOUT
 from tests.support.savers import small_files
@@ -46,9 +47,7 @@ Found = list[tuple[float, str, str]]
 
 def png(number: int) -> bytes:
     pixels = np.random.default_rng(number).integers(0, 256, (4, 4, 4), dtype=np.uint8).repeat(9, 0).repeat(7, 1)
-    file = io.BytesIO()
-    Image.fromarray(pixels, "RGBA").save(file, "PNG")
-    return file.getvalue()
+    return save(Image.fromarray(pixels, "RGBA"))
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +115,15 @@ def test_later_calls_compute_nothing_and_changed_data_are_computed_again(
         search("local-dir:model", data, "a bird", capsys=capsys, code=Stopped.exit_code)
     printed = search("local-dir:model", data, "a bird", capsys=capsys)
     assert not any("samples read now" in line for line in printed), "what was computed is there"
-    code = "import sys; from clipstream.cli.verbs.search import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    for query in ("a bird", "another 2 birds, flying"):  # from the cache, and by numpy
-        words = [sys.executable, "-c", code, "local-dir:model", str(data), query, "--html", "torchfree.html"]
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
-        assert done.stdout.splitlines()[-2:] == ["torchfree.html", "False"], done.stderr
+    code = (
+        "import sys\nfrom clipstream.cli.verbs.search import main\n"
+        "for query in ('a bird', 'another 2 birds, flying'): main([*sys.argv[1:], query, '--html', 'torchfree.html'])\n"
+        "print('torch' in sys.modules)"
+    )  # the first from the cache, the second by numpy
+    words, env = [sys.executable, "-c", code, "local-dir:model", str(data)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, env=env)
+    said = [line for line in done.stdout.splitlines() if "torch" in line or line == "False"]
+    assert said == ["torchfree.html"] * 2 + ["False"], done.stderr
     assert len(search("local-dir:model", data, "a bird", capsys=capsys)) == 2
     call = ImageSearch("local-dir:model", str(data))
     first = images.index_of(call)
@@ -253,9 +254,8 @@ def test_a_browser_shows_what_was_found_and_what_is_near_it(place: Path) -> None
     row = re.findall(r'href="#near-(\d+)"', page)[0]
     for width, dark, fragment, count in ((400, True, "", 3), (1280, False, f"#near-{row}", 6), (2560, True, "", 3)):
         script = f'<script>location.hash = "{fragment}"; setTimeout(() => {{ {reach} }}, 300)</script>'
-        (place / "looked.html").write_text(
-            re.sub("<meta http-equiv[^>]*>", "", page).replace("</body>", f"{script}</body>")
-        )
+        free = re.sub("<meta http-equiv[^>]*>", "", page)
+        (place / "looked.html").write_text(free.replace("</body>", f"{script}</body>"))
         dom, complaints = look(place / "looked.html", width, dark=dark)
         seen, inner, wide = map(int, re.findall(r"<title>([\d,]+)</title>", dom)[0].split(","))
         assert (seen, complaints) == (count, []) and wide <= inner
@@ -267,22 +267,18 @@ def test_features_without_torch_equal_torch_s(more: dict[str, Any], tmp_path: Pa
     towers = build(write(tmp_path, **more))
     with torch.no_grad():  # of trained weights, biases and projections are not zeros
         for parameter in towers.clip.parameters():
-            parameter.add_(
-                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())) * 0.05
-            )
+            seeded = torch.Generator().manual_seed(parameter.numel())
+            parameter.add_(torch.randn(parameter.shape, generator=seeded) * 0.05)
     towers.save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved/open_clip_config.json").read_text())["model_cfg"]
-    tower = NumpyText.of(tmp_path / "saved/open_clip_model.safetensors", config)
+    weights = tmp_path / "saved/open_clip_model.safetensors"
+    tower = NumpyText.of(weights, config)
     assert tower is not None
     model, _, _ = load_model(f"local-dir:{tmp_path / 'saved'}")
     texts = ["a red bird", "", "It's 12 o'clock, isn't it?  " * 4, "x", "ein Vögelchen &amp; 🐦", "a <end_of_text> b"]
     ours = np.stack([tower.encode(text) for text in texts])
     assert np.abs(ours - model.encode_text(texts).cpu().numpy()).max() < 1e-4
-    assert NumpyText.of(None, config) is None
-    assert (
-        NumpyText.of(tmp_path / "saved/open_clip_model.safetensors", {"text_cfg": {**TEXT, "pool_type": "last"}})
-        is None
-    )
+    assert NumpyText.of(None, config) is NumpyText.of(weights, {"text_cfg": {**TEXT, "pool_type": "last"}}) is None
 
 
 @pytest.mark.parametrize("data", ["replaced", "replaced.csv"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 from pathlib import Path
@@ -26,11 +25,10 @@ from clipstream.data.settings import DataSettings
 from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from tests.support.image_files import save
 from tests.support.pictures import photo, picture
 from tests.support.runs import MODEL, flags, go, lines
 from tests.support.tars import write_tar
-
-WHITE = 255, 255, 255
 
 
 def differing(one: int, other: int) -> int:
@@ -99,25 +97,19 @@ def test_copies_of_one_image_are_no_chain() -> None:
     assert {number ^ 1 for number in numbers} == numbers
 
 
-def encoded(image: Image.Image, kind: str = "JPEG", **options: int) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
-
-
-def hash_alone(data: bytes) -> int:
-    return int(hashes_of([look_of(data, WHITE).grey])[0])
+def hash_alone(image: Image.Image, kind: str = "JPEG", **options: int) -> int:
+    return int(hashes_of([look_of(save(image, kind, **options), (255, 255, 255)).grey])[0])
 
 
 def test_a_copy_looks_alike_and_another_image_does_not() -> None:
     looks = []
     for seed in range(12):
         image = photo(seed)
-        looks.append(hash_alone(encoded(image, "PNG")))
-        for copy in (encoded(image, quality=40), encoded(image.resize((64, 50)), "PNG"), encoded(image.convert("L")),
-                     encoded(image.resize((517, 407))),  # decoded at an eighth
-                     encoded(image.crop((3, 3, 125, 125)))):  # fmt: skip
+        looks.append(hash_alone(image, "PNG"))
+        large = image.resize((517, 407))  # decoded at an eighth
+        for copy in (image.resize((64, 50)), image.convert("L"), large, image.crop((3, 3, 125, 125))):
             assert differing(looks[-1], hash_alone(copy)) <= NEAR
+        assert differing(looks[-1], hash_alone(image, quality=40)) <= NEAR
     assert all(differing(one, other) > 2 * NEAR for one, other in itertools.combinations(looks, 2))
 
 
@@ -128,7 +120,7 @@ def write_pairs(folder: Path) -> None:
         for number in range(30):
             image = photo(number if number < 10 else 100 + number + 30 * shard)
             words = ("A  text" if shard else "a text", number) if number > 25 else ("a text", number + 30 * shard)
-            data = encoded(image, quality=95 - 40 * shard)
+            data = save(image, "JPEG", quality=95 - 40 * shard)
             samples.append({"__key__": f"{number:03d}", "jpg": data, "txt": "{} {}".format(*words)})
         write_tar(folder / "pairs" / f"{shard:05d}.tar", samples)
     (folder / "model.json").write_text(json.dumps(MODEL))
@@ -204,7 +196,7 @@ def test_a_list_is_chosen_again_where_a_file_has_changed(tmp_path: Path, monkeyp
     monkeypatch.setenv("CLIPSTREAM_CACHE", str(tmp_path / "cache"))
     (folder := tmp_path / "held").mkdir()
     for number in range(20):
-        (folder / f"{number}.png").write_bytes(encoded(photo(number), "PNG"))
+        (folder / f"{number}.png").write_bytes(save(photo(number)))
         (folder / f"{number}.txt").write_text(f"text {number}")
     (tmp_path / "keep.txt").write_text("".join(f"{number}\n" for number in range(20)))
     for keep in (None, str(tmp_path / "keep.txt")):
