@@ -59,7 +59,7 @@ from clipstream.cli.verbs.bench.ladder import (
     Ladder,
     Parts,
     Rung,
-    explained,
+    explain,
     synchronize,
     with_changes,
 )
@@ -219,7 +219,7 @@ def measure(ladder: Ladder, rung: Rung, seconds: float, args: argparse.Namespace
         except OutOfTime:
             row["note"] = f"stopped after {seconds:.0f} s"
         except (ClipstreamError, RuntimeError) as error:
-            row["note"] = f"{'stopped' if 'samples_per_s' in row else 'not run'}: {explained(error)}"
+            row["note"] = f"{'stopped' if 'samples_per_s' in row else 'not run'}: {explain(error)}"
 
 
 def step_of(parts: Parts, lr: float, batches: Sequence[Any] | None) -> Callable[[], int]:
@@ -412,7 +412,7 @@ def rows_of(model: Model, until: float, shards: str, folder: Path, args: argpars
     except OutOfTime:
         pass
     except (ClipstreamError, RuntimeError) as error:
-        reason = f"not run: {explained(error)}"
+        reason = f"not run: {explain(error)}"
     rungs = [rung for rung in RUNGS if rung.name in args.rows]
     for rung in rungs:
         row: Row = {

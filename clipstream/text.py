@@ -118,7 +118,7 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
-def framed(page: str, title: str) -> str:
+def frame(page: str, title: str) -> str:
     """A page of HTML for a notebook: in a frame, so that its style does not leak into the notebook."""
     return (
         f'<iframe sandbox="allow-scripts" style="width:100%;height:{FRAME}px;border:0" title="{html.escape(title)}" '

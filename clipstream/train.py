@@ -33,7 +33,7 @@ from clipstream.config.settings import (
     Settings,
     by_key,
     changes,
-    redacted,
+    redact_settings,
     require_equal,
     settings_of_weights,
     write_config,
@@ -363,7 +363,7 @@ def fit(
     # Outputs, evaluators and checkpoints; the names of metrics are known from a dry run.
     done = None if start is None else state.step
     ended = done is not None and (done >= total or early_stop.should_stop)
-    info = RunInfo(run.folder, total, done, world.size, ended, state.evaluation_pending, redacted(settings))
+    info = RunInfo(run.folder, total, done, world.size, ended, state.evaluation_pending, redact_settings(settings))
     outputs = Outputs(log, world, info, run.ending)
     evals = build_evals(run, step, tokenizer, outputs)
     writer = build_writer(run, step, resumed, outputs)
@@ -437,7 +437,7 @@ def build_evals(run: Run, step: TrainStep, tokenizer: tokenizers.Tokenizer, outp
 def build_profiler(settings: LogSettings, run: RunInfo, world: World) -> StepProfiler | None:
     """The profiler of the steps that `log.profile` names; None if this process trains none of them."""
     done = run.resume_step or 0
-    steps = settings.profiled(done, run.total_steps)
+    steps = settings.steps_to_profile(done, run.total_steps)
     if world.is_main and settings.profile is not None and not steps and done < run.total_steps:
         logger.info(f"log.profile: no step of {settings.profile} is left after step {done}")
     return StepProfiler(steps, run.folder, world.device, records=world.is_main) if steps else None

@@ -118,12 +118,12 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[ImageTextBatch]:
         while True:
-            batch = self._converted(next(self._started()))
+            batch = self._convert(next(self._start_loader()))
             yield batch
             if self._batches is not None and (batch.step + 1) % self._batches == 0:
                 return
 
-    def _started(self) -> Loader:
+    def _start_loader(self) -> Loader:
         if self._loader is None:
             self._closing.enter_context(many_files())
             with on_terminal():
@@ -140,7 +140,7 @@ class BatchLoader:
             weakref.finalize(self, self._closing.close)
         return self._loader
 
-    def _converted(self, batch: Batch) -> ImageTextBatch:
+    def _convert(self, batch: Batch) -> ImageTextBatch:
         if self.settings.data.sampling.mode == "indexed":  # other modes have no empty slots
             batch = batch.without_padding()
         images, texts = batch.images, batch.texts.long()

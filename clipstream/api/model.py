@@ -331,7 +331,7 @@ def load_model(
         preflight(model, settings.tokenizer)
         train = settings.train.model_copy(update={"precision": precision})
         world = World(device=device)
-        context = context_for(settings.model_copy(update={"train": train}), model.not_trained(), world)
+        context = context_for(settings.model_copy(update={"train": train}), model.without_training(), world)
     found = Model(context.towers, context)
     return found, found.preprocess, found.tokenizer
 

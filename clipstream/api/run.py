@@ -16,7 +16,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, Stopped, wrong_type
 from clipstream.report.html_report import REPORT_FILE, read_run, render, write_page
 from clipstream.report.sinks import METRICS_FILE, lines
-from clipstream.text import framed
+from clipstream.text import frame
 from clipstream.utils.logs import on_terminal, set_level
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """The report, for notebooks."""
-        return framed(render([read_run(self.folder)]), f"Report of {self.name}")
+        return frame(render([read_run(self.folder)]), f"Report of {self.name}")
 
 
 def train(config: Config = None, overrides: Overrides = None, /, **flags: Any) -> Run:

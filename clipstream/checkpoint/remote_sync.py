@@ -161,7 +161,7 @@ class RemoteDir:
         named = {parse_pointer((self / pointer).read()) for pointer in (LATEST, BEST)}
         return {name: name in listed for name in sorted(listed | named, reverse=True) if NAME.fullmatch(name)}
 
-    def examined(self) -> dict[str, Marker | str]:
+    def examine_checkpoints(self) -> dict[str, Marker | str]:
         """The checkpoints in this folder, as from `examine`: the incomplete ones, then the whole ones, newest first."""
         found = {name: ((self / name).examine(), listed) for name, listed in self.checkpoints().items()}
         there = {name: one for name, (one, listed) in found.items() if listed or isinstance(one, Marker)}
@@ -172,7 +172,7 @@ class RemoteDir:
 
     def whole(self) -> dict[str, Marker]:
         """The whole checkpoints in this folder, newest first."""
-        return {name: one for name, one in self.examined().items() if isinstance(one, Marker)}
+        return {name: one for name, one in self.examine_checkpoints().items() if isinstance(one, Marker)}
 
 
 def _parts(system: Any, path: str) -> dict[str, int]:
@@ -215,12 +215,12 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
     """
 
     def candidates() -> list[tuple[RemoteDir, Marker | str]]:
-        """The checkpoints that the URL may name, as from `RemoteDir.examined`."""
+        """The checkpoints that the URL may name, as from `RemoteDir.examine_checkpoints`."""
         named = remote.parent / parse_pointer(remote.read()) if remote.name in (LATEST, BEST) else remote
         if NAME.fullmatch(named.name):
             return [(named, named.examine())]
         for part in (named / CHECKPOINTS, named):
-            if there := part.examined():
+            if there := part.examine_checkpoints():
                 return [(part / name, one) for name, one in there.items()]
         return []
 

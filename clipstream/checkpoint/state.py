@@ -226,7 +226,7 @@ def load(
     try:
         present = {**towers.clip.state_dict(), **dict(towers.clip.named_parameters())}
         # Each rank keeps only its part of sharded weights.
-        saved = towers.not_stored(check_finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS))
+        saved = towers.skip_stored(check_finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS))
         if (adapters := towers.adapters) is not None:
             saved = adapters.in_place_of(saved, checkpoint / ADAPTER, towers.clip)
         weights = {name: shard_like(weight, present.get(name)) for name, weight in saved}
@@ -343,7 +343,7 @@ class OpenClipCheckpoint:
             )
         try:
             present = towers.clip.state_dict()
-            saved = towers.not_stored(check_finite(self.weights.items(), self.path))
+            saved = towers.skip_stored(check_finite(self.weights.items(), self.path))
             towers.clip.load_state_dict({name: shard_like(tensor, present.get(name)) for name, tensor in saved})
         except RuntimeError as error:
             raise SettingsError(f"--resume {self.path}: weights do not match the model: {short(error)}") from error

@@ -486,7 +486,7 @@ def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, *, av
     if averaged and not weights.is_file():
         raise SettingsError(f"--weights averaged: {checkpoint} has no averaged weights (--train.ema)")
     own = {str(tower): TowerSettings(precision=kept) for tower, kept in model.own_precisions.items()}
-    return model.not_trained().model_copy(
+    return model.without_training().model_copy(
         update={
             **own,
             "name": f"{LOCAL}{checkpoint}",

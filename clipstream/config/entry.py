@@ -26,7 +26,7 @@ from typing import Any, Generic
 from clipstream.config.config_sources import to_yaml
 from clipstream.config.flags import Own, read_own, usage
 from clipstream.config.help import help_text
-from clipstream.config.plan import chosen, survey
+from clipstream.config.plan import choose_by_size, survey
 from clipstream.config.settings import Settings, Written, load, non_defaults, read, secrets
 from clipstream.distributed.launch import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
@@ -78,7 +78,7 @@ class CommandLine(Generic[Own]):
         """Print the settings and raise `Printed`, if --print-config was given."""
         if self.print_all is not None:
             ranks = World.from_env().size
-            values, choices = chosen(survey(written), ranks) if self.verb == "train" else (written.settings, ())
+            values, choices = choose_by_size(survey(written), ranks) if self.verb == "train" else (written.settings, ())
             lines = [f"chosen: {reason} sets it" for *_, reason in choices]
             print_config(Written(values, written.places), self.verb, self.print_all, lines)
             raise Printed
@@ -108,9 +108,9 @@ class Verb(Generic[Own]):
     within: str = ""
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
-        return run_main(self.started, argv)
+        return run_main(self.start, argv)
 
-    def started(self, argv: Sequence[str]) -> int:
+    def start(self, argv: Sequence[str]) -> int:
         """Run a command line in this process.
 
         Raises:
@@ -119,7 +119,7 @@ class Verb(Generic[Own]):
         """
         topics = {topic.name.rpartition(" ")[2]: topic for topic in self.topics}
         if argv and argv[0] in topics:
-            return topics[argv[0]].started(argv[1:])
+            return topics[argv[0]].start(argv[1:])
         no_arguments = usage(self.name, self.own) == f"clipstream {self.name}"
         if argv and no_arguments and not argv[0].startswith("-") and (near := did_you_mean(argv[0], topics)):
             raise SettingsError(f"unknown topic {self.name} {argv[0]}{near}")

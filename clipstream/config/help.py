@@ -85,9 +85,9 @@ def help_text(root: type[Section], verb: Any, topic: str = "", width: int | None
         return "\n".join(page.topic(topic.removeprefix("--").strip(".").replace("-", "_"))) + "\n"
     more = ["[FLAG]..."] if verb.own.model_fields else []
     more += ["[--config\xa0FILE]...", "[--section.key\xa0VALUE]..."] if verb.themes and not verb.within else []
-    lines = page.wrapped(" ".join([f"usage: {usage(verb.name, verb.own)}", *more]))
+    lines = page.wrap(" ".join([f"usage: {usage(verb.name, verb.own)}", *more]))
     for one in verb.topics:
-        lines += page.wrapped(f"{'':7}{usage(one.name, one.own)} [FLAG]...")
+        lines += page.wrap(f"{'':7}{usage(one.name, one.own)} [FLAG]...")
     lines = [line.replace("\xa0", " ") for line in lines]
     lines += ["", *textwrap.wrap(summary(verb.own), width)]
     if verb.topics:
@@ -185,13 +185,13 @@ class _Page:
         if path not in self.root.model_fields and flag in BY_FLAG:
             yield from self.short(BY_FLAG[flag])
             return
-        place, section, prefix = self._found(path)
+        place, section, prefix = self._find(path)
         if section is None:
             yield from self.place(place)
             return
         kind = next((name for name, cls in types_of(section).items() if cls is section), None)
         given = f" with {prefix}type {kind}" if kind else ""
-        yield from self.wrapped(f"{place}{given}: {summary(section)}")
+        yield from self.wrap(f"{place}{given}: {summary(section)}")
         yield from self.fields({k: v for k, v in section.model_fields.items() if not (kind and k == "type")}, prefix)
         if kind is None:
             yield from self.types(section, prefix)
@@ -201,7 +201,7 @@ class _Page:
         if aliases and setting:
             yield from ("", "Short flags", *(line for short in setting for line in self.short(short)))
 
-    def _found(self, path: str) -> tuple[str, type[Section] | None, str]:
+    def _find(self, path: str) -> tuple[str, type[Section] | None, str]:
         """(the dotted path with NAME for users' names, the class at it or None for a key, prefix of its flags)."""
         section: type[Section] | None = self.root
         place, prefix, named = "", "--", False
@@ -232,7 +232,7 @@ class _Page:
     def place(self, path: str) -> Iterator[str]:
         """One key, given by its dotted path."""
         above, _, name = path.rpartition(".")
-        _, section, prefix = self._found(above)
+        _, section, prefix = self._find(above)
         assert section is not None
         yield from self.fields({name: all_fields(section)[name]}, prefix)
 
@@ -257,7 +257,7 @@ class _Page:
             elif self.homes[inner] != below:
                 yield from self.row(f"{below}KEY", f"{meaning}: the same keys as {self.homes[inner]}KEY")
             else:
-                yield from self.wrapped(f"  {flag}: {meaning}")
+                yield from self.wrap(f"  {flag}: {meaning}")
                 yield from self.fields(inner.model_fields, below)
                 yield from self.types(inner, below)
 
@@ -268,7 +268,7 @@ class _Page:
             own = {name: info for name, info in cls.model_fields.items() if name not in section.model_fields}
             again = [name for name, info in own.items() if described.get(name) == (info.description or "")]
             also = f" Also {', '.join(again)}." if again else ""
-            yield from self.wrapped(f"  with {prefix}type {kind}: {summary(cls)}{also}")
+            yield from self.wrap(f"  with {prefix}type {kind}: {summary(cls)}{also}")
             yield from self.fields({name: info for name, info in own.items() if name not in again}, prefix)
             described |= {name: info.description or "" for name, info in own.items()}
 
@@ -276,7 +276,7 @@ class _Page:
         """A flag, and its meaning in a second column."""
         return row(head, text, min(34, self.width * 2 // 5 - 1), self.width)
 
-    def wrapped(self, text: str) -> list[str]:
+    def wrap(self, text: str) -> list[str]:
         return textwrap.wrap(text, self.width, subsequent_indent="    ", break_on_hyphens=False)
 
 

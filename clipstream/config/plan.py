@@ -87,7 +87,7 @@ def choose(facts: Facts) -> Iterator[Choice]:
     """The settings that differ from `facts.values`; each follows from those before it."""
     n, values = facts.samples, dict(facts.values)
 
-    def chosen(key: str, value: Any, reason: str) -> Iterator[Choice]:
+    def propose(key: str, value: Any, reason: str) -> Iterator[Choice]:
         if key in facts.free and value != values[key]:
             values[key] = value
             yield key, value, reason
@@ -99,27 +99,27 @@ def choose(facts: Facts) -> Iterator[Choice]:
     a_pass = n // batch if drops else -(-n // batch)
     if not a_pass:  # less than a batch, which is refused where the epochs are planned
         return
-    yield from chosen(BATCH, batch, f"batch {batch}: a pass over {n:,} samples has {a_pass} steps; --batch-size")
+    yield from propose(BATCH, batch, f"batch {batch}: a pass over {n:,} samples has {a_pass} steps; --batch-size")
     if pads:
         text = f"remainder pad: the last {n % batch} samples of a pass are used as well; --{REMAINDER}"
-        yield from chosen(REMAINDER, "pad", text)
+        yield from propose(REMAINDER, "pad", text)
     samples, (fewest, most) = FRESH if facts.fresh else TUNED
     passes = min(max(round(samples / n), fewest), most)
     enough = 0 if WARMUP in facts.free else 2 * values[WARMUP]
     steps = max(passes * a_pass, enough)
-    yield from chosen(STEPS, steps, f"steps {steps}: {steps / a_pass:.0f} passes; --steps or --epochs")
+    yield from propose(STEPS, steps, f"steps {steps}: {steps / a_pass:.0f} passes; --steps or --epochs")
     steps, samples, epochs = (values[key] for key in LENGTHS)
     if steps is None:
         steps = math.ceil(epochs * a_pass) if samples is None else -(-samples // batch)
     if not facts.fresh:
-        yield from chosen(LR, TUNED_LR, f"learning rate {TUNED_LR:g}: training begins with weights; --lr")
+        yield from propose(LR, TUNED_LR, f"learning rate {TUNED_LR:g}: training begins with weights; --lr")
     if steps > LONG:
         return
-    yield from chosen(WARMUP, steps // 20, f"warm-up {steps // 20} steps: 5% of the run; --warmup")
+    yield from propose(WARMUP, steps // 20, f"warm-up {steps // 20} steps: 5% of the run; --warmup")
     every = steps // EVALS and max(steps // EVALS, -(-TRAINED * facts.evaluated // batch))
     every = every if every < steps else 0  # at the end only, of a run of a few steps
     told = f"every {every} steps: {-(-steps // every)} times" if every else "at the end"
-    yield from chosen(EVERY, every, f"val evaluated {told}; --{EVERY}")
+    yield from propose(EVERY, every, f"val evaluated {told}; --{EVERY}")
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def draft(found: Survey, ranks: int) -> Plan:
         SettingsError: the mode is `indexed`, and the numbers of samples are not known.
         DataError: a manifest cannot be read.
     """
-    settings, choices = chosen(found, ranks)
+    settings, choices = choose_by_size(found, ranks)
     data, epochs, samples = settings.data, None, None
     if settings.train.epoch_samples is not None or found.error is not None:
         pass
@@ -364,7 +364,7 @@ def _free(settings: Settings) -> tuple[dict[str, Any], frozenset[str]]:
     return values, frozenset() if planned else frozenset(free)
 
 
-def chosen(found: Survey, ranks: int) -> tuple[Settings, tuple[Choice, ...]]:
+def choose_by_size(found: Survey, ranks: int) -> tuple[Settings, tuple[Choice, ...]]:
     """The settings with the batch of a run that goes on, and with what is chosen by the size of the data."""
     settings = found.settings if found.batch is None else with_value(found.settings, BATCH, found.batch)
     choices = tuple(_choices(settings, found, ranks))

@@ -394,7 +394,7 @@ def write_config(settings: Settings, split: FilePath | None) -> None:
     atomic_write.replace(settings.run_folder / "config.yaml", dump(settings).encode(), private=bool(keys))
 
 
-def redacted(settings: Settings) -> Tree:
+def redact_settings(settings: Settings) -> Tree:
     """The settings as nested mappings without credentials, for the files and services that show a run."""
     tree: Tree = redact_tree(settings.model_dump(mode="json"))
     return tree

@@ -415,7 +415,7 @@ class Conditions:
             if not isinstance(at, dict) or last in at:
                 raise SettingsError(f"--where: {name} and a field around or below it are not supported together")
             at[last] = _without_nan(column)
-        samples = pa.table({ROW: pa.array(np.arange(rows)), **{name: _nested(one) for name, one in tree.items()}})
+        samples = pa.table({ROW: pa.array(np.arange(rows)), **{name: _nest(one) for name, one in tree.items()}})
         self._db.register("samples", samples)
         for text in self.texts:
             held = np.zeros(rows, bool)
@@ -439,11 +439,11 @@ def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
         yield from _nodes(one)
 
 
-def _nested(part: Any) -> Any:
+def _nest(part: Any) -> Any:
     """A column, or the columns below a name as one of structs."""
     if not isinstance(part, dict):
         return part
-    return pa.StructArray.from_arrays([_nested(one) for one in part.values()], list(part))
+    return pa.StructArray.from_arrays([_nest(one) for one in part.values()], list(part))
 
 
 def _without_nan(column: Any) -> Any:

@@ -121,7 +121,7 @@ def _pack(asked: Asked) -> None:
         about, digest = _begin(asked, sources, extra)
         if out.read(CARD) is not None:  # written last
             names = [line.partition("  ")[2] for line in (out.read(SUMS) or b"").decode().splitlines()]
-            if names and all(out.packed(name, digest) for name in names):
+            if names and all(out.find_packed(name, digest) for name in names):
                 told = f"{counted(len(names), 'shard', ',')} in {printable(asked.shown)}"
                 print(f"{told}: complete since an earlier call", flush=True)
                 return _finish(asked, names)

@@ -145,7 +145,7 @@ class SamplePacker:
         )
         self._transform = build_transform(settings.transform)
 
-    def needed(self, columns: bool) -> Collection[str] | None:
+    def members_needed(self, columns: bool) -> Collection[str] | None:
         """The members that are read; None for all."""
         if not columns or self._transform is not None or self._caption.members is None:
             return None

@@ -118,7 +118,7 @@ class Out:
         else:
             indexes.place(shard, index, self.folder / name)
 
-    def packed(self, name: str, digest: str) -> Packed | None:
+    def find_packed(self, name: str, digest: str) -> Packed | None:
         """A shard, if it is complete and of the plan of this digest. Raises ShardError."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             if self.is_remote:
@@ -548,7 +548,7 @@ class PackShard:
     def __call__(self, number: int) -> Packed:
         """Pack a shard by its number in the plan. Raises ShardError, OSError."""
         name, numbers = self.plan.shard(number)
-        if (packed := self.out.packed(name, self.digest)) is not None:
+        if (packed := self.out.find_packed(name, self.digest)) is not None:
             return packed
         with draft_in(self.out.folder / PARTS) as (part, index):
             table, packed = self._write(part, numbers)
@@ -570,7 +570,7 @@ class PackShard:
                     settings = self.corpus.sources[source].settings
                     packer = self._packers[source] = SamplePacker(settings, self.recording)
                 try:
-                    sample = self.corpus.load(shard, row, packer.needed(columns))
+                    sample = self.corpus.load(shard, row, packer.members_needed(columns))
                     key = sample["__key__"]
                     more = [] if self.merged is None else self.merged.texts(key)
                     members, what = packer(sample, columns, more)

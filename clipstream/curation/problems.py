@@ -88,9 +88,9 @@ class Examined:
     def failures(self, tolerated: float) -> list[str]:
         """The problems that concern more than a share of the samples, in words."""
         least = tolerated * self.rows.num_rows
-        return [self.told(one) for one in self.problems if not one.is_note and (one.samples > least or not one.samples)]
+        return [self.tell(one) for one in self.problems if not one.is_note and (one.samples > least or not one.samples)]
 
-    def told(self, problem: Problem) -> str:
+    def tell(self, problem: Problem) -> str:
         """A problem as a sentence."""
         if not problem.samples:
             return problem.says
@@ -216,7 +216,7 @@ def examine(
     figures["stages"] = {stage: took / max(1, timed) for stage, took in seconds.items()}
     figures["stages"] |= _crop_seconds(found, data)
     figures["problems"] = [
-        {"problem": one.name, "samples": one.samples, "says": found.told(one), "note": one.is_note,
+        {"problem": one.name, "samples": one.samples, "says": found.tell(one), "note": one.is_note,
          "examples": [found.name(row) for row in one.rows]}
         for one in found.problems
     ]  # fmt: skip
@@ -273,7 +273,7 @@ def _captions(found: Examined) -> None:
         return
     found.charts.append(Bars.of("tokens of a caption", tokens[tokens > 0], mark=CONTEXT))
     if found.figures["captions"]["languages"]:
-        found.charts.append(Bars.named("languages", found.figures["captions"]["languages"]))
+        found.charts.append(Bars.of_counts("languages", found.figures["captions"]["languages"]))
     says = f"have captions of more than {CONTEXT} tokens, which is what CLIP models read: the rest is cut off"
     _add(found, "cut_captions", tokens > CONTEXT, says, tokens)
     odd = np.zeros(rows.num_rows, bool)
@@ -302,7 +302,7 @@ def _images(found: Examined) -> None:
     }  # fmt: skip
     if not len(width):
         return
-    found.charts.append(Bars.named("formats", formats))
+    found.charts.append(Bars.of_counts("formats", formats))
     for title, values, mark in (
         ("shorter side, pixels", np.minimum(width, height), float(SIDE)),
         ("width / height", width / height, 1.0),
@@ -380,7 +380,7 @@ def write_page(found: Examined, path: Path, data: DataSettings, profile: Profile
         yaml: settings that train.
     """
     some = _choose_rows(found, EXAMPLES)
-    groups = [(one.name.replace("_", " "), found.told(one), one.rows) for one in found.problems if one.rows]
+    groups = [(one.name.replace("_", " "), found.tell(one), one.rows) for one in found.problems if one.rows]
     images = load_images(found, sorted({row for _, _, rows in groups for row in rows} | set(some)), data)
     thumbnails = Thumbnails()
     sheets = [

@@ -240,7 +240,7 @@ class LineOrder(Order):
         shards = np.searchsorted(ends, numbers, "right")
         return np.stack((shards, numbers - (ends - self._counts)[shards]), axis=1)
 
-    def _filled(self, line: Numbers) -> Numbers:
+    def _fill(self, line: Numbers) -> Numbers:
         """The line, which begins again for `wrap`."""
         return np.resize(line, max(len(line), self._plan.steps * self._plan.batch))
 
@@ -275,7 +275,7 @@ class GroupedOrder(LineOrder):
         end = len(rest) // size * size
         runs = np.concatenate((drawn[whole], rest[:end])).reshape(-1, size)
         line = np.concatenate((runs[permutation(len(runs), mix(self.seed, 18, epoch))].ravel(), rest[end:]))
-        return self._filled(line)
+        return self._fill(line)
 
 
 class NeighbourOrder(LineOrder):
@@ -311,4 +311,4 @@ class NeighbourOrder(LineOrder):
         end = len(line) // batch * batch
         whole = np.array(line[:end], dtype=np.int64).reshape(-1, batch)
         whole = whole[permutation(len(whole), mix(self.seed, 22, epoch))]
-        return self._filled(np.concatenate((whole.ravel(), np.array(line[end:], dtype=np.int64))))
+        return self._fill(np.concatenate((whole.ravel(), np.array(line[end:], dtype=np.int64))))

@@ -166,7 +166,7 @@ def structure(text: str) -> list[Any] | dict[Any, Any] | None:
     """
     if not _STRUCTURED.match(text):
         return None
-    for parse in (json.loads, _printed):
+    for parse in (json.loads, _parse_printed):
         try:
             value = parse(text.strip())
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -179,7 +179,7 @@ def structure(text: str) -> list[Any] | dict[Any, Any] | None:
     return None
 
 
-def _printed(text: str) -> Any:
+def _parse_printed(text: str) -> Any:
     """A value as Python or NumPy prints it; a list of strings without commas is not joined to one."""
     if len(text) > MAX_LITERAL:
         raise ValueError("too long")

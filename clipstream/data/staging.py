@@ -130,7 +130,7 @@ class StagedSource:
         """Its dotted key."""
         return ".".join(self.path)
 
-    def copied(self, folder: Path) -> list[str]:
+    def setting_of_copies(self, folder: Path) -> list[str]:
         """The setting `shards` for a run on the copies, in the order of the originals; with factors one item a part."""
         whole = [[one for part in self.parts for one in part]]
         named: list[list[str]] = []

@@ -43,7 +43,7 @@ class Cause:
 
     @classmethod
     def of_dead(cls, ranks: list[int], hosts: Sequence[str] = (), why: str = KILLED) -> Cause:
-        return cls(ranks[0], 1, f"{named_ranks(ranks, hosts)} {why}", dead=ranks)
+        return cls(ranks[0], 1, f"{name_ranks(ranks, hosts)} {why}", dead=ranks)
 
     @classmethod
     def from_json(cls, text: str) -> Cause:
@@ -51,7 +51,7 @@ class Cause:
         return cls(**json.loads(text))
 
 
-def named_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
+def name_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
     """Ranks and their hosts, for messages: 'rank 2, rank 3 on node-b'."""
     by_host: dict[str, list[str]] = {}
     for rank in ranks:

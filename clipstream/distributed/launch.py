@@ -38,7 +38,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from clipstream.distributed.cause import GONE, Cause, first_line, named_ranks
+from clipstream.distributed.cause import GONE, Cause, first_line, name_ranks
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.shared_keys import SharedKeys
 from clipstream.distributed.signals import SIGNALS, ending_on_signals
@@ -392,7 +392,7 @@ class FailureWatch:
                 late = "imeout" in str(error)
                 if self._ending.wait(GRACE) or self._stopped.is_set() or (_launcher_holds_store() and not late):
                     return  # a launcher that ends sends its ranks SIGTERM (see `launch`): they save first
-                self._take(self._lost_store())
+                self._take(self._cause_of_lost_store())
             self._stopped.wait(POLL)
         if self.cause is None or self._ending.is_set():
             return
@@ -432,7 +432,7 @@ class FailureWatch:
             return Cause.of_dead(silent, self._keys.hosts)
         where = [f"{f'step {step}, ' if step else ''}collective {count}" for count, step in (min(by_rank), called)]
         message = (
-            f"waited longer than {EARLIER:.0%} of --run.timeout for {named_ranks(late, self._keys.hosts)}, stuck"
+            f"waited longer than {EARLIER:.0%} of --run.timeout for {name_ranks(late, self._keys.hosts)}, stuck"
             f" or busy after {where[0]} (this rank: {where[1]}): see the stacks above or in the ranks' output"
         )
         return Cause(self.world.rank, 1, message, stuck=True)
@@ -465,7 +465,7 @@ class FailureWatch:
             cause = replace(cause, spare=self._keys.spare)
             return Cause.from_json(self._keys.agree(_CAUSE, json.dumps(asdict(cause))))
         except RuntimeError:
-            return self._lost_store() if broken else cause
+            return self._cause_of_lost_store() if broken else cause
 
     def _silent_ranks(self, ranks: Iterable[int], silence: float = SILENCE) -> list[int]:
         """Ranks whose heartbeat stopped. Looks are counted: time also passes while this process is suspended.
@@ -486,7 +486,7 @@ class FailureWatch:
             seconds += clock.seconds()
         return list(silent)
 
-    def _lost_store(self) -> Cause:
+    def _cause_of_lost_store(self) -> Cause:
         """The cause if the store's host is gone (rank 0, or the launcher's agent): no rank can be reached."""
         self._noted = True
         if _launcher_holds_store():

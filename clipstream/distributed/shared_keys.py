@@ -43,7 +43,7 @@ class SharedKeys:
         self._makes: list[Callable[[], Any]] = [store.clone if hasattr(store, "clone") else lambda: store]
         self._lock = threading.RLock()
         self._address = ""  # of this rank, towards the first store
-        self._stores = {0: self._connected(0)}  # those that answer; a connection without a socket is not a TCPStore's
+        self._stores = {0: self._connect(0)}  # those that answer; a connection without a socket is not a TCPStore's
         self._late: dict[int, tuple[Any, Socket | None]] = {}
 
     def meet(self, rank: int, size: int) -> None:
@@ -60,7 +60,7 @@ class SharedKeys:
                 first.set(_SPARE, f"{self._address} {self.server.port}")
             address, port = first.get(_SPARE).decode().split()
             self._makes.append(lambda: TCPStore(address, int(port), wait_for_workers=False, timeout=limit))
-            self._stores[1] = self._connected(1)
+            self._stores[1] = self._connect(1)
 
     @property
     def spare(self) -> bool:
@@ -74,9 +74,9 @@ class SharedKeys:
 
     def connect(self, number: int) -> Any:
         """A new connection to the first (0) or the spare store (1). Raises RuntimeError: it cannot be reached."""
-        return self._connected(number)[0]
+        return self._connect(number)[0]
 
-    def _connected(self, number: int) -> tuple[Any, Socket | None]:
+    def _connect(self, number: int) -> tuple[Any, Socket | None]:
         before = open_sockets()
         store = self._makes[number]()
         store.set_timeout(timedelta(seconds=WAITS))
@@ -84,7 +84,7 @@ class SharedKeys:
         while hasattr(base, "underlying_store"):
             base = base.underlying_store
         for file in open_sockets() - before:
-            with contextlib.suppress(OSError), file.opened() as connection:
+            with contextlib.suppress(OSError), file.duplicate() as connection:
                 if connection.getpeername()[1] == base.port:
                     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(ANSWER), 0))
@@ -155,7 +155,7 @@ class Socket:
     number: int
     inode: int
 
-    def opened(self) -> socket.socket:
+    def duplicate(self) -> socket.socket:
         """The socket, by a descriptor of its own. Raises OSError: it is closed."""
         copy = os.dup(self.number)
         if os.fstat(copy).st_ino != self.inode:
@@ -166,7 +166,7 @@ class Socket:
     def drain(self) -> int:
         """Read and drop what has arrived; return the number of bytes. Raises OSError: the connection is closed."""
         size = 0
-        with self.opened() as connection, contextlib.suppress(BlockingIOError):
+        with self.duplicate() as connection, contextlib.suppress(BlockingIOError):
             while arrived := connection.recv(1 << 16, socket.MSG_DONTWAIT):
                 size += len(arrived)
             raise ConnectionResetError("the host of a store has ended")
@@ -192,7 +192,7 @@ def connections_since(before: set[Socket]) -> set[Socket]:
 
 def _port(file: Socket, *, of_server: bool = False) -> int | None:
     """That of this side; None of a socket without ports or a closed one, or where a server is wanted."""
-    with contextlib.suppress(OSError), file.opened() as connection:
+    with contextlib.suppress(OSError), file.duplicate() as connection:
         if of_server <= bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)):
             name = connection.getsockname()
             return int(name[1]) if isinstance(name, tuple) else None

@@ -202,7 +202,7 @@ class World:
             # Each in a thread: aborting one nccl communicator may wait for another one (pytorch's issue 119797).
             threading.Thread(target=group.abort, name="abort", daemon=True).start()
         for connection in list(_connections):
-            with contextlib.suppress(OSError), connection.opened() as opened:
+            with contextlib.suppress(OSError), connection.duplicate() as opened:
                 if not opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # else gloo aborts the process
                     opened.shutdown(socket.SHUT_RDWR)
 
@@ -529,7 +529,7 @@ class AgreeingWorld(World):
         if failures := [status for status in statuses if status is not None]:
             raise RankFailed(failures[0])
 
-    def _agreed(self, collective: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, collective: Callable[..., Any], *args: Any) -> Any:
         if self.size == 1:
             return collective(*args)
         self.exchange()
@@ -539,18 +539,18 @@ class AgreeingWorld(World):
             raise error if isinstance(error, Torn) else Torn(str(error)) from error
 
     def gather_objects(self, value: Any) -> list[Any]:
-        found: list[Any] = self._agreed(super().gather_objects, value)
+        found: list[Any] = self._run(super().gather_objects, value)
         return found
 
     def broadcast_object(self, value: Any) -> Any:
-        return self._agreed(super().broadcast_object, value)
+        return self._run(super().broadcast_object, value)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._agreed(super().all_reduce_sum, tensor)
+        found: torch.Tensor = self._run(super().all_reduce_sum, tensor)
         return found
 
     def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        found: torch.Tensor = self._agreed(super().gather_rows, tensor, counts)
+        found: torch.Tensor = self._run(super().gather_rows, tensor, counts)
         return found
 
 

@@ -180,7 +180,7 @@ class EvalContext:
         """The error for a source without a usable sample on any rank, with this rank's reason."""
         return DataError(Lines(": ".join(filter(None, (f"the source has no usable {what}", self.complaint)))))
 
-    def stacked(self, what: str, *features: list[torch.Tensor]) -> list[torch.Tensor]:
+    def stack(self, what: str, *features: list[torch.Tensor]) -> list[torch.Tensor]:
         """Each list of this rank's features [n, D] as one tensor; [0, D] if it is empty. Collective.
 
         Raises DataError: no rank has any, see `unusable`.
@@ -196,7 +196,7 @@ class EvalContext:
         if len(self.examples) < self.examples_wanted:
             self.examples.append(example)
 
-    def shown(self, caption: str | None, ids: torch.Tensor) -> str:
+    def label(self, caption: str | None, ids: torch.Tensor) -> str:
         """The first line of a caption, with a mark where the context cuts it; decoded from its ids [T] without one."""
         return mark_cut(self.tokenizer, caption.split("\n")[0]) if caption else readable(self.tokenizer, ids.tolist())
 

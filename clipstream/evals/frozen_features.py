@@ -46,7 +46,7 @@ def encode_labelled(
     for batch in labelling.batches(context, source, batch_size, key):
         features.append(context.encode_image(batch.images))
         labels.append(batch.ids[:, 0].long())
-    (rows,) = context.stacked("image with a label", features)
+    (rows,) = context.stack("image with a label", features)
     return Labelled(rows, torch.cat(labels).to(rows.device))
 
 

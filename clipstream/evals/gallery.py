@@ -76,7 +76,7 @@ class Wording:
         rows = ids.cpu().to(torch.int32)
         mine = {i: text for i, row in enumerate(rows.numpy()) if (text := self._texts.get(row.tobytes())) is not None}
         found = {i: text for part in self._context.world.gather_objects(mine)[::-1] for i, text in part.items()}
-        return [self._context.shown(found.get(i), row) for i, row in enumerate(rows)]
+        return [self._context.label(found.get(i), row) for i, row in enumerate(rows)]
 
 
 def show_retrieval(
@@ -124,7 +124,7 @@ def show_retrieval(
                 best_of.setdefault(text, score)
             guesses = list(best_of.items())[:GUESSES]
             first, last = int(ahead[i]) + 1, int(ahead[i] + level[i])
-            text = context.shown(kept[i].caption, kept[i].ids[: context.tokenizer.context_length])
+            text = context.label(kept[i].caption, kept[i].ids[: context.tokenizer.context_length])
             places = f"{first} to {last} (equal scores)" if last > first else f"{first}"
             note = f"its caption is in place {places} of {total}"
             context.show(Example(kept[i].pixels, text, kept[i].key, tuple(guesses), group, note))

@@ -69,12 +69,12 @@ class Retrieval:
             hashes.append(hash_rows(captions[there]))
             kept.take(batch)
             words = batch.captions or [""] * len(batch)
-            matches.add(images[-1], batch, lambda i, of=batch.ids, words=words: context.shown(words[i], of[i][:length]))  # type: ignore[misc]
+            matches.add(images[-1], batch, lambda i, of=batch.ids, words=words: context.label(words[i], of[i][:length]))  # type: ignore[misc]
             if context.examples_wanted:
                 ids.append(captions[there])
             if batch.captions is not None and ids:
                 wording.add(ids[-1], [text for one in words for text in (one.split("\n") if self.all else [one])])
-        pairs, device, none = context.stacked("pair", images, texts), context.world.device, torch.zeros(0).long()
+        pairs, device, none = context.stack("pair", images, texts), context.world.device, torch.zeros(0).long()
         of_each = torch.cat([none, *counts]).to(device)
         owners = torch.arange(len(of_each), device=device).repeat_interleave(of_each)
         tokens = torch.cat([torch.zeros((0, length), dtype=torch.int32), *ids]).to(device)
@@ -201,7 +201,7 @@ class ValidationLoss:
             numbers.append(torch.cat([marks[:, None], batch.pictures[:, None], batch.ids.long()], dim=1))
             keys += batch.keys
         # All ranks' pairs, on every rank.
-        all_images, all_texts = map(world.gather_rows, context.stacked("pair", images, texts))
+        all_images, all_texts = map(world.gather_rows, context.stack("pair", images, texts))
         none = torch.zeros((0, 2 + context.tokenizer.context_length), dtype=torch.int64)
         all_numbers = world.gather_rows(torch.cat([none, *numbers]).to(world.device))
         all_keys = [key for some in world.gather_objects(keys) for key in some]

@@ -48,7 +48,7 @@ ENTITIES = ("amp", "lt", "gt", "quot", "apos", "nbsp", "#39", "#34", "#x27", "#8
 PROCESSOR_FILES = (PREPROCESSOR, PROCESSOR)
 
 
-def unescaped(text: str) -> str:
+def unescape(text: str) -> str:
     """The text without the `ENTITIES` of HTML, as an exported tokenizer reads it."""
     for name in ENTITIES:
         text = text.replace(f"&{name};", html.unescape(f"&{name};"))

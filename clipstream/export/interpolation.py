@@ -108,7 +108,7 @@ class Mixing:
         point = Point(name, figures, target if math.isfinite(target) else -math.inf)
         self.points.append(point)
         if self.world.is_main:
-            announce(f"{name:<16} " + ", ".join(f"{one} {shown(value)}" for one, value in figures.items()))
+            announce(f"{name:<16} " + ", ".join(f"{one} {text_of(value)}" for one, value in figures.items()))
         return point
 
     def keeps(self, point: Point, start: Point) -> bool:
@@ -137,7 +137,7 @@ class Mixing:
         whole.save_pretrained(folder)
         names = list(chosen.figures)
         header = ["weights", *(f"{name} (guard)" if name in self.guards else name for name in names), ""]
-        rows = [[point.name, *(shown(point.figures[name]) for name in names), "chosen" if point is chosen else ""]
+        rows = [[point.name, *(text_of(point.figures[name]) for name in names), "chosen" if point is chosen else ""]
                 for point in self.points]  # fmt: skip
         table = markdown_table(header, rows)
         about = {"chosen": chosen.name, "target": self.rule.target or self.target, "guards": self.guards,
@@ -180,12 +180,12 @@ def interpolate(
     mixing = Mixing(settings, end, rule, world)
     last, first = mixing.state(end, "END"), mixing.state(start, "START")
     alphas = sorted({0.0, *rule.alphas})
-    points = {alpha: mixing.evaluate(f"alpha {alpha:g}", mixed(first, last, alpha)) for alpha in alphas}
+    points = {alpha: mixing.evaluate(f"alpha {alpha:g}", mix(first, last, alpha)) for alpha in alphas}
     allowed = [alpha for alpha, point in points.items() if mixing.keeps(point, points[0.0])]
     alpha = max(allowed, key=lambda one: points[one].target)
     if world.is_main:
         guard = f" with guard >= {percent(rule.guard_kept)} of the start" if mixing.guards else ""
-        mixing.write(out, points[alpha], mixed(first, last, alpha), f": best {rule.target or mixing.target}{guard}")
+        mixing.write(out, points[alpha], mix(first, last, alpha), f": best {rule.target or mixing.target}{guard}")
     world.barrier()
 
 
@@ -233,7 +233,7 @@ def check_out(out: Path, models: Iterable[Path]) -> None:
         raise SettingsError(f"{out} is one of the models: name another folder with --out")
 
 
-def mixed(first: Tensors, last: Tensors, alpha: float) -> dict[str, torch.Tensor]:
+def mix(first: Tensors, last: Tensors, alpha: float) -> dict[str, torch.Tensor]:
     """first + alpha (last - first); at 0 and 1 with the bits of these; of whole numbers those of the nearer."""
     if alpha in (0, 1):
         return dict(last if alpha else first)
@@ -277,5 +277,5 @@ def main_figure(record: Mapping[str, Any]) -> tuple[float, bool]:
     return metrics[name], metric is not None and metric.lower
 
 
-def shown(value: float) -> str:
+def text_of(value: float) -> str:
     return percent(value) if 0 <= value <= 1 else f"{value:.4g}"

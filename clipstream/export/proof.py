@@ -31,7 +31,7 @@ from clipstream.data.decode.images import is_transparent, load_image, open_image
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import ClipstreamError, Dropped, SettingsError
-from clipstream.export.files import unescaped
+from clipstream.export.files import unescape
 from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact_tree
@@ -161,7 +161,7 @@ def read(section: SourceSettings) -> Samples:
                 transparent, looked_at = transparent + clear, looked_at + 1
                 if image.format in plugins:
                     left[f"images in {image.format}, which Pillow reads with a plug-in"] += 1
-                elif ftfy.fix_encoding(text) != text or html.unescape(unescaped(text)) != unescaped(text):
+                elif ftfy.fix_encoding(text) != text or html.unescape(unescape(text)) != unescape(text):
                     left["texts in a wrong encoding or with rare HTML entities, which open_clip repairs"] += 1
                 else:
                     modes[image.mode, clear] += 1  # those that are rare come before more of the others

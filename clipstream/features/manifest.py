@@ -310,7 +310,7 @@ def differences(stored: Mapping[str, object], now: Mapping[str, object]) -> list
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found += [f"{name}.{text}" for text in differences(old, new)]
         elif _plain(old) != _plain(new):
-            found.append(f"{name}: {_shown(old)} -> {_shown(new)}")
+            found.append(f"{name}: {_shorten(old)} -> {_shorten(new)}")
     return found
 
 
@@ -319,7 +319,7 @@ def _plain(value: object) -> object:
     return json.loads(json.dumps(value))
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -112,7 +112,7 @@ class FeatureStore:
                 )
         return StoredSource(self, name, list(self.manifest.parts if parts is None else parts))
 
-    def shown_file(self, relative: str) -> str:
+    def display_path(self, relative: str) -> str:
         """Path or URL of a file of the store, for messages."""
         return f"{self.shown.rstrip('/')}/{relative}"
 
@@ -133,7 +133,7 @@ class FeatureStore:
         except ShardError as error:
             large = most is not None and error.reason == "too_large"
             reason = f"it has more than its {most:,} bytes" if large else str(error)
-            raise damaged_chunk(self.shown_file(relative), reason) from error
+            raise damaged_chunk(self.display_path(relative), reason) from error
 
     def release(self, relative: str) -> None:
         """Give back a file that `local` gave."""
@@ -147,7 +147,7 @@ class FeatureStore:
     def _read_manifest(self) -> Manifest:
         incomplete = SettingsError(f"the feature store {self.shown} is incomplete: {RERUN}")
         try:
-            manifest = Manifest.read(self.local(STORE), self.shown_file(STORE))
+            manifest = Manifest.read(self.local(STORE), self.display_path(STORE))
         except OSError as error:
             if self._root is not None and (self._root / DRAFT).exists():
                 raise incomplete from error
@@ -180,7 +180,7 @@ class FeatureStore:
                             least = BLOCK + rows * manifest.row_bytes(part, name)
                         if (size := sizes.get(relative, 0)) < least:
                             reason = f"{size:,} bytes are there, and its rows need {least:,}"
-                            raise SettingsError(str(damaged_chunk(self.shown_file(relative), reason)))
+                            raise SettingsError(str(damaged_chunk(self.display_path(relative), reason)))
 
 
 class StoredSource:
@@ -308,7 +308,7 @@ class StoredSource:
         files, first = self._files.setdefault(shard, []), int(self._first[shard])
         for part, table in self._tables.items():
             for chunk in range(int(self._first[shard + 1]) - first):
-                with self._opened(part, shard, chunk, files) as (file, shown):
+                with self._open_chunk(part, shard, chunk, files) as (file, shown):
                     header, rows = self._verify(part, shard, chunk, file, shown)
                     table.map(first + chunk, file.fileno(), header.size, rows)
                     self._mapped[part, shard, chunk] = Path(file.name), shown
@@ -348,7 +348,7 @@ class StoredSource:
             self.store.release(name)
 
     @contextlib.contextmanager
-    def _opened(self, part: str, shard: int, chunk: int, files: list[str]) -> Iterator[tuple[BinaryIO, str]]:
+    def _open_chunk(self, part: str, shard: int, chunk: int, files: list[str]) -> Iterator[tuple[BinaryIO, str]]:
         """The open file of a chunk, and its name in messages. Raises DataError: it cannot be read.
 
         Args:
@@ -359,7 +359,7 @@ class StoredSource:
             rows = manifest.chunk_part_rows(part, self.name, shard, chunk)
             most = MAX_HEADER + rows * manifest.row_bytes(part, self.name)
         relative = manifest.chunk_path(part, self.name, shard, chunk)
-        path, shown = self.store.local(relative, most), self.store.shown_file(relative)
+        path, shown = self.store.local(relative, most), self.store.display_path(relative)
         files.append(relative)
         with open_chunk(path, shown) as file:
             yield file, shown
@@ -371,7 +371,7 @@ class StoredSource:
         samples, manifest = self.shards[shard].samples, self.store.manifest
         try:
             for chunk in range(self.shards[shard].chunks(self._chunk_rows)):
-                with self._opened(TEXTS, shard, chunk, files) as (file, shown):
+                with self._open_chunk(TEXTS, shard, chunk, files) as (file, shown):
                     header, data = read_texts(file, shown)
                 header.expect(manifest.chunk_meta(TEXTS, self.name, shard, chunk, samples), shown)
                 own: list[T] | None = None

@@ -115,7 +115,7 @@ class StoreWriter:
         header = self._header(TEXTS, source, shard, 0)
         return None if header is None or header.meta.get(REASON) else header.samples
 
-    def dropped(self, source: str, shard: int, chunk: int) -> tuple[list[int], int]:
+    def read_dropped(self, source: str, shard: int, chunk: int) -> tuple[list[int], int]:
         """The numbers in its chunk of the samples that were dropped, and when the chunk was written, in ns."""
         path = self._path(SAMPLES, source, shard, chunk)
         rows = load(path.read_bytes())[ROWS].numpy()
@@ -152,7 +152,7 @@ class StoreWriter:
             )
         for part, values in rows.items():
             if self.missing(source, shard, number, part):
-                self._write(chunk, part, {ROWS: self._checked(chunk, part, values, texts)})
+                self._write(chunk, part, {ROWS: self._check_rows(chunk, part, values, texts)})
         if found is None:
             self._write(chunk, TEXTS, texts_tensors(*texts), {KEYS: chunk_digest(texts.keys)})
 
@@ -268,7 +268,7 @@ class StoreWriter:
             raise damaged_chunk(path, "it does not end where its header says")
         return header
 
-    def _checked(self, chunk: Chunk, part: str, rows: Any, texts: Texts) -> torch.Tensor:
+    def _check_rows(self, chunk: Chunk, part: str, rows: Any, texts: Texts) -> torch.Tensor:
         """The rows of a part as a tensor. Raises ValueError, DataError."""
         manifest, count = self.manifest, len(texts.keys)
         if part == SAMPLES:

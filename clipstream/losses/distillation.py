@@ -218,4 +218,4 @@ def affinity(student: tiled.Pairs, teacher: tiled.Pairs, *, divergence: bool, gr
                 tiles.add(g, tile, block[:, :width], found, of_texts)
         return of_texts
 
-    return tiles.scaled(found, ring.around(texts, carry))
+    return tiles.scale_gradients(found, ring.around(texts, carry))

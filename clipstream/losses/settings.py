@@ -147,7 +147,7 @@ class DistillSettings(Section):
         if self.model is None:
             return None
         if self.model == START:
-            return student.not_trained()
+            return student.without_training()
         return ModelSettings(name=self.model, pretrained=self.pretrained, cache_dir=student.cache_dir)
 
     pairs = (

@@ -137,7 +137,7 @@ def softmax(pairs: Pairs, *, gradients: bool) -> TileResult:
             tiles.add(g, tile, texts, found, of_texts)
         return of_texts
 
-    return tiles.scaled(found, ring.around(pairs.texts, carry))
+    return tiles.scale_gradients(found, ring.around(pairs.texts, carry))
 
 
 def sigmoid(pairs: Pairs, *, gradients: bool) -> TileResult:
@@ -149,16 +149,16 @@ def sigmoid(pairs: Pairs, *, gradients: bool) -> TileResult:
         of_texts = torch.zeros_like(texts) if gradients and not pairs.within else None
         for tile in tiles.iterate(start, texts):
             tiles.negate_targets(tile.s, tile)
-            counted = tiles.counted(tile)
-            found.share.add_(F.softplus(tile.s, threshold=EXACT).mul_(counted).sum())
+            weights = tiles.pair_weights(tile)
+            found.share.add_(F.softplus(tile.s, threshold=EXACT).mul_(weights).sum())
             if gradients:
-                g = counted.mul_(tile.s.sigmoid_())
+                g = weights.mul_(tile.s.sigmoid_())
                 tiles.negate_targets(g, tile)
                 found.bias.add_(g.sum())
                 tiles.add(g, tile, texts, found, of_texts)
         return of_texts
 
-    return tiles.scaled(found, pairs.ring.around(pairs.texts, carry))
+    return tiles.scale_gradients(found, pairs.ring.around(pairs.texts, carry))
 
 
 def peak_bytes(loss: Any, n: int, total: int, width: int, world: World) -> int:
@@ -293,7 +293,7 @@ class Tiles:
         most = s.amax(dim=dim, keepdim=True)
         return torch.sub(s, most, out=self.view(1, s)).exp_().sum(dim=dim).log_().add_(most.squeeze(dim))
 
-    def counted(self, tile: Tile) -> torch.Tensor:
+    def pair_weights(self, tile: Tile) -> torch.Tensor:
         """The weights of a tile's pairs in the sigmoid loss, in the second buffer."""
         rows, columns, out = (
             self.halves[self._own(tile), None],
@@ -359,7 +359,7 @@ class Tiles:
         if of_texts is not None:
             self.by_text(of_texts)[tile.block].addmm_(g.T, self.pairs.images[tile.rows])
 
-    def scaled(self, found: TileResult, of_texts: torch.Tensor | None) -> TileResult:
+    def scale_gradients(self, found: TileResult, of_texts: torch.Tensor | None) -> TileResult:
         """Multiply the gradients by the scale, and compute its own; without gradients, unchanged."""
         if found.images is None:
             return found

@@ -62,10 +62,10 @@ class LowRank(nn.Module):
         self.scale = settings.scale
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """See `merged`."""
-        return self.merged(weight, self.lora_A, self.lora_B, self.magnitude)
+        """See `merge`."""
+        return self.merge(weight, self.lora_A, self.lora_B, self.magnitude)
 
-    def merged(
+    def merge(
         self, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, magnitude: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The layer's weight, in the dtype and shape of `weight`, also under autocast, with these A, B and m."""
@@ -93,13 +93,13 @@ class Rows(nn.Module):
         self.rows = nn.Parameter(weight.detach()[tokens])
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """See `merged`."""
-        return self.merged(weight, self.rows)
+        """See `merge`."""
+        return self.merge(weight, self.rows)
 
-    def merged(self, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def merge(self, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The layer's weight, with these rows; sharded as `weight` is."""
         if isinstance(weight, DTensor):
-            whole = self.merged(weight.full_tensor(), getattr(rows, "full_tensor", lambda: rows)())
+            whole = self.merge(weight.full_tensor(), getattr(rows, "full_tensor", lambda: rows)())
             return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
         return weight.index_copy(0, self.tokens, rows.to(weight.dtype))
 
@@ -201,12 +201,12 @@ class Adapters:
         return found
 
     @torch.no_grad()
-    def merged(self, clip: nn.Module, instead: Tensors) -> dict[str, torch.Tensor]:
+    def merge(self, clip: nn.Module, instead: Tensors) -> dict[str, torch.Tensor]:
         """The matrices by name in the state dict, with values `instead` of parameters, by name in the towers."""
         found = {}
         for matrix, part, weight in self._parts(clip):
             values = (instead.get(f"clip.{matrix.path}.0.{name}", own) for name, own in part.named_parameters())
-            found[matrix.name] = part.merged(weight, *values)
+            found[matrix.name] = part.merge(weight, *values)
         return found
 
     def wide(self, clip: nn.Module) -> set[int]:
@@ -262,7 +262,7 @@ def _merge(module: Any, state: dict[str, torch.Tensor], prefix: str, _: object) 
         inner = f"{prefix}parametrizations.{name}"
         values = [state.pop(f"{inner}.0.{own}") for own, _ in parts[0].named_parameters()]
         with torch.no_grad():
-            state[prefix + name] = parts[0].merged(state.pop(f"{inner}.original"), *values)
+            state[prefix + name] = parts[0].merge(state.pop(f"{inner}.original"), *values)
 
 
 def _register(name: str, layer: nn.Module, part: nn.Module) -> Matrix:

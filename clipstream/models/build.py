@@ -91,7 +91,7 @@ def build_towers(
         channels_last=ChannelsLast.of(clip.visual, settings.channels_last),
     )
     for kind in TOWERS:
-        checkpoint_blocks(towers.tower(kind), settings.recomputed(kind), f"model.{kind}.grad_checkpointing")
+        checkpoint_blocks(towers.tower(kind), settings.checkpointing_of(kind), f"model.{kind}.grad_checkpointing")
     if settings.lock_image:
         towers.lock_image(settings.unlocked_groups, until=settings.unlock_image_at)
     if settings.lock_text:

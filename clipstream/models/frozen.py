@@ -73,7 +73,7 @@ class FrozenTower:
     def __deepcopy__(self, memo: object) -> FrozenTower:
         return self  # the originals are constant
 
-    def saved(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def with_originals(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model's state dict with the tower's original weights; without its tensors where none are kept."""
         kept = {name: self._originals.get(name, tensor) for name, tensor in state.items()}
         return {name: tensor for name, tensor in kept.items() if name not in self.names or name in self._originals}

@@ -471,14 +471,14 @@ class HubCache:
 
         Raises SettingsError: `repo` is not a valid name of a repository.
         """
-        paths = [self._cached(repo, names) for names in files]
+        paths = [self._find_cached(repo, names) for names in files]
         if absent := [names for names, path in zip(files, paths, strict=True) if path is None]:
             listed = self.missing.setdefault(repo, [])
             wanted = (*absent, *((name, OPTIONAL) for name in extras))
             listed.extend(names for names in wanted if names not in listed)
         return paths[0] if paths else None
 
-    def _cached(self, repo: str, names: Iterable[str]) -> Path | None:
+    def _find_cached(self, repo: str, names: Iterable[str]) -> Path | None:
         repo_id, revision = _parts(repo)
         for name in names:
             with errors_as(SettingsError, f"{repo!r} is not a repository of the Hugging Face Hub", HFValidationError):

@@ -242,7 +242,7 @@ class ModelSettings(Section):
         PADDING_COUNTS,
     )  # fmt: skip
 
-    def recomputed(self, tower: Tower) -> Recomputed:
+    def checkpointing_of(self, tower: Tower) -> Recomputed:
         """grad_checkpointing of a tower."""
         own: TowerSettings = getattr(self, tower)
         return self.grad_checkpointing if own.grad_checkpointing is None else own.grad_checkpointing
@@ -257,7 +257,7 @@ class ModelSettings(Section):
         wanted: dict[Tower, LoraSettings | None] = {tower: getattr(self, tower).lora for tower in TOWERS}
         return {tower: lora for tower, lora in wanted.items() if lora is not None}
 
-    def not_trained(self) -> Self:
+    def without_training(self) -> Self:
         """The same model without the settings of its training."""
         whole = type(self).model_fields
         keys = ("grad_checkpointing", "image", "text", "lock_image", "lock_text", "patch_dropout")

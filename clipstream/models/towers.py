@@ -403,12 +403,12 @@ class Towers(nn.Module):
         if instead is not None:
             values = {name.removeprefix("clip."): tensor for name, tensor in instead.items()}
             present |= {name: tensor for name, tensor in values.items() if name in present}
-            present |= {} if self.adapters is None else self.adapters.merged(self.clip, instead)
+            present |= {} if self.adapters is None else self.adapters.merge(self.clip, instead)
         for frozen in self.own_precision.values():
-            present = frozen.saved(present)
+            present = frozen.with_originals(present)
         return present | {name: tensor for stored in self.stored.values() for name, tensor in stored.tensors()}
 
-    def not_stored(self, saved: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def skip_stored(self, saved: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a checkpoint that are not those of stored towers, to be loaded into `clip`.
 
         Raises SettingsError: the checkpoint's tower differs from the store's.

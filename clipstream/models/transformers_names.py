@@ -460,7 +460,7 @@ def _warn_of_defaults(folder: Path, model_type: str) -> None:
 
 
 def _of(values: Mapping[str, Any], path: Path, model_type: str, image_size: int) -> dict[str, Any]:
-    def refused(key: str, why: str) -> SettingsError:
+    def refusal(key: str, why: str) -> SettingsError:
         return SettingsError(f"{path}: {key} {json.dumps(fields.get(key))}: {why}")
 
     fields = dict(values)
@@ -475,11 +475,11 @@ def _of(values: Mapping[str, Any], path: Path, model_type: str, image_size: int)
         )
     unknown = (key for key in fields if key not in _DEFAULTS[kind].keys() | _NO_EFFECT)
     if key := next((key for key in unknown if fields[key] is not None), None):
-        raise refused(key, "no field of CLIPImageProcessor or SiglipImageProcessor: remove it if it has no use")
+        raise refusal(key, "no field of CLIPImageProcessor or SiglipImageProcessor: remove it if it has no use")
     fields = _DEFAULTS[kind] | fields
     needed = ["size", "resample", *(_NEEDED[step] for step in _NEEDED if fields[step])]
     if key := next((key for key in needed if fields[key] is None), None):  # null is no default in transformers 5
-        raise refused(key, "it has no value")
+        raise refusal(key, "it has no value")
     # Of a byte b, transformers makes (factor b - mean) / std, and open_clip (b / 255 - mean) / std.
     scale = 255 * float(fields["rescale_factor"] if fields["do_rescale"] else 1)
     scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-6) else scale
@@ -487,7 +487,7 @@ def _of(values: Mapping[str, Any], path: Path, model_type: str, image_size: int)
     crop = _size(fields["crop_size"], square=True) if fields["do_center_crop"] else None
     pad = fields["do_pad"] and fields["pad_size"] and _size(fields["pad_size"], square=True)
     if not (squash := size.keys() == {"height", "width"}) and size.keys() != {"shortest_edge"}:
-        raise refused("size", "open_clip has only height and width, or shortest_edge")
+        raise refusal("size", "open_clip has only height and width, or shortest_edge")
     final = size if squash else dict.fromkeys(("height", "width"), size["shortest_edge"])
     for key, wrong, why in (
         ("do_resize", not fields["do_resize"], "images of any size do not fit the model"),
@@ -499,7 +499,7 @@ def _of(values: Mapping[str, Any], path: Path, model_type: str, image_size: int)
         ("rescale_factor", not 0 < scale < math.inf, "it must be a positive number"),
     ):
         if wrong:
-            raise refused(key, why)
+            raise refusal(key, why)
     mean, std = (fields["image_mean"], fields["image_std"]) if fields["do_normalize"] else (0, 1)
     channels = (values if isinstance(values, list) else [values] * 3 for values in (mean, std))
     found: dict[str, Any] = dict(

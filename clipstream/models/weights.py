@@ -114,7 +114,7 @@ class _Unpickler(pickle._Unpickler):
             if found is not None:
                 return found
         if (module, name) == ("_codecs", "encode"):  # bytes in protocol 2
-            return self._encoded
+            return self._encode
         return type("Inert", (Inert,), {"origin": f"{module}.{name}"})
 
     def persistent_load(self, pid: Any) -> Any:
@@ -137,7 +137,7 @@ class _Unpickler(pickle._Unpickler):
     def _of_type(self, rebuild: Any, _: Any, args: Any, *__: Any) -> Any:
         return rebuild(*args)
 
-    def _encoded(self, text: str, *_: Any) -> bytes:
+    def _encode(self, text: str, *_: Any) -> bytes:
         return text.encode("latin1")
 
 

@@ -170,7 +170,7 @@ def _build(job: Job, name: str) -> PrecomputeModel:
     Raises SettingsError: the model cannot be built, or the tokenizer has more tokens than it.
     """
     settings, options, seed = job.settings, job.options, job.settings.run.seed
-    model = (job.teachers[name] if name else settings.model).not_trained()
+    model = (job.teachers[name] if name else settings.model).without_training()
     chosen = TokenizerSettings.model_validate({"type": "model"}) if name else settings.tokenizer
     with errors_as(SettingsError, f"--teacher {name}" * bool(name), SettingsError):
         loss_type = None if name else chosen_loss_type(settings.loss)
@@ -259,14 +259,14 @@ def _pass(job: Job, model: PrecomputeModel, name: str, source: Source, writer: S
     """
     settings, options, towers, world = job.settings, job.options, model.towers, job.world
 
-    def encoded(encode: Encode, rows: torch.Tensor) -> torch.Tensor:
+    def encode_rows(encode: Encode, rows: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), autocast(world.device, job.precision):
             return encode(rows)
 
     made = Pass(
         parts=model.parts,
-        encode_image=partial(encoded, towers.encode_image) if IMAGE in model.parts else None,
-        encode_text=partial(encoded, towers.encode_text) if TEXT in model.parts else None,
+        encode_image=partial(encode_rows, towers.encode_image) if IMAGE in model.parts else None,
+        encode_text=partial(encode_rows, towers.encode_text) if TEXT in model.parts else None,
         context_length=model.tokenizer.context_length,
         batch_size=options.batch_size,
         device=world.device,
@@ -281,7 +281,7 @@ def _pass(job: Job, model: PrecomputeModel, name: str, source: Source, writer: S
     seed = mix(settings.run.seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
     plan = ChunkPlan(
         shards=share.todo,
-        wanted=share.wanted,
+        wanted=share.is_wanted,
         chunk_rows=options.chunk_rows,
         batch_size=batch_size,
         lanes=max(1, min(int(data.workers), batch_size)),
@@ -335,7 +335,7 @@ class Share:
     def owns(self, shard: int, chunk: int) -> bool:
         return (shard + chunk * self.by_chunk) % self.ranks == self.rank
 
-    def wanted(self, shard: int, chunk: int) -> bool:
+    def is_wanted(self, shard: int, chunk: int) -> bool:
         return self.owns(shard, chunk) and (shard, chunk) not in self.present
 
     @classmethod
@@ -353,8 +353,8 @@ class Share:
             mine = [chunk for chunk in range(-(-(size or 0) // rows)) if share.owns(shard, chunk)]
             for chunk in mine:
                 if not any(writer.missing(name, shard, chunk, part) for part in (SAMPLES, TEXTS)):
-                    dropped, written = writer.dropped(name, shard, chunk)
-                    if changed_since(written, source, source.names[shard], [chunk * rows + n for n in dropped]):
+                    dropped, written = writer.read_dropped(name, shard, chunk)
+                    if has_changed_since(written, source, source.names[shard], [chunk * rows + n for n in dropped]):
                         writer.remove(name, shard, chunk)
             here = [chunk for chunk in mine if not any(writer.missing(name, shard, chunk, part) for part in parts)]
             share.present.update((shard, chunk) for chunk in here)
@@ -362,7 +362,7 @@ class Share:
         return share
 
 
-def changed_since(time: int, source: Source, shard: str, samples: Sequence[int]) -> bool:
+def has_changed_since(time: int, source: Source, shard: str, samples: Sequence[int]) -> bool:
     """Whether the file of a shard, or files of some of its samples, have changed since a time in ns."""
     if not samples or source.types[shard].is_remote(shard):
         return False

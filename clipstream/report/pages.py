@@ -245,7 +245,7 @@ class Bars:
         return cls(title, tuple(zip(names, counts.tolist(), strict=True)), (ticks[0], ticks[-1]), mark)
 
     @classmethod
-    def named(cls, title: str, counts: Mapping[str, int], most: int = 12) -> Bars:
+    def of_counts(cls, title: str, counts: Mapping[str, int], most: int = 12) -> Bars:
         """The largest counts by name, and the sum of the others."""
         ranked = sorted(counts.items(), key=lambda one: -one[1])
         others = sum(count for _, count in ranked[most:])

@@ -110,7 +110,7 @@ class LogSettings(Section):
         """Steps that a run needs for its profile; 0 without one."""
         return 0 if self.profile is None else _profile_steps(self.profile)[1]
 
-    def profiled(self, done: int, total: int) -> range:
+    def steps_to_profile(self, done: int, total: int) -> range:
         """The steps to profile, from 1, in a process that begins after `done` of `total` steps; empty if none are left.
 
         A number of steps begins after the `WARM_UP` first ones, or earlier if the run is shorter.

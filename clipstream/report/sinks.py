@@ -169,7 +169,7 @@ class AppendedFile:
             self._pending += data
         try:
             while self._pending:
-                self._file = self._opened()
+                self._file = self._open()
                 del self._pending[: append(self._file, self._pending)]
         except OSError as error:
             if not waited:
@@ -179,7 +179,7 @@ class AppendedFile:
             if waited:
                 logger.info(f"{self.path} is written again")
 
-    def _opened(self) -> IO[bytes]:
+    def _open(self) -> IO[bytes]:
         with suppress(FileNotFoundError):
             if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
                 return self._file

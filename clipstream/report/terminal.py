@@ -163,7 +163,7 @@ class ProgressDisplay(Sink):
             self._speeds.append(speed)
         loss = f"loss {_number(record['loss'], '.4g')}"
         if self.ema_samples:
-            loss += f" ({self._averaged(record):.4g})"
+            loss += f" ({self._average(record):.4g})"
         parts = [loss, f"{speed:.0f} samples/s"]
         if "data_wait" in record:
             slow = record.get("bottleneck", "training")
@@ -187,7 +187,7 @@ class ProgressDisplay(Sink):
             self._next = step - step % self.every + self.every if self.every > 1 else step + 1
             self.say("  ".join(line))
 
-    def _averaged(self, record: Record) -> float:
+    def _average(self, record: Record) -> float:
         """The exponential average of the loss, with a decay of exp(-n / ema_samples) over n samples."""
         loss, samples = record["loss"], int(record.get("samples") or 0)
         if isinstance(loss, float) and math.isfinite(loss):

@@ -106,7 +106,7 @@ class Monitor:
     def expect(self, size: int) -> None:
         """The file has `size` bytes."""
 
-    def received(self, size: int) -> None:
+    def receive(self, size: int) -> None:
         """`size` bytes have arrived so far."""
 
 
@@ -221,16 +221,16 @@ class _Download(ABC):
                     except OSError as error:
                         raise disk_error(self.file.name, error) from error
                     self.have += len(data)
-                    self.monitor.received(self.have)
+                    self.monitor.receive(self.have)
             if self.total not in (None, self.have):
-                raise self.truncated(f"{self.have:,} of {self.total:,} bytes received")
+                raise self.truncation(f"{self.have:,} of {self.total:,} bytes received")
             self.check()
         except (ClipstreamError, ShardError):
             raise
         except self.errors as error:
             raise self.failure(error) from error
 
-    def truncated(self, detail: str) -> ShardError:
+    def truncation(self, detail: str) -> ShardError:
         return ShardError("truncated_download", f"{self.url}: {detail}", transient=True)
 
 
@@ -253,7 +253,7 @@ class _HTTPDownload(_Download):
                 same = self.total in (None, total) and version in (None, self.version)
                 if not same or first != self.have or last + 1 != total:
                     self.restart()
-                    raise self.truncated("the server resumed at another byte, or with another version of the file")
+                    raise self.truncation("the server resumed at another byte, or with another version of the file")
                 self.total = total
             else:
                 self.have, self.total, self.version = 0, _content_length(headers), version
@@ -264,7 +264,7 @@ class _HTTPDownload(_Download):
             self.file.flush()  # only the tar itself shows whether it is complete
             fault = scan(self.file.name).fault
             if fault is not None and fault.reason in ("truncated_header", "truncated_member", "missing_end"):
-                raise self.truncated(f"the server sent no length, and {fault.detail}")
+                raise self.truncation(f"the server sent no length, and {fault.detail}")
 
     def failure(self, error: Exception) -> ShardError:
         if isinstance(error, HTTPError):
@@ -284,7 +284,7 @@ class _HTTPDownload(_Download):
             return ShardError("timeout", detail, transient=True)
         text = redact(str(cause))  # may contain the URL
         if self.have or isinstance(error, http.client.IncompleteRead):
-            return self.truncated(f"after {self.have:,} bytes: {text}")
+            return self.truncation(f"after {self.have:,} bytes: {text}")
         invalid = isinstance(error, (ValueError, http.client.InvalidURL))
         return ShardError("unreachable", f"{self.url}: {text}", transient=not invalid)
 
@@ -298,12 +298,12 @@ class _ObjectDownload(_Download):
         if version != self.version:
             self.have, self.version = 0, version
 
-        def opened(system: Any, path: str) -> Any:
+        def open_file(system: Any, path: str) -> Any:
             source = system.open(path, "rb", cache_type="none")  # each read is one request
             source.seek(self.have)
             return source
 
-        source = reach(self.url, opened, self.timeout)
+        source = reach(self.url, open_file, self.timeout)
         try:
             yield lambda: call_within(partial(source.read, BLOCK), self.timeout)
         finally:
@@ -312,7 +312,7 @@ class _ObjectDownload(_Download):
 
     def check(self) -> None:
         if reach(self.url, _info, self.timeout).version != self.version:  # the parts may belong to different versions
-            raise self.truncated("it changed during the download")
+            raise self.truncation("it changed during the download")
 
     def failure(self, error: Exception) -> ShardError:
         text = explain(error)

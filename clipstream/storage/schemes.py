@@ -51,7 +51,7 @@ class Guard(Monitor):
         self._check_size(size)
         self.monitor.expect(self.before + size)
 
-    def received(self, size: int) -> None:
+    def receive(self, size: int) -> None:
         self._check_size(size)
         if self.tar:
             with open(self.part, "rb") as file:
@@ -70,7 +70,7 @@ class Guard(Monitor):
                 f"{self.part.parent} has {free / GIB:.2g} GiB left, after {size:,} bytes of {self.url}: "
                 "use a --data.cache with more space, limit it by --data.cache-gib, or lower --data.shuffle.shards",
             )
-        self.monitor.received(self.before + size)
+        self.monitor.receive(self.before + size)
 
     def _check_size(self, size: int) -> None:
         if size > self.most:
@@ -190,7 +190,7 @@ def _save(source: Any, part: Path, monitor: Monitor) -> None:
     with open(part, "wb") as file:
         while data := source.read(CHUNK):
             file.write(data)
-            monitor.received(file.tell())
+            monitor.receive(file.tell())
 
 
 STDERR_SHOWN = 300  # characters of a command's stderr that a message repeats
@@ -324,7 +324,7 @@ def _wait_while_growing(pid: int, file: int, timeout: float, monitor: Monitor) -
         now = os.fstat(file).st_size
         if now != size:
             size, since = now, time.monotonic()
-            monitor.received(now)
+            monitor.receive(now)
         elif time.monotonic() - since > timeout:
             return False
         time.sleep(delay)

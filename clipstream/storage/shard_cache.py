@@ -394,7 +394,7 @@ class _Reservation(Monitor):
     def expect(self, size: int) -> None:
         self._reserve(size, whole=True)
 
-    def received(self, size: int) -> None:
+    def receive(self, size: int) -> None:
         self._size = size
         if size > self._reserved:
             self._reserve(size + GROWTH, whole=False)

@@ -131,7 +131,7 @@ class GradCache:
                 found = self._features(*chunk.images_texts(batch), module=self.towers, **options)
             parts.append((found, chunk.size))
         if kept is not None:
-            graph.append(self._unsummed(*kept.images_texts(batch), **kept.options(batch.known)))
+            graph.append(self._features_without_sync(*kept.images_texts(batch), **kept.options(batch.known)))
             parts.append((detach(graph[0]), kept.size))
         images, texts = (torch.cat(rows) for rows in zip(*((p.image[:n], p.text[:n]) for p, n in parts), strict=True))
         if places is not None:
@@ -145,7 +145,7 @@ class GradCache:
             for chunk, state in zip(chunks, states, strict=True):
                 set_torch_state(state, device)
                 rows, is_last = chunk.leaves(leaves), chunk is chunks[-1]
-                forward = last if is_last else self._unsummed
+                forward = last if is_last else self._features_without_sync
                 features = forward(*chunk.images_texts(batch, rows, known), **chunk.options(known))
                 with nullcontext() if is_last else no_sync(self.model):
                     propagate(features, rows, scalars=is_last)
@@ -153,7 +153,7 @@ class GradCache:
 
         return parts[0][0]._replace(image=images, text=texts), backward
 
-    def _unsummed(self, images: torch.Tensor, texts: torch.Tensor, **options: Any) -> Features:
+    def _features_without_sync(self, images: torch.Tensor, texts: torch.Tensor, **options: Any) -> Features:
         """Features whose backward pass does not sum gradients over the ranks."""
         with no_sync(self.model):
             return self._features(images, texts, **options)
@@ -314,7 +314,7 @@ class AutoMicroBatch(GradCache):
 
         def last(*args: Any, **options: Any) -> Features:
             nonlocal summing
-            features = self._features(*args, **options) if overlapped else self._unsummed(*args, **options)
+            features = self._features(*args, **options) if overlapped else self._features_without_sync(*args, **options)
             summing = sums_gradients(self.model) and overlapped
             return features
 
@@ -368,7 +368,7 @@ class AutoMicroBatch(GradCache):
         def trial(tried: int) -> bool:
             """Passes of the first samples, with zero gradients and the memory that a loss takes."""
             with same_randomness(self.world.device), self.trial_context():
-                features = self._unsummed(batch.images[:tried], batch.texts[:tried], **options_of(batch))
+                features = self._features_without_sync(batch.images[:tried], batch.texts[:tried], **options_of(batch))
                 size = peak_bytes(self.loss, n, batch.global_size, features.text.shape[1], self.world)
                 of_loss = features.image.new_empty(size, dtype=torch.uint8)
                 propagate(features, detach(features))

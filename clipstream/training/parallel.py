@@ -187,10 +187,10 @@ class ShardedTowers:
             adapters = getattr(towers, "adapters", None)
             own = ids_of_own(towers) | (set() if adapters is None else adapters.wide(towers.clip))
 
-            def unchanged(parameter: nn.Parameter) -> torch.dtype | None:
+            def keep_dtype(parameter: nn.Parameter) -> torch.dtype | None:
                 return parameter.dtype if parameter.ndim < 2 or id(parameter) in own else None
 
-            of_blocks = replace(policy, param_dtype=torch.bfloat16, param_dtype_override_fn=unchanged)
+            of_blocks = replace(policy, param_dtype=torch.bfloat16, param_dtype_override_fn=keep_dtype)
         for block in blocks(towers):
             fully_shard(block, mesh=mesh, mp_policy=of_blocks, reshard_after_forward=reshard_after_forward)
         fully_shard(towers, mesh=mesh, mp_policy=policy, ignored_params=set(_scalars(towers)))

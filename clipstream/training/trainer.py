@@ -256,7 +256,7 @@ class Trainer:
             with time_part(DATA):
                 batch = self._next_batch()
             if self.hooks.show is not None and self.step % SHOW_EVERY == 0:
-                with self._paused():
+                with self._pause():
                     self.hooks.show(self.step, batch)
             self.train_step.unlock(self.step)
             if self.throughput is not None:
@@ -274,7 +274,7 @@ class Trainer:
             self._profile(begins=False)
             if self._settles():
                 self._settle()
-            with self._paused():
+            with self._pause():
                 if self.step == self.total_steps:
                     break
                 self.writer.check()
@@ -299,9 +299,9 @@ class Trainer:
                 figures = {"loss": f"{result.loss:g}", "grad_norm": f"{result.grad_norm:g}"}  # JSON has no NaN
                 self._write({"step": step, "nonfinite": {**figures, "keys": every}})
             if step % self.length.log_every == 0 or step == self.total_steps:
-                with self._timer.paused():  # as the clock begins anew at its end
+                with self._timer.pause():  # as the clock begins anew at its end
                     self._log(result, lr)
-            with self._paused():
+            with self._pause():
                 row = self.rollback.state.nonfinite + 1
                 if (restored := self.rollback.on_step(step, result)) is not None:
                     self._write({"step": step, "rollback": {"to": restored, "skipped": row}})
@@ -323,9 +323,9 @@ class Trainer:
         return result
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def _pause(self) -> Iterator[None]:
         """Exclude the time spent in the context from the figures of training."""
-        with self._timer.paused(), self._clock.paused():
+        with self._timer.pause(), self._clock.pause():
             yield
 
     def _profile(self, *, begins: bool) -> None:
@@ -336,7 +336,7 @@ class Trainer:
             self._timer.ranges = self.profiler.begin_step(self.step + 1)
         elif self.profiler.end_step(self.step):
             self._timer.ranges = False
-            with self._paused():
+            with self._pause():
                 if (profile := self.profiler.finish()) is not None:
                     self._write({"step": self.step, "profile": profile})
                 self.world.barrier()
@@ -565,7 +565,7 @@ class _Clock:
         return time.perf_counter() - self._began, wait_seconds - self._wait_began
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield

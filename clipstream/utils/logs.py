@@ -58,7 +58,7 @@ class TerminalHandler(logging.Handler):
         stream = sys.stdout if getattr(record, "announced", False) else sys.stderr
         loading.erase()
         text = self.format(record)
-        print(text if getattr(record, "whole", False) else wrapped(text, stream), file=below(stream), flush=True)
+        print(text if getattr(record, "whole", False) else wrap(text, stream), file=below(stream), flush=True)
 
 
 class Loading:
@@ -121,7 +121,7 @@ def announce(text: str, *, whole: bool = False) -> None:
     logger.info(text, extra={"announced": True, "whole": whole})
 
 
-def wrapped(text: str, stream: TextIO) -> str:
+def wrap(text: str, stream: TextIO) -> str:
     """The text with its lines wrapped between words, if the stream is a terminal."""
     if not stream.isatty():
         return text

@@ -89,7 +89,7 @@ class Conflict:
         """The refusal of a key, where the model, the data or the machine show the conflict."""
         return SettingsError(f"{key}: {self.text(*values)}")
 
-    def found(self, root: Any, facts: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    def find(self, root: Any, facts: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
         """(path of the first key, text) for each place below `root` where all conditions hold; see `conflicts_in`."""
         paths = [tuple(key.split(".")) for key in self.when]
         named = paths[0].index("NAME") if "NAME" in paths[0] else None
@@ -123,7 +123,7 @@ def conflicts_in(
     """
     for conflict in conflicts:
         if conflict.notice == notices:
-            yield from conflict.found(root, facts)
+            yield from conflict.find(root, facts)
 
 
 def with_home(text: str) -> str:

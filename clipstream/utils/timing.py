@@ -166,7 +166,7 @@ class StepTimer:
             _active = before
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Measure nothing within the context, and take no marks."""
         global _active
         before, _active = _active, None

@@ -191,7 +191,7 @@ def test_mistakes_are_named(shards: str, tmp_path: Path) -> None:
 def test_workers_end_when_nobody_holds_the_loader(shards: str) -> None:
     loader = clipstream.build_loader(shards, 16, **SMALL)
     next(iter(loader))
-    (pid,) = loader._started().worker_pids()
+    (pid,) = loader._start_loader().worker_pids()
     assert Path(f"/proc/{pid}").exists() or not Path("/proc").exists()
     del loader
     gc.collect()

@@ -24,7 +24,7 @@ from clipstream.config.plan import (
     agree,
     batch_of,
     choose,
-    chosen,
+    choose_by_size,
     draft,
     survey,
 )
@@ -106,7 +106,7 @@ def chosen_of(place: Path, more: str) -> dict[str, Any]:
     """What is chosen for a command line on the furnished data."""
     argv = f"--train-data {place}/pairs/*.tar --val-data {place}/val/*.tar --model {place}/model.json {more}"
     found = survey(load(argv.split()))
-    return {key: value for key, value, _ in chosen(found, 1)[1]}
+    return {key: value for key, value, _ in choose_by_size(found, 1)[1]}
 
 
 OF_62 = {BATCH: 32, STEPS: 80, WARMUP: 4, EVERY: 8}
@@ -144,7 +144,7 @@ def test_a_run_has_them_and_its_configuration_repeats_them(place: Path, capsys: 
     assert (settings.total_steps, settings.schedule.warmup, settings.evals["val"].every) == (80, 4, 8)
     file = place / "config.yaml"
     file.write_text(dump(settings))
-    again = chosen(survey(load(["--config", str(file)])), 1)
+    again = choose_by_size(survey(load(["--config", str(file)])), 1)
     assert again[1] == () and again[0].train.steps == 80
     capsys.readouterr()
     assert main.main(["train", *argv, "--print-config", "--lr", "2e-3"]) == 0

@@ -129,7 +129,7 @@ def test_histograms_count_all_values() -> None:
     for values in ([1, 2, 2, 3, 1000], [0.5, 0.5001], [7] * 4 + [8], range(1000)):
         chart = Bars.of("x", values, mark=2)
         assert sum(count for _, count in chart.bars) == len(values) and chart.svg().count("<rect") == len(chart.bars)
-    assert Bars.named("x", {str(n): n for n in range(20)}).bars[-1] == ("others", sum(range(8)))
+    assert Bars.of_counts("x", {str(n): n for n in range(20)}).bars[-1] == ("others", sum(range(8)))
 
 
 @needs_browser

@@ -19,7 +19,7 @@ from clipstream.cli.verbs.evaluate import main as evaluate
 from clipstream.cli.verbs.interpolate import main
 from clipstream.cli.verbs.train import main as train
 from clipstream.errors import ClipstreamError
-from clipstream.export.interpolation import Mixing, Point, average, main_figure, mixed
+from clipstream.export.interpolation import Mixing, Point, average, main_figure, mix
 from clipstream.export.settings import InterpolateSettings
 from tests.support.pictures import picture
 from tests.support.ranks import ROOT, end_ranks
@@ -61,7 +61,7 @@ def test_the_best_weights_between_start_and_end_are_chosen(place: Path, capsys: 
         load_file(out / "open_clip_model.safetensors"),
     )
     for name, tensor in found.items():
-        assert torch.equal(tensor, mixed(start, end, float(said["chosen"].split()[1]))[name])
+        assert torch.equal(tensor, mix(start, end, float(said["chosen"].split()[1]))[name])
     open_clip.create_model_from_pretrained(f"local-dir:{out}")
     assert evaluate(["--checkpoint", str(out), "--val-data", f"{place}/val/*.tar", "--device", "cpu", "--output",
                      f"{place}/again.jsonl", "--precision", "fp32", "--workers", "0"]) == 0  # fmt: skip

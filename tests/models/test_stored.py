@@ -49,7 +49,7 @@ def test_stored_rows_take_the_place_of_a_tower(names: tuple[Tower, ...], custom:
     assert ("visual" in left) == ("image" not in names)
     assert (("text" if custom else "transformer") in left) == ("text" not in names)
     assert_close(part.saved_tensors(), whole.clip.state_dict(), 0)
-    assert dict(part.not_stored(whole.clip.state_dict().items())).keys() == before
+    assert dict(part.skip_stored(whole.clip.state_dict().items())).keys() == before
     for _ in range(2):
         with part.whole("cpu") as towers, torch.no_grad():
             assert torch.equal(towers.encode_image(PIXELS), whole.encode_image(PIXELS))
@@ -83,4 +83,4 @@ def test_a_checkpoint_with_another_tower_is_refused(tmp_path: Path) -> None:
     state = whole.clip.state_dict()
     state["visual.proj"] = state["visual.proj"] + 1
     with pytest.raises(SettingsError, match=r"image tower is not the one of the feature store .* visual.proj differs"):
-        dict(part.not_stored(state.items()))
+        dict(part.skip_stored(state.items()))

@@ -24,7 +24,7 @@ def end(*_):
 
 seconds, part = sys.argv[1:]
 signal.signal(signal.SIGALRM, end)
-watch = SimpleNamespace(received=lambda size: None, expect=lambda size: None)
+watch = SimpleNamespace(receive=lambda size: None, expect=lambda size: None)
 for number in range(200):
     if child := os.fork():
         os.waitpid(child, 0)
@@ -60,7 +60,7 @@ def raising_at(number):
     return look
 
 seconds, part = sys.argv[1:]
-watch = SimpleNamespace(received=lambda size: None, expect=lambda size: None)
+watch = SimpleNamespace(receive=lambda size: None, expect=lambda size: None)
 where = []
 for number in itertools.count():
     sys.settrace(raising_at(number))

@@ -79,7 +79,7 @@ class TinyTowers(nn.Module):
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         return self.clip.state_dict()
 
-    def not_stored(self, saved: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+    def skip_stored(self, saved: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         return saved
 
 

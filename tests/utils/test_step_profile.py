@@ -34,7 +34,7 @@ from tests.support.runs import flags, lines, train_on
     ],
 )
 def test_the_steps(given: str | int | None, done: int, total: int, steps: list[int]) -> None:
-    assert list(LogSettings.model_validate({"profile": given}).profiled(done, total)) == steps
+    assert list(LogSettings.model_validate({"profile": given}).steps_to_profile(done, total)) == steps
 
 
 @pytest.mark.parametrize("text", ["0", "5-2", "0-3", "three", "1:3", "-3", "1-", " ", "101", "1-101", "²", True])

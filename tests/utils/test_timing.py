@@ -84,7 +84,7 @@ def test_parts_of_a_step_follow_each_other(device: type[DeviceMark]) -> None:
         take_step(device, timer, 1.0)
         device.now += 0.5  # training lines
         take_step(device, timer, 1.0)
-        with timer.paused():
+        with timer.pause():
             device.now += 100
             begin(DATA)  # of an evaluation
             device.now += 100

@@ -109,7 +109,7 @@ def _model(subject: Subject, settings: Settings, fits: bool, *, averaged: bool) 
 
 def _start(names: list[str], end: Subject, settings: Settings) -> ModelSettings:
     """The model to begin from: the one that is named, or that of END's run. Raises SettingsError: there is none."""
-    model = settings.model.not_trained()
+    model = settings.model.without_training()
     if len(names) == 1:
         if end.run is None:
             raise SettingsError(f"{names[0]} is of no run: name the start, clipstream interpolate START END")

@@ -72,10 +72,10 @@ class PackFlags(Section):
 
 
 def run(command: CommandLine[PackFlags]) -> None:
-    pack(asked_by(command))
+    pack(read_command(command))
 
 
-def asked_by(command: CommandLine[PackFlags]) -> Asked:
+def read_command(command: CommandLine[PackFlags]) -> Asked:
     """Check the command line. Raises SettingsError: a flag or a setting is wrong."""
     own, data = command.own, command.own.source
     settings = command.load([*(["--train-data", "::".join(in_braces(data))] if data else []), *command.flags]).settings

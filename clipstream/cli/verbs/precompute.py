@@ -54,7 +54,7 @@ class PrecomputeFlags(Section):
 
 
 def run(command: CommandLine[PrecomputeFlags]) -> int:
-    written, options, teachers = asked_by(command)
+    written, options, teachers = read_command(command)
     settings, found = written.settings, validate_sources(written)
     ask = World.from_env().local_rank == 0
     if options.towers:
@@ -69,7 +69,7 @@ def run(command: CommandLine[PrecomputeFlags]) -> int:
     return run_ranks(settings.run, partial(precompute, found, options, teachers))
 
 
-def asked_by(command: CommandLine[PrecomputeFlags]) -> tuple[Written, StoreOptions, dict[str, ModelSettings]]:
+def read_command(command: CommandLine[PrecomputeFlags]) -> tuple[Written, StoreOptions, dict[str, ModelSettings]]:
     """Settings, the store to write, and teachers by name. Raises SettingsError: a flag or a setting is wrong."""
     own = command.own
     flags = command.flags + ([f"--model={own.checkpoint}"] if own.checkpoint else [])

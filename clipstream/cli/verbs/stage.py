@@ -126,7 +126,7 @@ def _write_settings(folder: Path, places: Node, argv: Sequence[str], staged: Seq
         at = tree
         for part in source.path[:-1]:
             at = at.setdefault(part, {})
-        at[source.path[-1]] = {**section, "shards": source.copied(folder)}
+        at[source.path[-1]] = {**section, "shards": source.setting_of_copies(folder)}
     command = print_training(map(redact, words))
     head = f"# Shards copied by `clipstream stage`. Train on them by\n#     {command}\n"
     atomic_write.replace(folder / SETTINGS_FILE, (head + to_yaml(tree)).encode())
@@ -135,7 +135,7 @@ def _write_settings(folder: Path, places: Node, argv: Sequence[str], staged: Seq
         found: Any = resolved
         for part in source.path:
             found = found[part]
-        if found != {**source.settings.model_dump(mode="json"), "shards": source.copied(folder)}:
+        if found != {**source.settings.model_dump(mode="json"), "shards": source.setting_of_copies(folder)}:
             print(f"note: {flags[source.name]} overrides {SETTINGS_FILE}: set that source in a file, and rerun")
 
 

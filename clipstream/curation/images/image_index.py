@@ -32,7 +32,7 @@ class ImageRow(NamedTuple):
     place: tuple[str, int, int] | None  # path, offset and bytes of the image (0: the whole file); None: see `sample`
     sample: tuple[str, str]  # shard and key
 
-    def shown(self, data: str) -> str:
+    def display_name(self, data: str) -> str:
         """The name below the folder of `data`, as the user names it, or as seen from the working folder."""
         given = with_home(data).removeprefix("folder:")
         given = given.rstrip("/") if os.path.isdir(given) else os.path.dirname(given)

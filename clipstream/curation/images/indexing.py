@@ -112,7 +112,7 @@ def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
     """
     open_call.cache_clear()  # the data may have changed since the last call in this process
     settings, source = open_call(call)
-    model, section = settings.model.not_trained(), settings.data.sources[NAME]
+    model, section = settings.model.without_training(), settings.data.sources[NAME]
     preflight(model, settings.tokenizer)
     files = fetch(model, settings.tokenizer, World())
     listed, watched = _files(source)

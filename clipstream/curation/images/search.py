@@ -35,7 +35,7 @@ from clipstream.curation.images.image_index import (
 )  # fmt: skip
 from clipstream.curation.images.numpy_text import Floats, NumpyText
 from clipstream.errors import SettingsError, each, errors_as
-from clipstream.text import framed, printable, shortened
+from clipstream.text import frame, printable, shortened
 from clipstream.utils import atomic_write
 from clipstream.utils.content import SUFFIXES, file_state
 from clipstream.utils.logs import loading, logger, on_terminal
@@ -172,7 +172,7 @@ class SearchResults:
         self._hits = self._nearest(encode_queries(call, queries, self._folder), k)
         self.queries: list[str] = list(queries)
         self.matches: list[list[Match]] = [
-            [Match(score, (image := self._image(row)).shown(call.data), image.caption) for row, score in hits]
+            [Match(score, (image := self._image(row)).display_name(call.data), image.caption) for row, score in hits]
             for hits in self._hits
         ]
 
@@ -193,7 +193,7 @@ class SearchResults:
         atomic_write.replace(Path(path), self._page().encode(errors="backslashreplace"))
 
     def _repr_html_(self) -> str:
-        return framed(self._page(), "Images found")
+        return frame(self._page(), "Images found")
 
     def _page(self) -> str:
         from clipstream.curation.images import indexing
@@ -205,7 +205,7 @@ class SearchResults:
         call, data = self._call, self._call.data
 
         def card(row: int) -> Card:
-            shown = (image := self._image(row)).shown(data).removeprefix(os.path.join(with_home(data), ""))
+            shown = (image := self._image(row)).display_name(data).removeprefix(os.path.join(with_home(data), ""))
             return indexing.card(image, shown, lambda: indexing.open_call(call)[1])
 
         return indexing.render_gallery(found, near, card, f"{data} by {call.model}")

@@ -329,7 +329,7 @@ class Nearest(NamedTuple):
     cosines: np.ndarray[Any, np.dtype[np.float32]]  # [N]; -inf where there is none
     rows: Numbers  # [N]; -1 where there is none
 
-    def kept(self, threshold: float) -> Numbers:
+    def find_kept(self, threshold: float) -> Numbers:
         """The row that is kept in place of each row, int64 [N]: itself, unless its cosine is at least the threshold.
 
         In a chain of such rows it is the last one.

@@ -138,7 +138,7 @@ def duplicates(options: Any, flags: Sequence[str], rows: StoredRows, device: tor
 
 def _duplicates(options: Any, rows: StoredRows, images: StoredImages | None, device: torch.device) -> None:
     """`duplicates`; the file lists the samples to drop: all but one of each group."""
-    roots = near_duplicates(rows, options.clusters, options.keep_by, device).kept(options.threshold)
+    roots = near_duplicates(rows, options.clusters, options.keep_by, device).find_kept(options.threshold)
     first, sizes = np.unique(roots, return_counts=True)
     groups = first[sizes > 1][np.argsort(-sizes[sizes > 1], kind="stable")]
     size_of = dict(zip(first.tolist(), sizes.tolist(), strict=True))
@@ -366,7 +366,7 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
     Raises SettingsError: an image cannot be decoded.
     """
     settings, _ = open_call(call)
-    own = settings.model.not_trained()  # as the images were encoded
+    own = settings.model.without_training()  # as the images were encoded
     with restore_matmul_precision():
         train = settings.train.model_copy(update={"precision": "fp32"})
         world = World(device=usable_device(settings.run.device))

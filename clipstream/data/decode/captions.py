@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 from pydantic_core import from_json
 
-from clipstream.data.decode.class_names import class_names, folded, number_of, prompt_templates
+from clipstream.data.decode.class_names import class_names, fold_name, number_of, prompt_templates
 from clipstream.data.json_path import ABSENT as ABSENT
 from clipstream.data.json_path import parse_path, parse_text, structure, texts_at, value_at
 from clipstream.data.source_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
@@ -417,7 +417,7 @@ class LabelText(_Field):
         self.members = self._label.members
         self._templates = prompt_templates(settings.templates)
         self._names = None if settings.classes is None else class_names(settings.classes)
-        self._folded = {folded(name): name for name in self._names or ()}
+        self._folded = {fold_name(name): name for name in self._names or ()}
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
         name = self._name(self._label(sample, None))
@@ -435,7 +435,7 @@ class LabelText(_Field):
             if number is not None:
                 raise Dropped("no_label", f"{label} is a number: set the names of the classes with caption.classes")
             return label.replace("_", " ")
-        if (name := self._folded.get(folded(label))) is not None:
+        if (name := self._folded.get(fold_name(label))) is not None:
             return name
         if number is None or not 0 <= number < len(self._names):
             raise Dropped("no_label", f"{label!r} is not one of the {len(self._names):,} classes of caption.classes")

@@ -154,7 +154,7 @@ def _in_order(numbers: Iterable[str], texts: Sequence[Any]) -> list[Any]:
     return [by_number[number] for number in range(len(texts))]
 
 
-def folded(name: str) -> str:
+def fold_name(name: str) -> str:
     """A class name for comparisons, which ignore case and take _ as a space."""
     return name.strip().casefold().replace("_", " ")
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from clipstream.data.decode.captions import JsonField, RawSample, TextField, build_caption, label_text, usable_text
 from clipstream.data.decode.captions import LabelField as LabelField
-from clipstream.data.decode.class_names import folded, number_of
+from clipstream.data.decode.class_names import fold_name, number_of
 from clipstream.data.decode.key_lists import TABLES, KeyList, ListedSource
 from clipstream.data.decode.tokenizers import Ids, Tokenizer
 from clipstream.data.order.rng import hash_of
@@ -164,8 +164,8 @@ class CaptionsField:
 class LabelEncoder:
     """A tokenizer of labels: each becomes the number of its class, ids [n, 1].
 
-    A label is the number of a class, from 0, or its name, see `folded`; if names are numbers, labels are numbers. What
-    is neither may be another form of a number, see `number_of`. Without class names labels are whole numbers from 0.
+    A label is the number of a class, from 0, or its name (`fold_name`); if names are numbers, labels are numbers.
+    What is neither may be another form of a number, see `number_of`. Without class names, labels are whole numbers.
     """
 
     context_length = 1
@@ -174,7 +174,7 @@ class LabelEncoder:
         self._classes = None if classes is None else list(classes)
         self._numbers: dict[str, list[int]] = {}
         for number, name in enumerate(classes or ()):
-            self._numbers.setdefault(folded(name), []).append(number)
+            self._numbers.setdefault(fold_name(name), []).append(number)
         self.vocab_size = 2**31 - 1 if classes is None else len(classes)
         # With names such as 1, 2, 3 for the classes 0, 1, 2, a number out of range could be either.
         self._numerals = any(name.strip().isdecimal() and int(name) < self.vocab_size for name in classes or ())
@@ -184,7 +184,7 @@ class LabelEncoder:
         label = label.strip()
         if label.isdecimal() and int(label) < self.vocab_size:
             return int(label)
-        numbers = [] if label.isdecimal() and self._numerals else self._numbers.get(folded(label), [])
+        numbers = [] if label.isdecimal() and self._numerals else self._numbers.get(fold_name(label), [])
         if not numbers and not label.isdecimal() and (number := number_of(label)) is not None:
             numbers = [number] if 0 <= number < self.vocab_size else []
         if len(numbers) == 1:

@@ -209,7 +209,7 @@ class Profile:
                     member.add(texts or text)
         return members, inside
 
-    def _tried(self, caption: CaptionSettings) -> list[list[str]]:
+    def _draw_captions(self, caption: CaptionSettings) -> list[list[str]]:
         """The captions that training may draw with these settings, of each sample kept."""
         extract = build_caption(caption)
         found: list[list[str]] = []
@@ -228,11 +228,11 @@ class Profile:
         """
         flags = []
         if not any(self.suffixes[suffix] for suffix in split_keys(image_key)):
-            dotted = self._dotted()
+            dotted = self._dotted_suffixes()
             known = [suffix for suffix, _ in self.images.most_common() if suffix not in dotted and _nameable(suffix)]
             option = f"--{'' if place == SHORT_FLAGS else f'{place}.'}image-key"
             flags += [f"{option} {shlex.quote(suffix)}" for suffix in known[:1]]
-        if caption is not None and not self._caption_found(caption):
+        if caption is not None and not self._has_caption(caption):
             flags += self.captions(caption, place)[:1]
         return flags
 
@@ -242,7 +242,7 @@ class Profile:
         parts = [f"use {' '.join(flags)}"] if flags else []
         if not self.images and not any(self.suffixes[suffix] for suffix in split_keys(image_key)):
             parts = [f"member {suffix} is {what}" for suffix, what in [*self.strange.items()][:2]]
-        if caption is not None and not self._caption_found(caption):
+        if caption is not None and not self._has_caption(caption):
             others = [flag for flag in self.captions(caption, place) if flag not in flags]
             if others:
                 parts.append(f"other members and fields with text: {', '.join(others[:5])}")
@@ -264,7 +264,7 @@ class Profile:
             told.append(f"no sample has an image member named {named} (--image-key)")
         if caption is None:
             told.append(f"set the label with --{place.removesuffix('.data')}.label: a member, or json:PATH")
-        elif not self._caption_found(caption):
+        elif not self._has_caption(caption):
             key = caption.key if isinstance(caption, (TextCaption, JsonCaption)) else caption.type
             at, flag = (
                 (f" at {' or '.join(caption.paths)}", "json") if isinstance(caption, JsonCaption) else ("", "key")
@@ -294,7 +294,7 @@ class Profile:
         """
         text_rank = 15 if isinstance(caption, JsonCaption) else 0
         ranked: list[tuple[tuple[Any, ...], str, CaptionSettings]] = []
-        dotted = {suffix.rpartition(".")[0] for suffix in self._dotted()}
+        dotted = {suffix.rpartition(".")[0] for suffix in self._dotted_suffixes()}
         members, json_fields = self.fields()
         for suffix, member in members.items():
             if suffix.rpartition(".")[0] in dotted or suffix in NOT_CAPTIONS:  # the text of one image of several
@@ -330,13 +330,13 @@ class Profile:
                 joined = f"{{{path}}}"
                 flag = f"--caption-json {shlex.quote(joined)}"
                 ranked.append(((*key[:2], -1, *key[3:]), flag, JsonCaption(path=joined)))
-        now = self._tried(caption) if isinstance(caption, (TextCaption, JsonCaption)) else None
+        now = self._draw_captions(caption) if isinstance(caption, (TextCaption, JsonCaption)) else None
         best_first = sorted(ranked, key=lambda one: one[:2])
-        return [flag for _, flag, found in best_first if any(texts := self._tried(found)) and texts != now]
+        return [flag for _, flag, found in best_first if any(texts := self._draw_captions(found)) and texts != now]
 
     def tags(self, caption: CaptionSettings) -> str:
         """A note if training would draw one of several tags of a sample with these settings; '' if not."""
-        if not isinstance(caption, JsonCaption) or not (found := list(filter(None, self._tried(caption)))):
+        if not isinstance(caption, JsonCaption) or not (found := list(filter(None, self._draw_captions(caption)))):
             return ""
         texts = Counter(text for texts in found for text in texts)
         if not _are_tags(texts.total() / len(found), texts):
@@ -357,7 +357,7 @@ class Profile:
             )
         if "tar" in self.suffixes:
             return "the tar holds tars: unpack it, and name those"
-        if not (dotted := self._dotted()):
+        if not (dotted := self._dotted_suffixes()):
             return ""
         shown = [printable(suffix, 60) for suffix in dotted]
         return (
@@ -367,7 +367,7 @@ class Profile:
             f"photo_{shown[0]}: {RENAMING}"
         )
 
-    def _dotted(self) -> list[str]:
+    def _dotted_suffixes(self) -> list[str]:
         """Suffixes of images such as `0.png` and `1.png`, which differ before their last dot."""
         kinds: dict[str, list[str]] = {}
         for suffix in self.images:
@@ -380,9 +380,9 @@ class Profile:
                 dotted += names
         return dotted
 
-    def _caption_found(self, caption: CaptionSettings) -> bool:
+    def _has_caption(self, caption: CaptionSettings) -> bool:
         """Whether any of the samples kept has the caption that the settings name."""
-        return not isinstance(caption, (TextCaption, JsonCaption)) or any(self._tried(caption))
+        return not isinstance(caption, (TextCaption, JsonCaption)) or any(self._draw_captions(caption))
 
 
 def _are_tags(each: float, texts: Counter[str]) -> bool:

@@ -220,7 +220,7 @@ class BpeTokenizer(OpenClipTokenizer):
         ids = np.zeros((len(texts), self.context_length), dtype=np.int32)
         for row, text in zip(ids, texts, strict=True):
             for part in self._clean.parts(text) if self._cuts else (text,):
-                found = self._found(part)
+                found = self._first_ids(part)
                 if len(found) >= self.context_length:
                     break
             del found[self.context_length - 1 :]
@@ -228,7 +228,7 @@ class BpeTokenizer(OpenClipTokenizer):
             row[: len(found)] = found
         return ids
 
-    def _found(self, text: str) -> list[int]:
+    def _first_ids(self, text: str) -> list[int]:
         """The start, and the ids of the words up to that which fills the context."""
         found = [self._tokenizer.sot_token_id]
         text = self._clean(text)

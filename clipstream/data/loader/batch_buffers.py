@@ -70,7 +70,7 @@ class BufferShape:
     def nbytes(self) -> int:
         """Bytes of a buffer."""
         arrays = (*self.arrays().values(), *self.rows().values())
-        return sum(_aligned(math.prod(dims) * np.dtype(dtype).itemsize) for dtype, dims in arrays)
+        return sum(_align(math.prod(dims) * np.dtype(dtype).itemsize) for dtype, dims in arrays)
 
 
 class BatchBuffer:
@@ -91,7 +91,7 @@ class BatchBuffer:
         def array(dtype: type, dims: tuple[int, ...]) -> np.ndarray[Any, Any]:
             nonlocal offset
             values: np.ndarray[Any, Any] = np.ndarray(dims, dtype, memory, offset)
-            offset += _aligned(values.nbytes)
+            offset += _align(values.nbytes)
             return values
 
         for name, (dtype, dims) in shape.arrays().items():
@@ -129,7 +129,7 @@ class BufferRing:
         return np.frombuffer(self.memory, dtype=np.uint8)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 

@@ -425,7 +425,7 @@ class _Drawer:
         buffer.pictures[slots], choices, views = samples.draw(found.numbers, found.keys)
         if samples.groups is not None:
             buffer.groups[slots] = samples.groups[found.numbers]
-        whole = self._stored.typed(buffer.features, slots.stop) if isinstance(slots, slice) else {}
+        whole = self._stored.view_as_stored(buffer.features, slots.stop) if isinstance(slots, slice) else {}
         for name, rows in buffer.features.items():
             if name in whole:
                 samples.gather(name, found.numbers, choices, views, whole[name])

@@ -305,7 +305,7 @@ class Loader:
         """A thread: reports a worker that is killed while the caller is busy for a long time."""
         while not self._closed.wait(WATCH):
             for worker in workers:
-                if how := worker.killed():
+                if how := worker.describe_kill():
                     logger.error(f"data {worker.name} {how}; the run ends at its next batch")
                     return
 

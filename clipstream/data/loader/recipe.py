@@ -99,7 +99,7 @@ class ModelInputs:
             sources=torch.from_numpy(buffer.sources[rows]),
             step=step,
             global_size=global_size,
-            features={} if stored is None else stored.typed(buffer.features, len(keys)),
+            features={} if stored is None else stored.view_as_stored(buffer.features, len(keys)),
             pictures=torch.from_numpy(buffer.pictures[rows]),
             groups=None if self.groups is None else torch.from_numpy(buffer.groups[rows]),
             teacher_pixels=pixels(buffer.teacher_pixels) if self.teacher_image else None,

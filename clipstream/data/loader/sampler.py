@@ -182,7 +182,7 @@ class OpenShards(Shards):
         name = self.source.names[number]
         return self.source.types[name].title(name)
 
-    def named(self, number: int) -> tuple[str, str]:
+    def title_and_name(self, number: int) -> tuple[str, str]:
         """A shard's title, and its name in the names of its samples."""
         return self.title(number), self.source.shard_names[self.source.names[number]]
 
@@ -341,7 +341,7 @@ class WindowSampler:
             drawn, self._key = self._walk.window()
             self._samples = drawn.astype(np.int32).data  # half the memory: a worker has a window for each of its lanes
             self._group = [
-                (_ABSENT if index in cursor.skipped else self._shards[number], *self._shards.named(number))
+                (_ABSENT if index in cursor.skipped else self._shards[number], *self._shards.title_and_name(number))
                 for index, number in enumerate(self._walk.numbers)
             ]
         position = cursor.position
@@ -389,7 +389,7 @@ class OnceSampler:
             shards.report()
             if not size:
                 continue
-            shard, (title, begin) = shards[number], shards.named(number)
+            shard, (title, begin) = shards[number], shards.title_and_name(number)
             refs: Sequence[SampleRef] = shard.index.samples
             if self._used is not None:
                 refs = [ref for ref in refs if self._used(f"{begin}/{ref.key}", ref.key)]
@@ -458,7 +458,7 @@ class ChunkSampler:
             shards.report()
             if not size:
                 continue
-            self._shard, (self._title, self._begin) = shards[number], shards.named(number)
+            self._shard, (self._title, self._begin) = shards[number], shards.title_and_name(number)
             self._key = 0 if plan.key is None else plan.key(number)
             for chunk in range(-(-size // plan.chunk_rows)):
                 if not plan.wanted(number, chunk):

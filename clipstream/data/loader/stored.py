@@ -146,7 +146,7 @@ class StoredData:
         """Bytes of a row of each of the features."""
         return {name: store.manifest.parts[part].row_bytes for name, (store, part) in self.features.items()}
 
-    def typed(self, rows: Mapping[str, np.ndarray[Any, Any]], count: int) -> dict[str, torch.Tensor]:
+    def view_as_stored(self, rows: Mapping[str, np.ndarray[Any, Any]], count: int) -> dict[str, torch.Tensor]:
         """The first `count` rows of each of the features, uint8 [n, bytes], as views of their stored type."""
         parts = {name: store.manifest.parts[part] for name, (store, part) in self.features.items()}
         return {name: torch.from_numpy(rows[name][:count]).view(DTYPES[part.dtype]) for name, part in parts.items()}
@@ -269,10 +269,10 @@ class StoredSamples:
 
         Raises DataError: a chunk is damaged, or the stores hold different samples.
         """
-        if self._held_again(shard):
+        if self._hold_again(shard):
             return
         with self._mapping:  # checking a shard takes long, and must not stop those who hold another one
-            if self._held_again(shard):
+            if self._hold_again(shard):
                 return
             held: list[_Stored] = []
             try:
@@ -295,7 +295,7 @@ class StoredSamples:
         """Whether a call of `hold` would return at once."""
         return self._holders[shard] > 0
 
-    def _held_again(self, shard: int) -> bool:
+    def _hold_again(self, shard: int) -> bool:
         with self._lock:
             held = self._holders[shard] > 0
             self._holders[shard] += held
@@ -365,7 +365,7 @@ class StoredSamples:
         Args:
             key: of the window's random numbers.
         """
-        used = self.used(numbers)
+        used = self.is_used(numbers)
         if self.probabilities is None:
             return used, numbers
         keys, there = mix(np.arange(len(numbers), dtype=np.uint64), state=key), np.maximum(numbers, 0)
@@ -375,7 +375,7 @@ class StoredSamples:
         drawn = drawn if self._kept is None else drawn | ~self._kept[there]
         return used & drawn, np.where(drawn, numbers, _NOT_DRAWN)
 
-    def used(self, numbers: Numbers) -> Flags:
+    def is_used(self, numbers: Numbers) -> Flags:
         """Whether training uses the samples: those that no store has dropped."""
         used = numbers >= 0
         all_there = bool(used.all())
@@ -421,7 +421,7 @@ class StoredSamples:
         """
         number = int(self.base[shard]) + position
         row = self.primary.sample_rows(np.array([number]))[0]
-        if not self.used(np.array([number]))[0]:
+        if not self.is_used(np.array([number]))[0]:
             raise Dropped(*self._why_dropped(shard, position)[1:])
         if row["counts"].tolist() != [len(texts) for texts in by_path]:
             raise Dropped("not_stored", "the captions of the sample have changed since its features were computed")

@@ -85,7 +85,7 @@ class Worker:
     def stop(self) -> None:
         """End the worker and the commands that it runs, and wait for it."""
 
-    def killed(self) -> str:
+    def describe_kill(self) -> str:
         """How a signal ended the worker's process, in words; '' if none did. May be called from any thread."""
         return ""
 
@@ -192,7 +192,7 @@ class ProcessWorker(Worker):
         self.connection.close()
         end(self.process, PATIENCE)
 
-    def killed(self) -> str:
+    def describe_kill(self) -> str:
         try:
             # WNOWAIT: the exit code stays for the thread that joins the process.
             end = os.waitid(os.P_PID, self.process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -270,9 +270,9 @@ class EpochPlan:
             found[rows] = low
             return
         middle = (low + high) // 2
-        left = self._left(low, middle, high, x[rows])
+        left = self._count_left(low, middle, high, x[rows])
         # Reference x is of the left half if x + 1 references have one more of it than x have.
-        is_left = (self._left(low, middle, high, x[rows] + 1) > left).astype(bool)
+        is_left = (self._count_left(low, middle, high, x[rows] + 1) > left).astype(bool)
         x[rows] = np.where(is_left, left, x[rows] - left)
         self._merge(low, middle, x, rows[is_left], found)
         self._merge(middle, high, x, rows[~is_left], found)
@@ -318,7 +318,7 @@ class EpochPlan:
     def _sums(self) -> list[int]:
         return [0, *accumulate(self.taken)]
 
-    def _left(self, low: int, middle: int, high: int, x: Any) -> Any:
+    def _count_left(self, low: int, middle: int, high: int, x: Any) -> Any:
         """How many of the first x references (an integer or an array) of the sources low … high - 1 belong to low …
         middle - 1.
         """
@@ -330,7 +330,7 @@ class EpochPlan:
         if high - low == 1:
             return [x]
         middle = (low + high) // 2
-        left = self._left(low, middle, high, x)
+        left = self._count_left(low, middle, high, x)
         return [*self._split(low, middle, left), *self._split(middle, high, x - left)]
 
 

@@ -27,7 +27,7 @@ import yaml
 from braceexpand import braceexpand
 
 from clipstream.data.decode.captions import json_object, split_keys
-from clipstream.data.decode.class_names import class_names, folded
+from clipstream.data.decode.class_names import class_names, fold_name
 from clipstream.data.decode.key_lists import storable
 from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
 from clipstream.data.source_settings import AUTO, IMAGE_KEY, LabelCaption, SourceSettings
@@ -342,9 +342,9 @@ def class_folders(settings: SourceSettings) -> set[str] | None:
 
 def check_folders(folders: Iterable[str], classes: Sequence[str]) -> None:
     """Raises SettingsError: a folder has neither the name nor the number of a class."""
-    names, wrong = {*map(folded, classes)}, []
+    names, wrong = {*map(fold_name, classes)}, []
     for one in sorted(folders):
-        if int(one) >= len(classes) if one.isdecimal() else folded(one) not in names:
+        if int(one) >= len(classes) if one.isdecimal() else fold_name(one) not in names:
             wrong.append(repr(printable(one, 60)))
     if wrong:
         raise SettingsError(

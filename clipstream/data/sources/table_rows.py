@@ -49,7 +49,7 @@ def to_arrow(
     target: Path,
     separator: str | None = None,
     quoting: bool = True,
-    received: Callable[[int], None] = lambda size: None,
+    receive: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Write the rows of a table as an Arrow IPC file.
 
@@ -58,7 +58,7 @@ def to_arrow(
         url: its name, whose suffix gives the format.
         separator: between a CSV's fields; None for the most frequent one of SEPARATORS in its header.
         quoting: whether quotes around a CSV's fields are syntax.
-        received: called with the bytes written so far; what it raises ends the conversion.
+        receive: called with the bytes written so far; what it raises ends the conversion.
 
     Raises:
         ShardError: `bad_manifest`: it is not of the format, or holds no row; `too_large`: see MOST_GROWN.
@@ -86,7 +86,7 @@ def to_arrow(
             with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, first.schema) as writer:
                 for batch in itertools.chain([first], batches):
                     writer.write_batch(batch)
-                    received(sink.tell())
+                    receive(sink.tell())
                     if sink.tell() > most:
                         said = f"its rows take more than {most / GIB:.3g} GiB, {MOST_GROWN} times its size and 1 GiB"
                         raise ShardError("too_large", f"{said}: write values that recur as files, and their paths")

@@ -118,7 +118,7 @@ class TableSource(SourceType):
             def fill(part: Path, monitor: Monitor) -> None:
                 logger.info(f"reading {printable(redact(url))} once, into {store.folder}")
                 guard = Guard(monitor, ShardURL(url), part, sys.maxsize, tar=False)
-                to_arrow(_local(url, cache), url, part, settings.separator, settings.quoting, guard.received)
+                to_arrow(_local(url, cache), url, part, settings.separator, settings.quoting, guard.receive)
                 if named is not None and content.file_state(named) != state:
                     raise ShardError("changed", "it was written while it was read: run the command again")
 

@@ -45,13 +45,13 @@ class Encoder:
         if self.form == "image":
             return np.concatenate([self.image.run(None, {"image": image})[0] for image in images])
         pixels = np.stack(images).transpose(0, 3, 1, 2)
-        return self.image.run(None, {self.form: pixels if self.form == "uint8" else self.normalised(pixels)})[0]
+        return self.image.run(None, {self.form: pixels if self.form == "uint8" else self.normalise(pixels)})[0]
 
     def ids(self, ids: Any) -> Any:
         """Features of ids [n, T]."""
         return self.text.run(None, {"ids": np.asarray(ids, np.int64)})[0]
 
-    def normalised(self, pixels: Any) -> Any:
+    def normalise(self, pixels: Any) -> Any:
         """float32 of uint8 pixels [n, 3, H, W]."""
         mean, std = (
             np.asarray(part, np.float32).reshape(3, 1, 1) for part in (self.prepared.spec.mean, self.prepared.spec.std)

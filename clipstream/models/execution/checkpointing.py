@@ -164,7 +164,7 @@ def fit_budgets(
     lines = []
     buffers = [(buffer, buffer.clone()) for buffer in towers.buffers()]  # batch statistics
     for tower in TOWERS:
-        policy = settings.recomputed(tower)
+        policy = settings.checkpointing_of(tower)
         if not is_budget(policy) or tower in towers.stored or tower in towers.unchanging():
             continue
 

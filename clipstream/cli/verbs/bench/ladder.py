@@ -391,7 +391,7 @@ class Ladder:
             try:
                 parts = self.build(settings, row.rung, stack)
             except (ClipstreamError, RuntimeError) as error:
-                reason = explained(error)
+                reason = explain(error)
             reasons = [text for text in self.world.gather_objects(reason) if text is not None]
             if parts is None or reasons:
                 return str(reasons[0])
@@ -399,9 +399,9 @@ class Ladder:
                 self._measure(parts, row, warmup, steps, settings.optim.lr, memory)
             except RuntimeError as error:  # the memory is full, or there is no compiler
                 if self.world.size > 1:  # the others may wait in a collective
-                    text = f"{row.rung.name} cannot run ({explained(error)}): exclude it with --rungs"
+                    text = f"{row.rung.name} cannot run ({explain(error)}): exclude it with --rungs"
                     raise ClipstreamError(text) from error
-                return explained(error)
+                return explain(error)
         return None
 
     def build(self, settings: Settings, rung: Rung, stack: ExitStack) -> Parts:
@@ -546,7 +546,7 @@ def settings_to_use(rows: Sequence[Row], chosen: Changes) -> str:
     return f"# {CHOSEN.capitalize()} ({times}), for --config:\n{tree}"
 
 
-def explained(error: Exception) -> str:
+def explain(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "out of GPU memory"
     return shortened(next(filter(str.strip, str(error).splitlines()), type(error).__name__), 120)

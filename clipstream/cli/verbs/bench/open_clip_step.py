@@ -78,7 +78,7 @@ class OpenClipStep:
         def run(batch: Prepared) -> None:
             options.batch_size = len(batch[1])
             data = {"train": SimpleNamespace(dataloader=_Loader(batch), set_epoch=lambda epoch: None)}
-            train_one_epoch(model, data, self._noted, 0, self.optimizer, scaler, None, None, options)
+            train_one_epoch(model, data, self._keep_sum, 0, self.optimizer, scaler, None, None, options)
 
         self._run: Callable[[Prepared], None] = run
         logging.getLogger().setLevel(logging.WARNING)  # it logs a line for each batch
@@ -95,7 +95,7 @@ class OpenClipStep:
         self._run(batch)
         return partial(float, self._last)
 
-    def _noted(self, *args: Any, **kwargs: Any) -> Any:
+    def _keep_sum(self, *args: Any, **kwargs: Any) -> Any:
         losses = self.loss(*args, **kwargs)
         self._last = sum(losses.values()).detach()
         return losses
