@@ -217,7 +217,7 @@ def test_the_nearest_preferred_row_is_that_of_float64_products(
     cosines = (features[has].double() * features[found.rows[has]].double()).sum(dim=1)
     np.testing.assert_allclose(found.cosines[has], cosines.numpy(), atol=1e-6)
     for threshold in (-1.1, 0.3, 0.9, 0.99999):
-        kept = found.kept(threshold)
+        kept = found.find_kept(threshold)
         assert ((kept != np.arange(n)) == (found.cosines >= threshold)).all(), "these rows are dropped"
         assert (kept[kept] == kept).all() and (order[kept] <= order).all()
 
@@ -226,7 +226,7 @@ def test_a_chain_of_pairs_leaves_one_row() -> None:
     angles = torch.arange(2000) * 0.01
     features = torch.stack([angles.cos(), angles.sin()], dim=1)
     found = find_nearest_preferred(TensorRows(features, 100), np.arange(2000), held=4000)
-    assert not found.kept(float(np.cos(0.011))).any()
+    assert not found.find_kept(float(np.cos(0.011))).any()
 
 
 @pytest.mark.parametrize("held", [1, 30_000, 1 << 30])
