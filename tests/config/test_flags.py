@@ -66,7 +66,6 @@ SETS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("--train-data=a.csv --caption-json=a --csv-caption-key=b", {f"{CAPTION}.fallback": "b"}),
     ("--train-data=a.csv --dataset-type=csv --caption-json=a", {f"{CAPTION}.fallback": None}),
-    ("--train-data=a.csv --csv-caption-key=b --dataset-type=csv", {f"{CAPTION}.key": "b"}),
     (
         "--train-data=x/{0..2}.tar::y.tar --train-data-upsampling-factors=2::1 --caption-json=en",
         {
@@ -86,7 +85,14 @@ SETS: list[tuple[str, dict[str, Any]]] = [
         f"{TAR} --save-frequency=0 --val-data=v.tar --val-frequency=0",
         {"checkpoint.every": 0, "evals.val.every": 0, "evals.val.every_epochs": None},
     ),
-    ("--zeroshot-frequency=0", {"evals": {}, "notices": ["--zeroshot-frequency"]}),
+    ("--zeroshot-frequency=0 --val-frequency=1", {"evals": {}, "notices": ["--val-frequency", "--zeroshot-frequency"]}),
+    (
+        "--imagenet-val=i --imagenet-v2=j --zeroshot-frequency=2",
+        {
+            "evals.imagenet.type": "zero_shot", "evals.imagenet.data.shards": "imagenet:i",
+            "evals.imagenet_v2.data.shards": "imagenet:j", "evals.imagenet_v2.every_epochs": 2,
+        },
+    ),
     (
         "--val-frequency=2 --evals.heldout.type=loss --evals.heldout.data.shards=v.tar",
         {"evals.heldout.every_epochs": None, "notices": ["--val-frequency"]},

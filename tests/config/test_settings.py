@@ -12,7 +12,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from clipstream.config.config_sources import NULLS
-from clipstream.config.plan import agree, survey, with_lanes
+from clipstream.config.plan import agree, survey
 from clipstream.config.settings import Settings, dump, load, portable, read
 from clipstream.config.validate import validate_evals, validate_run
 from clipstream.data.source_settings import JsonCaption
@@ -181,21 +181,6 @@ def test_an_existing_run_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"--resume auto, or .* --name"):
         validate_run(read(argv), World(rank=1, size=2))
     validate_run(read([*argv, "--resume", "auto"]), World())
-
-
-@pytest.mark.parametrize(
-    ("flags", "lanes"),
-    [
-        ("", 192),
-        ("--data.global-batch-size=2048", 384),
-        ("--data.global-batch-size=16384", 3072),
-        ("--batch-size=10", 10),
-        ("--batch-size=64 --data.batch-schedule=[[3,20],[9,80]]", 20),
-        ("--data.sampling.shards=split --data.sampling.mode=indexed", 192),
-    ],
-)
-def test_lanes(flags: str, lanes: int) -> None:
-    assert with_lanes(load(flags.split(), ranks=1).data).lanes == lanes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Groups of samples: their labels in batches, read or of a pass, and what is said of fields that samples lack."""
+"""Groups of samples and hard neighbours: labels in batches, batches of them, and fields and files that do not fit."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import itertools
 import json
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 
 from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch
-from clipstream.data.groups import group_labels
+from clipstream.data.groups import NeighbourOrder, group_labels
 from clipstream.data.loader.stored import StoredData
-from clipstream.data.order.lanes import DataState
+from clipstream.data.order.windows import EpochPlan
 from clipstream.data.pipeline import training_loader
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source, SourceContext
@@ -25,16 +29,16 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import IDS
 from tests.support.feature_stores import write_store
-from tests.support.loaders import INPUTS, OPEN, data, digest, indexed
-from tests.support.pictures import ByteTokenizer, picture
+from tests.support.loaders import COUNTS, INPUTS, OPEN, data, drawn_keys, indexed, loader, numbered
+from tests.support.pictures import ByteTokenizer, make_shards, picture
 from tests.support.runs import flags, furnish
 from tests.support.tars import write_tar
 
 SKU = "json:product.sku"
 
 
-def shards(folder: Path, *counts: int) -> list[str]:
-    """Tars whose samples have a product in most cases, some of them broken."""
+def shards(folder: Path, *counts: int, broken: int = 11) -> list[str]:
+    """Tars whose samples have a product in most cases, one of so many of them broken; none of 1."""
     paths, numbers = [], itertools.count()
     for i, count in enumerate(counts):
         samples = []
@@ -42,7 +46,7 @@ def shards(folder: Path, *counts: int) -> list[str]:
             fields: dict[str, Any] = {"product": {"sku": f"A{n % 5}"}} if n % 6 else {"product": {"sku": None}}
             fields |= {} if n % 4 else {"few": n // 8}
             sample = {"__key__": f"{n:04d}", "jpg": picture(n), "txt": f"text {n}", "json": json.dumps(fields)}
-            samples.append(sample | ({"jpg": b"broken"} if n % 11 == 3 else {}))
+            samples.append(sample | ({"jpg": b"broken"} if n % broken == 3 else {}))
         paths.append(str(write_tar(folder / f"{i:05d}.tar", samples)))
     return paths
 
@@ -198,55 +202,36 @@ def test_a_field_that_few_samples_have(tmp_path: Path, capsys: pytest.CaptureFix
         assert said or "loss.positives" not in err
 
 
-def drawn(settings: DataSettings, ranks: int, steps: int, start: list[DataState] | None = None) -> list[Any]:
-    """The global batches of some steps, as keys and digests, and last the ranks' positions."""
-    loaders = [
-        training_loader(
-            settings, replace(INPUTS, groups=SKU), world=World(rank=rank, size=ranks), seed=3,
-            start=None if start is None else DataState.merge(start),
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    OPEN.update(loaders)
-    found: list[Any] = []
-    for _ in range(steps):
-        parts = [next(one) for one in loaders]
-        for one in loaders:
-            one.mark_trained()
-        groups = [label for part in parts if part.groups is not None for label in part.groups.tolist()]
-        found.append((digest(parts), [key for part in parts for key in part.keys], groups))
-    states = [one.state() for one in loaders]
-    for one in loaders:
-        one.close()
-    return [*found, states]
+def assert_layouts(settings: DataSettings, plain: list[Any], layouts: Sequence[tuple[int, int]], **inputs: Any) -> None:
+    """13 batches are those of other ranks and workers, also where a run goes on from their positions."""
+    for ranks, workers in layouts:
+        again = settings.model_copy(update={"workers": workers})
+        assert drawn_keys(again, ranks, 13, **inputs)[:13] == plain[:13]
+        states = drawn_keys(again, ranks, 4, **inputs)[-1]
+        assert drawn_keys(settings, 1, 9, states, **inputs)[:9] == plain[4:13]
 
 
 def test_batches_of_groups_are_the_same_on_any_ranks_and_go_on(tmp_path: Path) -> None:
-    paths = shards(tmp_path, 23, 9, 16)
+    paths = shards(tmp_path, 23, 9, 16, broken=1)
     for tail in ("drop", "pad", "wrap"):
         settings = indexed(paths, tail, batch=9, groups={"by": SKU, "samples": 3})
-        plain = drawn(settings, 1, 13)
-        for ranks, workers in ((2, 0), (3, 2)):
-            again = settings.model_copy(update={"workers": workers})
-            assert drawn(again, ranks, 13)[:13] == plain[:13]
-            states = drawn(again, ranks, 4)[-1]
-            assert drawn(settings, 1, 9, states)[:9] == plain[4:13]
+        plain = drawn_keys(settings, 1, 13, groups=SKU)
+        assert_layouts(settings, plain, [(2, 0), (3, 2)][tail == "drop" :], groups=SKU)
         steps = {"drop": 5}.get(tail, 6)
         for epoch in (plain[:steps], plain[steps : 2 * steps]):
-            keys = [key for _, names, _ in epoch for key in names if key]
+            keys = [key for _, names in epoch for key in names]
             assert len(set(keys)) == {"drop": 45}.get(tail, 48) and (tail == "wrap" or len(keys) == len(set(keys)))
             # Runs of three of a product: all that it gives, as 48 samples have 8 of each of 5 products.
-            runs = [names[n : n + 3] for _, names, _ in epoch for n in range(0, len(names), 3)]
+            runs = [names[n : n + 3] for _, names in epoch for n in range(0, len(names), 3)]
             assert sum(len({product(key) for key in run}) == 1 for run in runs) >= 8
         assert plain[:steps] != plain[steps : 2 * steps]
-    one = drawn(indexed(paths, "wrap", batch=9, lanes=1, groups={"by": SKU, "samples": 3}), 1, 12)
-    assert [keys for _, keys, _ in one[:6]] != [keys for _, keys, _ in one[6:12]], "one lane goes on with another epoch"
+    one = drawn_keys(indexed(paths, "wrap", batch=9, lanes=1, groups={"by": SKU, "samples": 3}), 1, 12, groups=SKU)
+    assert [keys for _, keys in one[:6]] != [keys for _, keys in one[6:12]], "one lane goes on with another epoch"
 
 
-def product(key: str) -> str:
-    """What the sample of a key has as its product; the key itself where it has none."""
-    number = int(key.rpartition("/")[2] or 0)
-    return f"A{number % 5}" if number % 6 else key
+def product(number: int) -> int:
+    """The product of a sample; a number of its own where it has none."""
+    return number % 5 if number % 6 else number + 5
 
 
 def test_groups_that_cannot_be(tmp_path: Path) -> None:
@@ -261,6 +246,82 @@ def test_groups_that_cannot_be(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             indexed(paths, **changes)
-    state = drawn(indexed(paths, groups={"by": SKU}, batch=6, lanes=6), 1, 1)[-1]
+    state = drawn_keys(indexed(paths, groups={"by": SKU}, batch=6, lanes=6), 1, 1, groups=SKU)[-1]
     with pytest.raises(SettingsError, match=r"data.groups: 2 samples by json:product.sku, .* -> 3 samples by"):
-        drawn(indexed(paths, groups={"by": SKU, "samples": 3}, batch=6, lanes=6), 1, 1, state)
+        drawn_keys(indexed(paths, groups={"by": SKU, "samples": 3}, batch=6, lanes=6), 1, 1, state, groups=SKU)
+
+
+NEAR = 5  # of each sample: those with the same number modulo 8
+
+
+def mined(path: Path, **more: Any) -> str:
+    """The file of neighbours, as `clipstream search neighbours --out` writes it."""
+    names = {n: f"{i:05d}.tar/{n:06d}" for i, n in numbered(COUNTS)}
+    near = [[names[m] for m in range(n % 8, 48, 8) if m != n][:NEAR] for n in names]
+    near[3] = [names[3], names[11], names[11], "00009.tar/000001", *near[3]]
+    table = {"source": ["train"] * 48, "shard": [name[:9] for name in names.values()],
+             "key": [name[10:] for name in names.values()], "neighbours": near} | more  # fmt: skip
+    parquet.write_table(pa.table(table), path)
+    return str(path)
+
+
+def test_batches_are_seeds_with_their_neighbours_on_any_ranks(tmp_path: Path) -> None:
+    shards, path = make_shards(tmp_path, COUNTS), mined(tmp_path / "hard.parquet")
+    for tail in ("drop", "pad", "wrap"):
+        settings = indexed(shards, tail, batch=9, hard_negatives=path)
+        plain = drawn_keys(settings, 1, 13)
+        assert_layouts(settings, plain, [(3, 0), (2, 1)] if tail == "wrap" else [])
+        steps = {"drop": 5}.get(tail, 6)
+        for epoch in (plain[:steps], plain[steps : 2 * steps]):
+            keys = [n for _, batch in epoch for n in batch]
+            assert len(set(keys)) == {"drop": 45}.get(tail, 48) and (tail == "wrap" or len(keys) == len(set(keys)))
+            # Of 8 other samples of a batch, 1.06 would be a neighbour by chance.
+            near = [sum(a % 8 == b % 8 for b in batch) - 1 for _, batch in epoch for a in batch]
+            assert sum(near) / len(near) > 3
+        assert plain[:steps] != plain[steps : 2 * steps]
+
+
+def test_a_batch_begins_with_a_seed_and_has_its_best_neighbours() -> None:
+    plan = EpochPlan(3, ("train",), (12,), (1.0,), 12, 2, "drop")
+    neighbours = np.full((12, 5), -1, dtype=np.int32)
+    neighbours[0] = [4, 5, 6, 7, 8]
+    for epoch in range(50):
+        line = NeighbourOrder(plan, [5, 7], neighbours)._line(epoch).tolist()
+        assert sorted(line) == list(range(12))
+        place = line.index(0)
+        free = [n for n in (4, 5, 6, 7, 8) if n not in line[:place]]
+        assert line[place + 1 : place + 1 + len(free)] == free, "no other seed as long as it has neighbours"
+
+
+def test_files_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shards = make_shards(tmp_path, COUNTS)
+
+    def said(path: str) -> str:
+        with pytest.raises(SettingsError) as error:
+            loader(indexed(shards, hard_negatives=path))
+        return str(error.value)
+
+    next(loader(indexed(shards, hard_negatives=mined(tmp_path / "1.parquet"))))
+    said_of = "48 of its 49 entries match samples of these data; '00009.tar/000001' does not, and 1 name shards"
+    assert said_of in caplog.text  # a list of more shards
+    absent = mined(tmp_path / "8.parquet", neighbours=[["00000.tar/absent"]] * 48)
+    assert "48 of its 49 entries match samples of these data; '00000.tar/absent' does not" in said(absent)
+    other = mined(tmp_path / "2.parquet", shard=["other.tar"] * 48, neighbours=[[f"x.tar/{n}"] for n in range(48)])
+    assert "0 of its 96 entries match samples of these data" in said(other)
+    assert "the column 'neighbours' has no lists" in said(mined(tmp_path / "3.parquet", neighbours=["a"] * 48))
+    assert "no keys of source 'train' in it" in said(mined(tmp_path / "4.parquet", source=["other"] * 48))
+    parquet.write_table(pa.table({"key": ["1"]}), tmp_path / "5.parquet")
+    assert "no column 'neighbours'" in said(str(tmp_path / "5.parquet"))
+    assert "No such file" in said(str(tmp_path / "none.parquet"))
+    path = mined(tmp_path / "6.parquet")
+    for changes, why in (
+        ({"sources": {"a": {"shards": shards, "weight": 2}}}, "not supported with the weight"),
+        ({"sources": {name: {"shards": shards} for name in "ab"}}, "not supported with several"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            indexed(shards, hard_negatives=path, **changes)
+    state = drawn_keys(indexed(shards, hard_negatives=path), 1, 1)[-1]
+    other = mined(tmp_path / "7.parquet", neighbours=[["00000.tar/000001"]] * 48)
+    with pytest.raises(SettingsError, match=r"data.hard_negatives: .* -> "):
+        drawn_keys(indexed(shards, hard_negatives=other), 1, 1, state)
+    assert data(shards).hard_negatives is None

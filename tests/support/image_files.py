@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 
 def smooth(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -24,6 +24,19 @@ def save(picture: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     out = io.BytesIO()
     picture.save(out, kind, **options)
     return out.getvalue()
+
+
+def turning(orientation: int) -> bytes:
+    """EXIF with an orientation."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    return exif.tobytes()
+
+
+def turned(picture: Image.Image, orientation: int) -> Image.Image:
+    """The picture as a camera stores it that was held so: turned by its EXIF, it is upright."""
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}.get(orientation)
+    return picture if undo is None else picture.transpose(Image.Transpose(undo))
 
 
 def decibels(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
@@ -82,13 +95,13 @@ def tiff(
 
 
 def png(values: np.ndarray[Any, Any], bits: int, clear: bytes = b"") -> bytes:
-    """A PNG of grey or RGB values [height, width, 1 or 3], with the chunk tRNS `clear`."""
+    """A PNG of grey or RGB values [height, width, 1 or 3], or 2 or 4 with alpha, with the chunk tRNS `clear`."""
     height, width, channels = values.shape
     rows = []
     for row in values:
         digits = np.unpackbits(row.astype(">u2").reshape(-1, 1).view(np.uint8), axis=1)[:, 16 - bits :]
         rows.append(np.packbits(digits).tobytes())
-    header = struct.pack(">IIBBBBB", width, height, bits, 0 if channels == 1 else 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, bits, (0, 4, 2, 6)[channels - 1], 0, 0, 0)
     body = zlib.compress(b"".join(b"\0" + row for row in rows))
     chunks = ((b"IHDR", header), *([(b"tRNS", clear)] if clear else []), (b"IDAT", body), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(

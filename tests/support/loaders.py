@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,10 +58,11 @@ def data(shards: Any, **changes: Any) -> DataSettings:
 
 
 def loader(
-    settings: DataSettings, rank: int = 0, size: int = 1, start: DataState | None = None, device: str = "cpu"
-) -> Loader:
+    settings: DataSettings, rank: int = 0, size: int = 1, start: DataState | None = None, device: str = "cpu",
+    **inputs: Any,
+) -> Loader:  # fmt: skip
     world = World(rank=rank, size=size, device=device)
-    made = training_loader(settings, INPUTS, world=world, seed=3, start=start)
+    made = training_loader(settings, replace(INPUTS, **inputs), world=world, seed=3, start=start)
     OPEN.add(made)
     return made
 
@@ -94,10 +96,13 @@ def digests(settings: DataSettings, ranks: int, steps: int, start: DataState | N
             one.close()
 
 
-def drawn_keys(settings: DataSettings, ranks: int, steps: int, start: list[DataState] | None = None) -> list[Any]:
+def drawn_keys(
+    settings: DataSettings, ranks: int, steps: int, start: list[DataState] | None = None, **inputs: Any
+) -> list[Any]:
     """The global batches of some steps, as digests and numbers of samples, and last the ranks' positions."""
     loaders = [
-        loader(settings, rank, ranks, None if start is None else DataState.merge(start)) for rank in range(ranks)
+        loader(settings, rank, ranks, None if start is None else DataState.merge(start), **inputs)
+        for rank in range(ranks)
     ]
     found: list[Any] = []
     for _ in range(steps):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import simplejpeg
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 
 import clipstream
 from clipstream.data.batch import ImageSpec
@@ -33,7 +33,7 @@ from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings
 from clipstream.errors import Dropped
-from tests.support.image_files import bomb, decibels, png, save, smooth, tiff
+from tests.support.image_files import bomb, decibels, png, save, smooth, tiff, turned, turning
 
 WHITE = (255, 255, 255)
 HALVES = np.zeros((40, 60, 3), np.uint8) + np.array([200, 40, 10], np.uint8)
@@ -54,22 +54,14 @@ def pixels(data: bytes, upright: bool = False) -> np.ndarray[Any, Any]:
     return found
 
 
-def exif(orientation: int) -> bytes:
-    made = Image.Exif()
-    made[ExifTags.Base.Orientation] = orientation
-    return made.tobytes()
-
-
 def encoded(kind: str, orientation: int = 1) -> bytes:
     """The file of a picture that upright has the pixels HALVES, nearly."""
     if kind in EXTRAS:
         module = importlib.import_module(EXTRAS[kind])
         getattr(module, "register_heif_opener", lambda: None)()
-    undo = {1: None, 2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}[orientation]
-    picture = Image.fromarray(HALVES)
-    picture = picture if undo is None else picture.transpose(Image.Transpose(undo))
+    picture = turned(Image.fromarray(HALVES), orientation)
     options = {"WEBP": {"lossless": True}, "HEIF": {"quality": 95}, "JXL": {"quality": 98}}.get(kind, {})
-    return save(picture, kind, **options, **({} if orientation == 1 else {"exif": exif(orientation)}))
+    return save(picture, kind, **options, **({} if orientation == 1 else {"exif": turning(orientation)}))
 
 
 EXTRAS = {"HEIF": "pillow_heif", "JXL": "pillow_jxl"}
@@ -116,7 +108,7 @@ def test_orientation_is_applied_once(kind: str, orientation: int) -> None:
 def test_a_jpeg_in_jpeg_xl_is_turned_by_its_exif_and_other_jpeg_xl_is_not() -> None:
     """libjxl has turned other pixels already (ISO 18181-2: EXIF's orientation is ignored); pillow-jxl-plugin 1.3."""
     pytest.importorskip("pillow_jxl")
-    assert decibels(pixels(save(Image.fromarray(HALVES), "JXL", quality=98, exif=exif(6)), True), HALVES) > 30
+    assert decibels(pixels(save(Image.fromarray(HALVES), "JXL", quality=98, exif=turning(6)), True), HALVES) > 30
 
 
 def with_frame(marker: int, bits: int, factors: list[int]) -> bytes:
@@ -157,11 +149,15 @@ def test_simplejpeg_is_given_usual_jpegs_only(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_header_of_a_jpeg_is_found_as_libjpeg_finds_it() -> None:
-    plain, tagged = (save(Image.fromarray(smooth(32, 24)), "JPEG", **options) for options in ({}, {"exif": exif(6)}))
-    for data, has in ((plain, False), (tagged, True)):
-        for between in (b"", b"\xff\xff\xff", b"garbage", b"\0", b"\xff\x01", b"\xff\xfe\0\x06\xff\xc3\xff\xda"):
-            found = jpeg_header(data[:2] + between + data[2:])
-            assert found.is_plain and found.exif == has
+    plain, tagged = (save(Image.fromarray(smooth(32, 24)), "JPEG", **options) for options in ({}, {"exif": turning(6)}))
+    profiles = 3 * (b"\xff\xe2" + (60_000).to_bytes(2, "big") + bytes(59_998))
+    right, odd = (b"", b"\xff\xff\xff", profiles), (b"garbage", b"\0", b"\xff\x01", b"\xff\xfe\0\x06\xff\xc3\xff\xda")
+    for (data, orientation), between in itertools.product(((plain, 1), (tagged, 6)), (*right, *odd)):
+        found = jpeg_header(whole := data[:2] + between + data[2:])
+        assert found.is_plain and found.exif == (orientation == 6)
+        assert between in odd or read_header(whole, upright=True).orientation == orientation
+    segment = tagged[tagged.index(b"\xff\xe1") : tagged.index(b"\xff\xdb")]
+    assert read_header(plain + segment, upright=True).orientation == 1, "behind the image is none"
     for cut in range(len(plain)):
         assert jpeg_header(plain[:cut]).marker in (0, 0xC0)
 

@@ -7,14 +7,22 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipstream.checkpoint.state import CheckpointMeta
+from clipstream.config.plan import with_lanes
+from clipstream.config.settings import load, read
+from clipstream.config.validate import validate_run
+from clipstream.data.order import default_lanes
 from clipstream.data.order.lanes import Cursor, DataState, LaneSlots, LaneState, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import SampleRNG, SampleRNGs, mix, permutation
 from clipstream.data.order.windows import SourceOrder
+from clipstream.distributed.world import World
+from clipstream.errors import SettingsError
 from clipstream.training.state import TrainState
+from tests.support.settings_files import planned
 
 
 @given(st.integers(1, 12), st.integers(12, 400), st.lists(st.integers(1, 2000), min_size=1))
@@ -129,3 +137,50 @@ def test_the_positions_of_ranks_are_merged() -> None:
     parts = [DataState(5, 4, {}, 0, 0, {lane: LaneState(lane, [])}) for lane in (2, 1)]
     merged = DataState.merge(parts)
     assert (merged.step, merged.lanes_total, list(merged.lanes)) == (5, 4, [1, 2])
+
+
+def test_the_number_of_lanes_follows_the_batch_alone() -> None:
+    argv = ["--train-data=a.tar", "--name=x", "--steps=1"]
+    for ranks, batch, lanes in [(1, 512, 192), (4, 512, 192), (192, 512, 192), (1024, 16384, 3072)]:
+        given = load([*argv, f"--workers={ranks % 5}", f"--data.global-batch-size={batch}"], ranks=ranks)
+        assert planned(given, ranks).data.lanes == lanes
+    schedule = "--batch-size=64 --data.batch-schedule=[[3,20],[9,80]]"  # no lane is without a sample
+    assert [with_lanes(load(flags.split(), ranks=1).data).lanes for flags in ("--batch-size=10", schedule)] == [10, 20]
+    batches = {7: 7, 191: 191, 512: 192, 2047: 192, 2048: 384, 4096: 768, 16_384: 3072, 10**6: 3072}
+    assert {batch: default_lanes(batch) for batch in batches} == batches
+    with pytest.raises(SettingsError, match=r"data.lanes: .*512 cannot be divided among 193 ranks: set 193 or a mult"):
+        validate_run(read([*argv, "--data.global-batch-size=512"], ranks=193), World(size=193))
+
+
+@pytest.mark.parametrize(("batch", "limit"), [(64, 1.5), (512, 4.7), (4096, 2.2), (16_384, 1.4)])
+def test_batches_mix_shards(batch: int, limit: float) -> None:
+    """Pairs of samples from one shard in the first batches of the default order, over those of independent draws."""
+    size, lanes, shards = 10_000, default_lanes(batch), 1000
+    pairs = 0
+    for seed in range(3):
+        order = SourceOrder(seed, 0, shards, lanes, "resampled", None, 2000)
+        found: Counter[int] = Counter()
+        for lane in range(lanes):
+            group = order.group(lane, 0)
+            places = order.samples(lane, 0, 0, order.sizes(lane, 0, [size] * len(group)))
+            found.update(group[place] for place in places[: (lane + 1) * batch // lanes - lane * batch // lanes, 0])
+        pairs += sum(count * (count - 1) // 2 for count in found.values())
+    assert pairs / 3 / (batch * (batch - 1) / 2 / shards) < limit
+
+
+@pytest.mark.parametrize(
+    ("shards", "lanes", "split"), [(3, 24, False), (100, 24, False), (3, 24, True), (50, 12, True)]
+)
+def test_a_pass_gives_every_sample_once_also_where_lanes_share_shards(shards: int, lanes: int, split: bool) -> None:
+    order = SourceOrder(5, 0, shards, lanes, "epoch", None, 7, split)
+    sizes = [13 + shard for shard in range(shards)]
+    for number in range(3):
+        found: Counter[tuple[int, int]] = Counter()
+        for lane in range(lanes):
+            groups = order.groups_per_pass(lane)
+            for group in range(number * groups, (number + 1) * groups):
+                held = order.group(lane, group)
+                parts = order.sizes(lane, group, [sizes[shard] for shard in held])
+                for window in range(order.windows(parts)):
+                    found.update((held[place], n) for place, n in order.samples(lane, group, window, parts).tolist())
+        assert found == Counter((shard, n) for shard in range(shards) for n in range(sizes[shard]))

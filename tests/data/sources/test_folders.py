@@ -107,20 +107,6 @@ def test_the_length_of_an_epoch_is_taken_from_the_data_or_summed_over_the_named_
     assert Source(SourceSettings(shards=f"{tmp_path}/00000.tar")).summary() == "1 shard, 3 samples"
 
 
-def test_flags_of_imagenet(tmp_path: Path) -> None:
-    flags = [f"--imagenet-val={tmp_path}", f"--imagenet-v2={tmp_path}", "--zeroshot-frequency=2"]
-    settings = load([*flags, "--train-num-samples=100", "--train-data=a.tar", "--steps=5"])
-    for name in ("imagenet", "imagenet_v2"):
-        one = settings.evals[name]
-        assert one.type == "zero_shot" and one.every_epochs == 2
-        assert one.data is not None and one.data.shards == f"imagenet:{tmp_path}"
-    idle = read(["--zeroshot-frequency=1", "--val-frequency=1"])
-    assert not idle.settings.evals
-    assert [line.partition(" without ")[0] for line in idle.places.notices] == [
-        f"--{name}-frequency: has no effect" for name in ("val", "zeroshot")
-    ]
-
-
 def key_of(source: SourceSettings | None) -> str:
     assert source is not None
     return str(source.caption.model_dump()["key"])
