@@ -37,8 +37,8 @@ from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.ring import Ring
 from clipstream.losses.settings import ClipLossSettings
 from clipstream.models.execution.compile import Parts
+from clipstream.models.precision import prepare
 from clipstream.models.towers import Towers
-from clipstream.training.precision import prepare
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 

@@ -33,10 +33,10 @@ from clipstream.data.sources import expand, open_sources
 from clipstream.features.manifest import CHUNK_ROWS, Manifest, PartInfo, ShardInfo, SourceInfo, encode_rows
 from clipstream.features.writer import StoreWriter
 from clipstream.models.build import build_towers
+from clipstream.models.precision import autocast, prepare
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
 from clipstream.precompute.run import ChunkComputer, Pass
-from clipstream.training.precision import autocast, prepare
 
 DTYPE = "float16"
 Encode = Callable[[torch.Tensor], torch.Tensor]

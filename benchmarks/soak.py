@@ -24,8 +24,9 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings
-from clipstream.training.precision import prepare
-from clipstream.training.settings import Precision, TrainSettings
+from clipstream.models.precision import prepare
+from clipstream.models.settings import Precision
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import TrainStep
 
 Row = tuple[str, str, int, float, float]  # precision, texts, step, MiB, CPU seconds

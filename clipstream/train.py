@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from clipstream.checkpoint import store
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.resume import Resumed, find, load_into
+from clipstream.checkpoint.resume import agree as agree_checkpoint
 from clipstream.checkpoint.state import CheckpointMeta, Tensors
 from clipstream.config.entry import make_callable
 from clipstream.config.plan import Plan, Survey, agree, draft, plan, with_value
@@ -45,7 +46,7 @@ from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.pipeline import training_loader
-from clipstream.distributed.launch import FailureWatch
+from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.run_record import require_same, software
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
@@ -61,6 +62,7 @@ from clipstream.models.execution.batch_features import NAME, Teacher
 from clipstream.models.execution.flops import Throughput, build_throughput
 from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import ADAPTER, AVERAGED_ADAPTER, AVERAGED_FILE
+from clipstream.models.precision import autocast, check_device, prepare, prepare_towers, resolve_precision
 from clipstream.models.towers import Towers
 from clipstream.report.html_report import REPORT_FILE
 from clipstream.report.outputs import Ending, Outputs
@@ -71,19 +73,10 @@ from clipstream.storage.shard_url import redact
 from clipstream.text import counted
 from clipstream.training.optim import rate_change
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
-from clipstream.training.precision import (
-    autocast,
-    check_device,
-    prepare,
-    prepare_towers,
-    resolve_precision,
-    same_randomness,
-    seed_all,
-)
-from clipstream.training.precision_audit import audit_run
+from clipstream.training.precision_audit import Audit, audit_step, log_audit, synthetic_batch
 from clipstream.training.rescue import Rescue
 from clipstream.training.settings import EarlyStop
-from clipstream.training.state import TrainState
+from clipstream.training.state import TrainState, same_randomness, seed_all
 from clipstream.training.step import TrainStep, fit_memory
 from clipstream.training.stored_features import check_stores, remove_towers, teacher_scales, with_stores
 from clipstream.training.trainer import Hooks, Length, Rollback, Trainer
@@ -132,7 +125,9 @@ def recipe(run: Run) -> None:
 
     # Model; features may come from stores, in the place of towers or of teachers.
     if settings.log.audit_precision:
-        audit(run, resumed)
+        found = audit(run.plan, world, resumed)
+        if world.is_main:
+            log_audit(found, run.folder)
     loading.show(f"loading the model {settings.model.name}")
     model = build_model(run.plan, world)
     arithmetic, peak = settings.train.arithmetic, settings.log.peak_tflops
@@ -194,13 +189,30 @@ def train_rank(found: Survey, world: World, watch: FailureWatch) -> Path:
         raise ClipstreamError(text) from error
 
 
-def audit(run: Run, resumed: Resumed) -> None:
-    """Audit the precision of a step, on a model of its own: the run trains as without an audit."""
-    model = build_model(run.plan, run.world)
-    batch = first_batch(run.plan, run.world, model, resumed.state)
-    step = build_step(run.settings, run.world, model)
+def audit_rank(found: Survey, world: World, checkpoints: Path | None) -> Audit:
+    """`audit` with the weights of the newest checkpoint in a folder, or with initial ones. Collective."""
+    settings, last = found.settings, None
+    if checkpoints is not None:
+        last = agree_checkpoint(lambda: store.newest(checkpoints), world, checkpoints)
+    resumed = Resumed(last, None).with_meta(settings.train, settings.data, world)
+    return audit(build_plan(agree(found, world), world, resumed.state), world, resumed)
+
+
+def audit(plan: Plan, world: World, resumed: Resumed) -> Audit:
+    """Audit the precision of a step, on a model of its own: a run trains as without an audit. Collective.
+
+    The batch is the next one of the data; without data, a synthetic one.
+    """
+    settings, model = plan.settings, build_model(plan, world)
+    if settings.data.sources:
+        with build_loader(plan, world, model, resumed.state) as loader:
+            batch = next(loader).clone()
+    else:
+        inputs = own_inputs(settings, model)
+        batch = synthetic_batch(settings.data.global_batch_size, settings.run.seed, world, inputs)
+    step = build_step(settings, world, model)
     step.unlock(0 if resumed.checkpoint is None else load_into(step, resumed.checkpoint, resumed.state).step)
-    audit_run(run.folder, step, batch)
+    return audit_step(step, batch)
 
 
 def build_plan(found: Survey, world: World, state: TrainState | None = None) -> Plan:
@@ -220,12 +232,6 @@ def build_plan(found: Survey, world: World, state: TrainState | None = None) -> 
         settings = with_value(settings, "train.precision", resolve_precision(saved, world))
     data, stored = with_stores(settings.data, world) if settings.data.sources else (settings.data, None)
     return replace(made, settings=with_value(settings, "data", data), stored=stored)
-
-
-def first_batch(plan: Plan, world: World, model: Model, state: TrainState | None) -> Batch:
-    """This rank's batch at the position of `state`. Collective."""
-    with build_loader(plan, world, model, state) as loader:
-        return next(loader).clone()
 
 
 def build_model(plan: Plan, world: World) -> Model:

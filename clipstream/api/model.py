@@ -32,11 +32,10 @@ from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import Weights
 from clipstream.evals.statistics import metrics_of
 from clipstream.evals.zero_shot import text_classifier
+from clipstream.models.precision import autocast
 from clipstream.models.pretrained import preflight
-from clipstream.models.settings import ModelSettings
+from clipstream.models.settings import ModelSettings, Precision
 from clipstream.models.towers import Towers
-from clipstream.training.precision import autocast
-from clipstream.training.settings import Precision
 from clipstream.utils.logs import on_terminal
 from clipstream.utils.torch_state import restore_matmul_precision
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from clipstream.checkpoint import store
 from clipstream.config.settings import Config, Overrides, Settings, load, settings_from
 from clipstream.config.validate import prepare_run
-from clipstream.distributed.launch import FailureWatch, run_embedded
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.launch import run_embedded
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, Stopped, wrong_type
 from clipstream.report.html_report import REPORT_FILE, read_run, render, write_page

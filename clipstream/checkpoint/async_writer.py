@@ -48,9 +48,8 @@ from clipstream.models.towers import Towers
 from clipstream.text import lines
 from clipstream.training.optimizer_state import groups_to_json
 from clipstream.training.parallel import full_tensor, reshard
-from clipstream.training.precision import RandomState, random_state
 from clipstream.training.settings import CheckpointSettings, EvalRecord
-from clipstream.training.state import TrainState
+from clipstream.training.state import RandomState, TrainState, random_state
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 

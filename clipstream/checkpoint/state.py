@@ -37,8 +37,7 @@ from clipstream.models.weights import check_finite, named_tensors, of_clip, plai
 from clipstream.text import shortened
 from clipstream.training.optimizer_state import groups_from_json
 from clipstream.training.parallel import shard_like
-from clipstream.training.precision import RandomState, set_random_state
-from clipstream.training.state import TrainState
+from clipstream.training.state import RandomState, TrainState, set_random_state
 from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import tensors_header
 from clipstream.utils.section import OBJECTS, Count, parse_as

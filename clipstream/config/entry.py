@@ -28,7 +28,7 @@ from clipstream.config.flags import Own, read_own, usage
 from clipstream.config.help import help_text
 from clipstream.config.plan import choose_by_size, survey
 from clipstream.config.settings import Settings, Written, load, non_defaults, read, secrets
-from clipstream.distributed.launch import tell_once
+from clipstream.distributed.failure import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
 from clipstream.errors import (

@@ -142,24 +142,17 @@ class Labelling:
                 "Set the evaluator's classes to the names of the labels, in the order of their numbers"
             )
 
-    @property
-    def target(self) -> CaptionExtractor:
-        """Extracts the label or labels of a sample."""
-        from clipstream.data.decode.labels import LabelField, LabelsField  # imports numpy
-
-        return LabelField(self.label) if self.labels == "one" else LabelsField(self.label)
-
-    @property
-    def encoder(self) -> Tokenizer:
-        """Turns them into class numbers [n, 1], or 0 and 1 per class [n, C]."""
-        from clipstream.data.decode.labels import LabelEncoder, LabelsEncoder  # imports numpy
-
-        if self.labels != "one":
-            return LabelsEncoder(self.named, multi_hot=self.labels == "multi_hot")
-        return LabelEncoder(self.classes)
-
     def batches(
         self, context: EvalContext, source: SourceSettings, batch_size: int, key: str = "data"
     ) -> Iterator[Batch]:
-        """See `EvalContext.batches`; `ids` are the output of `encoder`."""
-        return context.batches(source, batch_size, target=self.target, tokenizer=self.encoder, key=key)
+        """See `EvalContext.batches`; `ids` are class numbers [n, 1], or 0 and 1 per class [n, C]."""
+        from clipstream.data.decode import labels  # imports numpy
+
+        target: CaptionExtractor = labels.LabelField(self.label)
+        tokenizer: Tokenizer
+        if self.labels == "one":
+            tokenizer = labels.LabelEncoder(self.classes)
+        else:
+            target = labels.LabelsField(self.label)
+            tokenizer = labels.LabelsEncoder(self.named, multi_hot=self.labels == "multi_hot")
+        return context.batches(source, batch_size, target=target, tokenizer=tokenizer, key=key)

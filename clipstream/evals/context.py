@@ -34,12 +34,12 @@ from clipstream.errors import DataError, Interrupted, Stopped
 from clipstream.losses.contrastive import ContrastiveLoss, build_loss
 from clipstream.losses.settings import LossSettings
 from clipstream.models.build import build_towers
-from clipstream.models.settings import ModelSettings
+from clipstream.models.precision import autocast, check_device, prepare_towers, resolve_precision
+from clipstream.models.settings import ModelSettings, Precision
 from clipstream.models.towers import Features, Towers
 from clipstream.storage.shard_url import redact
 from clipstream.text import Lines
-from clipstream.training.precision import autocast, check_device, prepare_towers, resolve_precision
-from clipstream.training.settings import Precision, TrainSettings
+from clipstream.training.settings import TrainSettings
 
 PROMPTS = 256  # encoded at once
 AT_ONCE = 1 << 18  # elements summed at once: fits a CPU's cache, which is five times as fast

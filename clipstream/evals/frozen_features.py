@@ -15,8 +15,8 @@ from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.evals.classes import Labelling
 from clipstream.evals.context import EvalContext
+from clipstream.evals.metrics import accuracies
 from clipstream.evals.settings import FrozenSettings, LinearProbeSettings, NeighboursSettings, source_of
-from clipstream.evals.statistics import accuracies
 from clipstream.utils.logs import logger
 
 BLOCK = 4096  # training images compared at once, over all ranks

@@ -1,4 +1,6 @@
-"""Ranks of right answers among many scores, and mean average precision; features and labels enter.
+"""The metrics: ranks of right answers among many scores, accuracies, and mean average precision.
+
+Features and labels, or counts by class, enter.
 
 Scores are float64 products of float32 features, computed in tiles: memory holds one tile at a time. Ties receive their
 expected rank: with `ahead` better answers and `level` equal ones, `right` of them right, a hit within the first k
@@ -9,6 +11,7 @@ they equal those of CLIP_benchmark and open_clip.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -82,6 +85,25 @@ def stand(queries: torch.Tensor, answers: torch.Tensor, own: torch.Tensor) -> tu
         ahead += (gap > TIE).sum(dim=1)
         level += (gap.abs() <= TIE).sum(dim=1)
     return ahead, level
+
+
+def accuracies(tally: torch.Tensor) -> Iterator[tuple[str, float]]:
+    """Accuracy metrics of a data set with one label per image, from sums per class.
+
+    Args:
+        tally: float64 [C, 3]: top1, top5 and n; at least one image.
+
+    Yields:
+        top1, top5, mean_per_class_recall (over the classes in the data), n and chance.
+    """
+    top1, top5, n = tally.cpu().unbind(dim=1)
+    total = int(n.sum())
+    present = n > 0
+    yield "top1", float(top1.sum()) / total
+    yield "top5", float(top5.sum()) / total
+    yield "mean_per_class_recall", float((top1[present] / n[present]).mean())
+    yield "n", total
+    yield "chance", 1 / len(n)
 
 
 class EqualCaptions(NamedTuple):

@@ -39,7 +39,7 @@ from clipstream.evals.statistics import metrics_of
 from clipstream.evals.zero_shot import ZeroShot
 from clipstream.storage.shard_url import redact_tree
 from clipstream.text import Lines, lines, message
-from clipstream.training.precision import same_randomness
+from clipstream.training.state import same_randomness
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import make_part

@@ -1,6 +1,6 @@
 """What the metrics of an evaluation mean: shares with their 95% interval and chance level, main and minor metrics.
 
-Counts by class, and the record of an evaluation as in metrics.jsonl enter; numbers and texts leave. `differences` says
+The record of an evaluation as in metrics.jsonl enters; numbers and texts leave. `differences` says
 whether two evaluations may be compared: they need the same test set and settings. Imports no torch.
 """
 
@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clipstream.text import percent
-
-if TYPE_CHECKING:
-    import torch
 
 Record = Mapping[str, Any]
 ABOUT = ("step", "eval", "error")  # keys of a record that are no metrics
@@ -25,25 +22,6 @@ PIXELS = ("transform", "background", "orientation")  # settings of a source that
 # Oldest first, the last one by evaluator, step, whether `clipstream evaluate` made it, and whether it failed.
 Evaluations = dict[tuple[str, int, bool, bool], Record]
 _SHARE = re.compile(r"chance|(?:chance_)?(?:top\d+|(?:\w+_)?R@\d+|mAP|mean|mean_per_class_recall|(?:\w+_)?accuracy)")
-
-
-def accuracies(tally: torch.Tensor) -> Iterator[tuple[str, float]]:
-    """Accuracy metrics of a data set with one label per image, from sums per class.
-
-    Args:
-        tally: float64 [C, 3]: top1, top5 and n; at least one image.
-
-    Yields:
-        top1, top5, mean_per_class_recall (over the classes in the data), n and chance.
-    """
-    top1, top5, n = tally.cpu().unbind(dim=1)
-    total = int(n.sum())
-    present = n > 0
-    yield "top1", float(top1.sum()) / total
-    yield "top5", float(top5.sum()) / total
-    yield "mean_per_class_recall", float((top1[present] / n[present]).mean())
-    yield "n", total
-    yield "chance", 1 / len(n)
 
 
 def metrics_of(record: Record) -> dict[str, Any]:

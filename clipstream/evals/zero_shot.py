@@ -16,9 +16,8 @@ from clipstream.data.decode.class_names import Template, prompt_templates
 from clipstream.evals.classes import Labelling, template_spec
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import Kept, Matches, show_classes, show_confusions
-from clipstream.evals.metrics import mean_average_precision, place
+from clipstream.evals.metrics import accuracies, mean_average_precision, place
 from clipstream.evals.settings import ZeroShotSettings, source_of
-from clipstream.evals.statistics import accuracies
 
 PROMPTS_AT_ONCE = 8192  # over all ranks
 

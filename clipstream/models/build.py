@@ -21,9 +21,8 @@ from torch.func import functional_call
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.checkpointing import checkpoint_blocks
-from clipstream.models.execution.gpu_layers import suit_gpus
 from clipstream.models.execution.text_buckets import TextBuckets
-from clipstream.models.layers import ChannelsLast
+from clipstream.models.layers import ChannelsLast, suit_gpus
 from clipstream.models.model_config import Config, ModelConfig
 from clipstream.models.pretrained import ModelFiles, TokenizerChoice, fetch, resolve_loss, timm_entry
 from clipstream.models.settings import NO_PATCHES, TOWERS, ModelSettings

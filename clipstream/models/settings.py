@@ -12,6 +12,7 @@ from clipstream.utils.section import GIVEN, SET, Conflict, Is, ModelText, PathTe
 
 Tower = Literal["image", "text"]
 TOWERS: tuple[Tower, ...] = ("image", "text")
+Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 FrozenPrecision = Literal["fp32", "bf16", "fp16"]
 Level = Annotated[float, Field(ge=0, le=1)]
 Deviation = Annotated[float, Field(gt=0, le=1)]

@@ -43,7 +43,7 @@ from clipstream.data.pipeline import SampleBatches
 from clipstream.data.settings import TokenizerSettings
 from clipstream.data.source_settings import JsonCaption
 from clipstream.data.sources import Source
-from clipstream.distributed.launch import FailureWatch
+from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.signals import StopSignals
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, DataError, Interrupted, SettingsError, Stopped, errors_as
@@ -65,14 +65,13 @@ from clipstream.features.writer import Chunk, StoreWriter, Texts
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.build import build_towers
 from clipstream.models.model_config import WEIGHT_FILES
-from clipstream.models.settings import TOWERS, ModelSettings
+from clipstream.models.precision import autocast, check_device, prepare, resolve_precision
+from clipstream.models.settings import TOWERS, ModelSettings, Precision
 from clipstream.models.towers import Towers
 from clipstream.models.weights import read_weights, weights_digest
 from clipstream.precompute import StoreOptions
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted, duration, listed_lines, printable
-from clipstream.training.precision import autocast, check_device, prepare, resolve_precision
-from clipstream.training.settings import Precision
 from clipstream.training.stored_features import image_fingerprint, text_fingerprint, tower_state
 from clipstream.utils import atomic_write
 from clipstream.utils.console import ProgressBar

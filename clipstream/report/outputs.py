@@ -22,6 +22,7 @@ from clipstream.data.decode.tokenizers import Tokenizer, mark_cut, readable
 from clipstream.distributed.run_record import command_line, end_record, start_record
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
+from clipstream.evals.context import Example
 from clipstream.report.eval_results import TABLE_FILE, EvaluationTable, add
 from clipstream.report.html_report import REPORT_FILE, Report
 from clipstream.report.settings import LogSettings, SinkSettings, TrackioSettings, WandbSettings
@@ -53,7 +54,7 @@ from clipstream.utils.section import make_part
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
-    from clipstream.evals.context import Example, Table
+    from clipstream.evals.context import Table
 
 SINK_METHODS = ("write", "show", "status", "close")
 TENSORBOARD_FOLDER = "tensorboard"
@@ -299,8 +300,6 @@ class Outputs(SinkGroup):
     def show_batch(self, step: int, batch: Batch, tokenizer: Tokenizer) -> None:
         """Show the first samples of a training batch as the model sees them."""
         if self.sinks and self._examples and batch.pixels is not None:
-            from clipstream.evals.context import Example
-
             rows = batch.weights.nonzero().flatten().tolist()[: self._examples]  # without padding
             if batch.captions is not None:
                 texts = [mark_cut(tokenizer, batch.captions[i]) for i in rows]

@@ -44,9 +44,10 @@ from clipstream.data.batch import Batch, Lengths, flat_lengths
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.tiled import peak_bytes
+from clipstream.models.precision import autocast
+from clipstream.models.settings import Precision
 from clipstream.training.parallel import is_sharded, no_sync, sums_gradients
-from clipstream.training.precision import autocast, same_randomness, set_torch_state, torch_state
-from clipstream.training.settings import Precision
+from clipstream.training.state import same_randomness, set_torch_state, torch_state
 from clipstream.utils.logs import logger
 from clipstream.utils.timing import BACKWARD, COMMUNICATION, FORWARD, LOSS, begin_when_backward_ends, time_part
 

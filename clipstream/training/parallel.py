@@ -42,8 +42,9 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.frozen import ids_of_own
 from clipstream.models.layers import batch_norms, blocks
-from clipstream.training.precision import same_randomness
-from clipstream.training.settings import FP16_SHARDS, SHARDED_NORMS, Precision, TrainSettings
+from clipstream.models.settings import Precision
+from clipstream.training.settings import FP16_SHARDS, SHARDED_NORMS, TrainSettings
+from clipstream.training.state import same_randomness
 
 # torch 2.13 renamed the argument.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters

@@ -30,7 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from clipstream.data.batch import Batch
+from clipstream.data.batch import Batch, ImageSpec
+from clipstream.data.loader.recipe import ModelInputs
+from clipstream.distributed.world import World
 from clipstream.models.execution.compile import eagerly
 from clipstream.text import counted, milliseconds, percent
 from clipstream.training.parallel import local_tensor
@@ -44,6 +46,7 @@ Severity = Literal["error", "warning", "cost"]
 Phase = Literal["forward", "teacher", "loss", "backward", "optimizer", "step"]
 
 MOST_STEPS = 24  # of fp16, whose loss scale falls by half until no gradient overflows
+LENGTHS = (3, 21)  # words of a synthetic text: at least, and one more than at most
 ROWS = 12  # of the table of costs
 OFF_TERMINAL = 120  # columns where there is no terminal
 NUMBERS = ("times", "time", "bytes", "share", "zero", "underflow", "subnormal", "overflow")  # columns of tables
@@ -348,14 +351,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def audit_run(folder: Path, step: TrainStep, batch: Batch) -> None:
-    """Audit a step of a run; the result goes to the run's folder and log. Collective.
-
-    Errors are a warning in the log: the run continues.
-    """
-    result = audit_step(step, batch)
-    if not step.world.is_main:
-        return
+def log_audit(result: Audit, folder: Path) -> None:
+    """Put the audit of a run into its log and folder; errors are a warning in the log, as the run continues."""
     out, path = io.StringIO(), folder / AUDIT_FILE
     result.show(Console(file=out, width=OFF_TERMINAL, highlight=False, emoji=False))
     announce(out.getvalue().rstrip())
@@ -365,6 +362,26 @@ def audit_run(folder: Path, step: TrainStep, batch: Batch) -> None:
         result.write(path)
     except OSError as error:
         logger.warning(f"{path} could not be written: {error.strerror}")
+
+
+def synthetic_batch(size: int, seed: int, world: World, inputs: ModelInputs) -> Batch:
+    """This rank's part of a batch of `size` random images, and of texts of 3 to 20 words."""
+    start, stop = (size * rank // world.size for rank in (world.rank, world.rank + 1))
+    draw = torch.Generator().manual_seed(seed * 1000 + world.rank)
+    texts = [" ".join(["word"] * int(n)) for n in torch.randint(*LENGTHS, (stop - start,), generator=draw)]
+
+    def pixels(like: ImageSpec) -> torch.Tensor:
+        return torch.randint(0, 256, (stop - start, 3, *like.size), dtype=torch.uint8, generator=draw)
+
+    ids = torch.from_numpy(inputs.tokenizer.encode(texts)).int()
+    others: dict[str, torch.Tensor] = {}
+    if inputs.teacher_image is not None:
+        others["teacher_pixels"] = pixels(inputs.teacher_image)
+    if inputs.teacher_tokenizer is not None:
+        others["teacher_ids"] = torch.from_numpy(inputs.teacher_tokenizer.encode(texts)).int()
+    keys = tuple(f"synthetic/{number}" for number in range(start, stop))
+    one = torch.ones(stop - start)
+    return Batch(pixels(inputs.image), ids, one, keys, torch.zeros_like(one, dtype=torch.uint8), 0, size, **others)  # type: ignore[arg-type]
 
 
 def audit_step(step: TrainStep, batch: Batch) -> Audit:

@@ -38,13 +38,11 @@ from torch.distributed.tensor import DTensor
 
 from clipstream.data.loader.health import merge_counts
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
-from clipstream.distributed.cause import Cause
-from clipstream.distributed.launch import FailureWatch
+from clipstream.distributed.failure import Cause, FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, Stopped
 from clipstream.training.parallel import local_tensor
-from clipstream.training.precision import RandomState, random_state, same_randomness, seed_all
-from clipstream.training.state import SourceCounts, TrainState
+from clipstream.training.state import RandomState, SourceCounts, TrainState, random_state, same_randomness, seed_all
 from clipstream.training.step import TrainStep
 
 REMEMBERED = 3  # steps: on a GPU two may be unfinished

@@ -15,10 +15,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from clipstream.errors import SettingsError, did_you_mean
-from clipstream.models.settings import CUDA_GRAPHS, NOTHING_COMPILED
+from clipstream.models.settings import CUDA_GRAPHS, NOTHING_COMPILED, Precision
 from clipstream.utils.section import GIVEN, SET, UNSET, Conflict, Is, PathText, Section, other_than
 
-Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp64"]
 # true and false: YAML's reading of `on` and `off`
 Compiled = Annotated[
     Literal["off", "blocks", "towers", "step"],

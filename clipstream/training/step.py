@@ -11,10 +11,6 @@ the norm is not, the factor was too large: the step changes no weight, lowers th
 **The host does not wait for the device** in a step: a flag on the device, torch's `found_inf`, decides whether it is
 skipped, and `TrainStep.start` returns before the step's figures are there. Optimizers that do not take the flag are the
 exception: all but torch's fused ones, and any in the first step of a parameter. For these the host reads it, once.
-
-**Averages.** After each step that changed the weights, average += (1 - d) (weight - average), with decay d. With a
-warm-up, update t (from 1) has d = min(decay, 1 - t^(-2/3)), so that the first steps are soon forgotten; this is timm's
-ModelEmaV3 with `use_warmup` (timm/utils/model_ema.py, gamma 1, power 2/3).
 """
 
 from __future__ import annotations
@@ -27,24 +23,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
-from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import ContrastiveLoss, warn_of_dominance
 from clipstream.models.execution.batch_features import FeatureCache, caches_of
 from clipstream.models.execution.checkpointing import fit_budgets
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
-from clipstream.models.weights import check_finite
+from clipstream.models.precision import autocast
 from clipstream.storage.shard_cache import cache_root
+from clipstream.training.ema import WeightAverages
 from clipstream.training.gradcache import AutoMicroBatch, GradCache
 from clipstream.training.parallel import (
     FullTowers,
@@ -52,13 +45,11 @@ from clipstream.training.parallel import (
     finish_gradients,
     local_tensor,
     reshard,
-    shard_like,
     warm_up_buckets,
     wrap,
 )
-from clipstream.training.precision import autocast, same_randomness
 from clipstream.training.settings import AUTO_ON_CPU, MICRO_NORMS, TrainSettings
-from clipstream.training.state import StepState
+from clipstream.training.state import StepState, same_randomness
 from clipstream.utils.logs import announce
 from clipstream.utils.timing import COPY, OPTIMIZER, begin, time_part
 
@@ -69,8 +60,6 @@ if TYPE_CHECKING:
 FLOAT32 = TrainSettings(precision="fp32")
 SMALLEST_SCALE = 2.0**-10  # of fp16: gradients that are not finite at this scale never will be
 CACHED_AT_ONCE = 64  # samples of a pass for the cache, where no size of micro-batches is known
-WARMUP_POWER = 2 / 3
-_PREFIX = "clip."  # of the model in the towers: a checkpoint's names have none
 
 
 @dataclass(frozen=True)
@@ -445,91 +434,3 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit
     parameters = list(parameters)
     torch.nn.utils.clip_grads_with_norm_([p for p in parameters if not isinstance(p, DTensor)], limit, norm)
     torch.nn.utils.clip_grads_with_norm_([p for p in parameters if isinstance(p, DTensor)], limit, norm)
-
-
-class WeightAverages:
-    """Exponential moving averages of the towers' trainable parameters, on their device, in at least float32.
-
-    Frozen parameters have no average, and batch norm statistics are those of training. The average of a sharded
-    parameter is sharded likewise; unsharded, every rank holds the same averages.
-
-    Args:
-        towers: on their device, already sharded if at all, with the initial weights.
-        decay: 0 to 1.
-
-    Attributes:
-        tensors: averages by parameter name in the towers (by all names of a tied parameter).
-        updates: number of updates; to read it waits for the device.
-    """
-
-    def __init__(self, towers: nn.Module, decay: float, *, warmup: bool = False) -> None:
-        self.decay, self.warmup = decay, warmup
-        trained = {name: p for name, p in towers.named_parameters(remove_duplicate=False) if p.requires_grad}
-        self._parameters = list({id(p): p for p in trained.values()}.values())
-        # In at least float32: a narrower average would lose what an update adds.
-        wide = [torch.promote_types(p.dtype, torch.float32) for p in self._parameters]
-        self._averages = [p.detach().to(dtype).clone() for p, dtype in zip(self._parameters, wide, strict=True)]
-        of = {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
-        self.tensors = {name: of[id(p)] for name, p in trained.items()}
-        device = self._averages[0].device if self._averages else None
-        self._updates = torch.zeros((), dtype=torch.float64, device=device)
-
-    @property
-    def updates(self) -> int:
-        return int(self._updates.item())
-
-    @updates.setter
-    def updates(self, number: int) -> None:
-        self._updates.fill_(number)
-
-    @torch.no_grad()
-    def update(self, found_inf: torch.Tensor) -> None:
-        """Move the averages towards the present weights, after a step.
-
-        Args:
-            found_inf: float32 scalar on the device; if it is 1, nothing changes.
-        """
-        self._updates += 1 - found_inf
-        share: Any = 1 - self.decay
-        if self.warmup:
-            share = self._updates.pow(-WARMUP_POWER).clamp(min=share)
-            share = share.float() if share.is_cuda else share  # as the kernel of CUDA takes it
-        # With these signs a step of SGD is a lerp, average += share (weight - average), that takes the flag.
-        move = partial(
-            torch._fused_sgd_, momentum_buffer_list=[], weight_decay=-1.0, momentum=0.0, lr=-share, dampening=0.0,
-            nesterov=False, maximize=False, is_first_step=False, found_inf=found_inf,
-        )  # fmt: skip
-        averages, weights = [], []
-        for average, parameter in zip(
-            map(local_tensor, self._averages), map(local_tensor, self._parameters), strict=True
-        ):
-            if average.dtype == parameter.dtype:
-                averages.append(average)
-                weights.append(parameter)
-            else:
-                move([average], [parameter.to(average.dtype)])
-        if averages:
-            move(averages, weights)
-
-    @torch.no_grad()
-    def load(self, file: Path, updates: int | None, adapters: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Continue from a checkpoint's averages, or start from the present weights if it has none.
-
-        Args:
-            updates: how often they were updated; None if the checkpoint has no averages.
-            adapters: those of adapters, by name in the model.
-
-        Raises SettingsError: the file cannot be read, is of another model, or holds weights that are not finite.
-        """
-        if updates is None:
-            self.updates = 0
-            for average, parameter in zip(self._averages, self._parameters, strict=True):
-                local_tensor(average).copy_(local_tensor(parameter))
-            return
-        try:
-            saved = {**dict(check_finite(load_file(file).items(), file)), **(adapters or {})}
-            for name, average in self.tensors.items():
-                local_tensor(average).copy_(local_tensor(shard_like(saved[name.removeprefix(_PREFIX)], average)))
-        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-            raise SettingsError(f"{file} cannot be read, or does not fit this run's model: {error}") from error
-        self.updates = updates

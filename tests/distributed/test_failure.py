@@ -24,9 +24,9 @@ from torch.distributed import HashStore, distributed_c10d
 
 from clipstream.data.loader import batch_buffers
 from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
-from clipstream.distributed import launch
-from clipstream.distributed.cause import Cause
-from clipstream.distributed.launch import POLL, FailureWatch, run_ranks
+from clipstream.distributed import failure
+from clipstream.distributed.failure import POLL, Cause, FailureWatch
+from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.shared_keys import SharedKeys
 from clipstream.distributed.world import World
@@ -84,7 +84,7 @@ def test_a_failure_ends_all_ranks_with_its_code_and_its_cause(
 def hang(world: World) -> int:
     """A run in which a kernel of the GPU waits for ever when rank 1 fails, and rank 0 waits in its main thread too."""
     patches = pytest.MonkeyPatch()
-    patches.setattr(launch, "CLEANUP", 6.0)
+    patches.setattr(failure, "CLEANUP", 6.0)
     patches.setattr(batch_buffers, "UNLOCK_SECONDS", 0.1)
     FakeCuda(patches)  # its unregistration blocks
     world.start()
@@ -160,7 +160,7 @@ def behind(world: World, kind: str) -> int:
         return 5
     watch.limit = 1.0
     if kind == "dead":
-        launch.LONG_SILENCE = 3.0
+        failure.LONG_SILENCE = 3.0
     if world.rank == 0:
         with suppress(RuntimeError):  # gloo's, where rank 1 has ended first
             world.all_reduce_sum(torch.ones(1))
@@ -192,7 +192,7 @@ def test_a_rank_that_nccl_waits_for_is_named_before_its_watchdog_aborts(kind: st
 
 
 def test_ranks_that_called_as_many_collectives_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LONG_SILENCE", POLL)
+    monkeypatch.setattr(failure, "LONG_SILENCE", POLL)
     calls, store = [7, 7, 6], HashStore()
     watches = [FailureWatch(World(rank, 3)) for rank in range(3)]
     for rank, watch in enumerate(watches):

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore, distributed_c10d
 
-from clipstream.distributed import launch, shared_keys
-from clipstream.distributed.launch import FailureWatch
+from clipstream.distributed import failure, shared_keys
+from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.shared_keys import SharedKeys
 from clipstream.distributed.world import World
 from clipstream.errors import Stopped
@@ -30,7 +30,7 @@ SAVED = "step 7 is saved"
 
 def connect(world: World) -> FailureWatch:
     """The watch of a rank on a host of its own, with short limits."""
-    launch.QUIET, launch.LONG_SILENCE, shared_keys.ANSWER = 1.5, 4.0, 1.0
+    failure.QUIET, failure.LONG_SILENCE, shared_keys.ANSWER = 1.5, 4.0, 1.0
     socket.gethostname = lambda: f"node-{world.rank}"
     world.start()
     watch = FailureWatch(world)
@@ -113,7 +113,7 @@ def test_an_abort_wakes_all_ranks_of_a_collective() -> None:
 def be_busy(world: World) -> int:
     """A run whose rank 1 computes for longer than the limits, while rank 2 has ended and rank 0 watches both."""
     watch = connect(world)
-    end = time.monotonic() + 1.2 * (launch.QUIET + launch.LONG_SILENCE) * (world.rank < 2)
+    end = time.monotonic() + 1.2 * (failure.QUIET + failure.LONG_SILENCE) * (world.rank < 2)
     while time.monotonic() < end:
         time.sleep(0.1) if world.rank == 0 else sum(range(1000))
     watch.stop()

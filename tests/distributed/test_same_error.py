@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from clipstream.config.entry import run_main
-from clipstream.distributed import launch
-from clipstream.distributed.launch import FailureWatch, tell_once
+from clipstream.distributed import failure
+from clipstream.distributed.failure import FailureWatch, tell_once
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.text import Lines
@@ -26,7 +26,7 @@ WRONG = "error: --run.sed: unknown key; did you mean 'seed'?"
 
 def end_with(world: World, texts: list[str], wait: float) -> int:
     """A verb whose settings are wrong in a way of each rank's own, or right where the text is empty."""
-    launch.WAIT = wait
+    failure.WAIT = wait
     os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_WORLD_SIZE": str(world.size)}
 
     def verb(argv: list[str]) -> int:
@@ -53,7 +53,7 @@ def test_each_error_is_printed_by_one_of_the_ranks_that_have_it(texts: list[str]
 def test_without_an_address_no_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with WORLD_SIZE and RANK left in a shell."""
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr(launch, "WAIT", 4 * TIMEOUT)
+    monkeypatch.setattr(failure, "WAIT", 4 * TIMEOUT)
     told: list[int] = []
     for rank in (0, 1):
         tell_once(World(rank=rank, size=2), "x", lambda rank=rank: told.append(rank))  # type: ignore[misc]
@@ -96,7 +96,7 @@ class FrozenStore:
 
 def fail_without_answer(world: World) -> int:
     """Wrong settings on rank 1, which does not reach rank 0."""
-    launch.PATIENCE, launch.GRACE = 0.3, 0.0
+    failure.PATIENCE, failure.GRACE = 0.3, 0.0
     watch = FailureWatch(World(rank=1, size=2))
     watch._keys = FrozenStore()
     return watch.report(SettingsError("this model has batch norm"))

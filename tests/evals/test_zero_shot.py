@@ -22,11 +22,11 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.classes import Labelling
 from clipstream.evals.context import DryRun, EvalContext
+from clipstream.evals.metrics import accuracies
 from clipstream.evals.runner import EvalRunner, Listeners, build_evaluators
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
-from clipstream.evals.statistics import accuracies
 from clipstream.evals.zero_shot import ZeroShot
-from clipstream.training.precision import seed_all
+from clipstream.training.state import seed_all
 from tests.support.evaluating import context_of, tiny_towers
 from tests.support.pictures import ByteTokenizer, make_shards, picture
 from tests.support.ranks import run_ranks

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.models.execution.gpu_layers import PatchProjection, restore_layers
 from clipstream.models.execution.text_buckets import takes_varlen
+from clipstream.models.layers import PatchProjection, restore_layers
 from tests.support.gpu_steps import assert_close, gradients, make_batch, make_step, make_towers
 
 Gradients = dict[str, torch.Tensor]

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipstream.errors import SettingsError
 from clipstream.models.execution.checkpointing import fit_budgets
+from clipstream.models.precision import autocast
 from clipstream.models.settings import TOWERS, ModelSettings, Tower
-from clipstream.training.precision import autocast
 from tests.support.model_files import VIT, build, write, write_text_tower
 from tests.support.peak_memory import PeakMemory
 from tests.support.steps import assert_close

@@ -19,10 +19,9 @@ from clipstream.errors import SettingsError
 from clipstream.models.execution import compile as module
 from clipstream.models.execution.checkpointing import enabled_backends
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling
-from clipstream.models.settings import CUDA_GRAPHS
+from clipstream.models.precision import autocast
+from clipstream.models.settings import CUDA_GRAPHS, Precision
 from clipstream.models.towers import Towers
-from clipstream.training.precision import autocast
-from clipstream.training.settings import Precision
 from tests.support.model_files import VIT, build, write
 from tests.support.steps import assert_close
 from tests.support.text_batches import LENGTHS, TEXT_CFG, TOKENS, make_texts

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from clipstream.errors import SettingsError
-from clipstream.models.settings import TOWERS, Tower
+from clipstream.models.precision import autocast, prepare
+from clipstream.models.settings import TOWERS, Precision, Tower
 from clipstream.models.towers import Towers
-from clipstream.training.precision import autocast, prepare
-from clipstream.training.settings import Precision
 from tests.support.model_files import build, write, write_text_tower
 
 PIXELS = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from clipstream.cli.verbs.bench.open_clip_step import OpenClipStep
-from clipstream.models.execution import gpu_layers
-from clipstream.models.execution.gpu_layers import PatchProjection, SelfAttention, restore_layers
+from clipstream.models import layers
 from clipstream.models.execution.text_buckets import CausalAttention
+from clipstream.models.layers import PatchProjection, SelfAttention, restore_layers
 from clipstream.training.optim import AdamW
 from tests.support.model_files import VIT, build, write
 
@@ -22,7 +22,7 @@ SIGLIP = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "", "timm_proj
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_layers, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(layers, "on_gpu", lambda tensor: True)
 
 
 def outcome(layer: nn.Module, *inputs: torch.Tensor, **options: Any) -> list[torch.Tensor]:
@@ -53,7 +53,7 @@ def test_attention_without_copies_is_torchs(kind: type[nn.Module], mask: str, mo
     expected, calls = outcome(layer, x, x, x, **options), []
     layer.__class__ = kind
     assert all(map(torch.equal, outcome(layer, x, x, x, **options), expected)), "on a CPU nothing changes"
-    monkeypatch.setattr(gpu_layers, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(layers, "on_gpu", lambda tensor: True)
     attend = SelfAttention.attend
     monkeypatch.setattr(SelfAttention, "attend", lambda *args, **kinds: calls.append(args) or attend(*args, **kinds))
     for ours, theirs in zip(outcome(layer, x, x, x, **options), expected, strict=True):

@@ -17,7 +17,7 @@ import pytest
 
 from clipstream.checkpoint.store import holds_a_run, lock_folder
 from clipstream.cli.verbs.train import main
-from clipstream.distributed.launch import FailureWatch
+from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.run_record import git_state
 from clipstream.distributed.world import World
 from clipstream.report.terminal import LOG_FILE, ProgressDisplay, run_log

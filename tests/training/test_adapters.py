@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from clipstream.api.model import load_model
 from clipstream.errors import SettingsError
-from clipstream.models.execution.gpu_layers import restore_layers
+from clipstream.models.layers import restore_layers
 from clipstream.models.towers import Towers
 from tests.support import pairs
 from tests.support.model_files import build

@@ -17,8 +17,8 @@ from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.pipeline import training_loader
 from clipstream.distributed.world import World
 from clipstream.models.execution.batch_features import Teacher
+from clipstream.models.precision import autocast
 from clipstream.models.towers import Towers
-from clipstream.training.precision import autocast
 from tests.support import hubtree
 from tests.support.loaders import IMAGE, data, digest
 from tests.support.model_files import build

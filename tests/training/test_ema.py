@@ -12,11 +12,10 @@ from timm.utils import ModelEmaV3
 
 from clipstream.cli.verbs import evaluate
 from clipstream.models.build import build_towers
-from clipstream.models.settings import ModelSettings
+from clipstream.models.precision import prepare
+from clipstream.models.settings import ModelSettings, Precision
+from clipstream.training.ema import WeightAverages
 from clipstream.training.parallel import FullTowers
-from clipstream.training.precision import prepare
-from clipstream.training.settings import Precision
-from clipstream.training.step import WeightAverages
 from tests.support.runs import flags, furnish, go, lines, same_weights, weights
 from tests.support.steps import TinyTowers, make_batch, make_step
 

@@ -13,9 +13,9 @@ from clipstream.config.plan import survey
 from clipstream.config.settings import load
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
+from clipstream.models.precision import prepare
 from clipstream.train import build_loader, build_model, build_plan
 from clipstream.training.parallel import parallelize
-from clipstream.training.precision import prepare
 from clipstream.training.settings import TrainSettings
 from tests.support.model_files import build, write
 from tests.support.ranks import TIMEOUT, run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.distributed.launch import FailureWatch
+from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.contrastive import SoftmaxLoss

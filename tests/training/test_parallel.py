@@ -22,6 +22,7 @@ from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.layers import blocks
+from clipstream.models.settings import Precision
 from clipstream.training.parallel import (
     ShardedTowers,
     local_tensor,
@@ -31,7 +32,7 @@ from clipstream.training.parallel import (
     warm_up_buckets,
     wrap,
 )
-from clipstream.training.settings import Precision, TrainSettings
+from clipstream.training.settings import TrainSettings
 from tests.support.model_files import build, write
 from tests.support.ranks import run_ranks
 from tests.support.steps import LOSSES, TinyTowers, assert_close, make_batch, make_step, reference, taken

@@ -23,10 +23,11 @@ from clipstream.losses.contrastive import build_loss
 from clipstream.losses.distillation import DistilledLoss
 from clipstream.losses.settings import ClipLossSettings, DistillSettings
 from clipstream.models.execution.batch_features import FeatureCache, Teacher
+from clipstream.models.precision import autocast, prepare
+from clipstream.models.settings import Precision
 from clipstream.models.towers import Features
-from clipstream.training.precision import autocast, prepare
 from clipstream.training.precision_audit import Audit, GradientGroup, Recorder, Severity, audit_step
-from clipstream.training.settings import AUDIT_FILE, Precision
+from clipstream.training.settings import AUDIT_FILE
 from clipstream.training.step import TrainStep
 from tests.support import gpu_steps
 from tests.support.gpu_steps import make_batch, make_towers

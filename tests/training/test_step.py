@@ -11,9 +11,10 @@ from torch import nn
 
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
+from clipstream.models.precision import prepare
+from clipstream.models.settings import Precision
 from clipstream.training.parallel import local_tensor, parallelize
-from clipstream.training.precision import prepare
-from clipstream.training.settings import Precision, TrainSettings
+from clipstream.training.settings import TrainSettings
 from clipstream.training.step import SMALLEST_SCALE, StepResult, TrainStep
 from tests.support.ranks import run_ranks
 from tests.support.steps import LOSSES, TinyTowers, assert_close, make_batch, make_step, reference, taken

@@ -18,7 +18,7 @@ import yaml
 from clipstream.checkpoint.store import holds_a_run, lock_folder
 from clipstream.cli.verbs.train import main
 from clipstream.distributed.world import World
-from clipstream.training.precision import resolve_precision
+from clipstream.models.precision import resolve_precision
 from tests.support.forks import ROOT, wait_until
 from tests.support.pictures import make_shards
 from tests.support.ranks import end_ranks, run_ranks

@@ -16,7 +16,7 @@ import pytest
 
 from clipstream.checkpoint.store import LATEST, Marker, begin, commit, is_locked
 from clipstream.curation.pack_shards import TarWriter
-from clipstream.distributed.launch import tell_once
+from clipstream.distributed.failure import tell_once
 from clipstream.distributed.world import World
 from clipstream.storage.shard_cache import ShardCache, file_lock
 from clipstream.utils import atomic_write

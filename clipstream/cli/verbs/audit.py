@@ -7,26 +7,20 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from clipstream.checkpoint import store
 from clipstream.config.entry import CommandLine, Verb
 from clipstream.config.flags import OutPath, argument, flag, output_file
 from clipstream.config.help import READING
-from clipstream.config.plan import Survey, agree, survey
+from clipstream.config.plan import Survey, survey
 from clipstream.config.settings import Settings, Written, require_equal
 from clipstream.config.validate import preflight_models, validate_sources
-from clipstream.data.batch import Batch, ImageSpec
-from clipstream.distributed.launch import FailureWatch, run_ranks
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.section import PathText, Section
-
-if TYPE_CHECKING:
-    from clipstream.data.loader.recipe import ModelInputs
-
-LENGTHS = (3, 21)  # words of a synthetic text: at least, and one more than at most
 
 
 class AuditFlags(Section):
@@ -78,24 +72,10 @@ def audit(found: Survey, own: AuditFlags, world: World, watch: FailureWatch) -> 
         SettingsError: settings, model or shards cannot be used.
         ClipstreamError: 16 bits where float32 is needed, or --json cannot be written.
     """
-    from clipstream.checkpoint import resume
-    from clipstream.train import build_model, build_plan, build_step, first_batch, own_inputs
-    from clipstream.training.precision_audit import audit_step
+    from clipstream.train import audit_rank  # imports torch
 
     require_equal(found.settings, world)
-    run = None if own.run is None else Path(own.run)
-    checkpoints = None if run is None else run / "checkpoints"
-    last = None if checkpoints is None else resume.agree(lambda: store.newest(checkpoints), world, checkpoints)
-    resumed = resume.Resumed(last, None).with_meta(found.settings.train, found.settings.data, world)
-    made = build_plan(agree(found, world), world, resumed.state)
-    settings, model = made.settings, build_model(made, world)
-    if settings.data.sources:
-        batch = first_batch(made, world, model, resumed.state)
-    else:
-        batch = synthetic_batch(settings, world, own_inputs(settings, model))
-    step = build_step(settings, world, model)
-    step.unlock(0 if last is None else resume.load_into(step, last).step)
-    result = audit_step(step, batch)
+    result = audit_rank(found, world, None if own.run is None else Path(own.run) / "checkpoints")
     if world.is_main:
         result.show(ResultConsole(120))
         if own.json_:
@@ -103,29 +83,6 @@ def audit(found: Survey, own: AuditFlags, world: World, watch: FailureWatch) -> 
                 result.write(Path(own.json_))
     if result.of("error"):
         raise ClipstreamError(f"16-bit computations where float32 is required: {result.verdict}")
-
-
-def synthetic_batch(settings: Settings, world: World, inputs: ModelInputs) -> Batch:
-    """This rank's part of a batch of random images, and of texts of 3 to 20 words."""
-    import torch
-
-    size = settings.data.global_batch_size
-    start, stop = (size * rank // world.size for rank in (world.rank, world.rank + 1))
-    draw = torch.Generator().manual_seed(settings.run.seed * 1000 + world.rank)
-    texts = [" ".join(["word"] * int(n)) for n in torch.randint(*LENGTHS, (stop - start,), generator=draw)]
-
-    def pixels(like: ImageSpec) -> torch.Tensor:
-        return torch.randint(0, 256, (stop - start, 3, *like.size), dtype=torch.uint8, generator=draw)
-
-    ids = torch.from_numpy(inputs.tokenizer.encode(texts)).int()
-    others: dict[str, torch.Tensor] = {}
-    if inputs.teacher_image is not None:
-        others["teacher_pixels"] = pixels(inputs.teacher_image)
-    if inputs.teacher_tokenizer is not None:
-        others["teacher_ids"] = torch.from_numpy(inputs.teacher_tokenizer.encode(texts)).int()
-    keys = tuple(f"synthetic/{number}" for number in range(start, stop))
-    one = torch.ones(stop - start)
-    return Batch(pixels(inputs.image), ids, one, keys, torch.zeros_like(one, dtype=torch.uint8), 0, size, **others)  # type: ignore[arg-type]
 
 
 main = Verb(

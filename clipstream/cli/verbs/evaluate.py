@@ -25,7 +25,8 @@ from clipstream.config.validate import validate_evals
 from clipstream.data import sources as of_data
 from clipstream.data.decode.class_names import number_of
 from clipstream.data.source_settings import SourceSettings
-from clipstream.distributed.launch import FailureWatch, run_ranks
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, each, errors_as
 from clipstream.evals.evaluators.mean import Mean

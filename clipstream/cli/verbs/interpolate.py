@@ -17,7 +17,8 @@ from clipstream.config.entry import CommandLine, Verb
 from clipstream.config.flags import OutPath, argument, flag
 from clipstream.config.settings import Settings
 from clipstream.config.validate import validate_evals
-from clipstream.distributed.launch import FailureWatch, run_ranks
+from clipstream.distributed.failure import FailureWatch
+from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.export.settings import INTERPOLATED, InterpolateSettings

@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.attention import varlen
 
 from clipstream.errors import SettingsError
-from clipstream.models.execution.gpu_layers import NARROW, SelfAttention, compute_dtype
+from clipstream.models.layers import NARROW, SelfAttention, compute_dtype
 from clipstream.models.settings import PADDING_COUNTS
 
 # torch 2.10 has another keyword for causal attention.

@@ -33,14 +33,14 @@ from clipstream.config.plan import Survey, agree
 from clipstream.config.settings import Settings, by_key, require_equal
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
-from clipstream.distributed.launch import FailureWatch
+from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.models.execution.flops import ModelFlops, Work, count_flops, peak_tflops
 from clipstream.models.execution.text_buckets import TextBuckets, why_inexact
+from clipstream.models.precision import resolve_precision
 from clipstream.text import shortened
 from clipstream.train import build_loader, build_model, build_plan, build_step
-from clipstream.training.precision import resolve_precision
 from clipstream.training.settings import TrainSettings
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import logger

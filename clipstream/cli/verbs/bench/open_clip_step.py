@@ -18,7 +18,7 @@ import torch
 
 from clipstream.data.batch import Batch
 from clipstream.errors import SettingsError, errors_as
-from clipstream.models.execution.gpu_layers import restore_layers
+from clipstream.models.layers import restore_layers
 from clipstream.models.towers import Towers
 from clipstream.training.optim import AdamW, OptimSettings, parameter_groups
 

@@ -17,7 +17,7 @@ from clipstream.cli.verbs.train import main
 from clipstream.curation.stores.pairs import find_nearest_preferred
 from clipstream.curation.stores.search import TensorRows
 from clipstream.errors import SettingsError
-from clipstream.training.precision import check_device, prepare_towers
+from clipstream.models.precision import check_device, prepare_towers
 from clipstream.utils.torch_state import restore_matmul_precision
 from tests.support.ranks import end_ranks
 from tests.support.runs import flags

@@ -1,4 +1,4 @@
-"""Numerics of a run: dtype of the weights, autocast, random states.
+"""Numerics of a model: dtype of the weights, autocast.
 
 `fp32` and `fp64` compute in the weights' dtype; `bf16` and `fp16` are autocast over float32 weights, `fp16` with a
 scaled loss, as its smallest gradients would be 0; `pure_bf16` has weights, gradients and moments in bfloat16: half the
@@ -8,23 +8,19 @@ memory, but updates below 1/256 of a weight are lost.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field, InstanceOf
 from torch import nn
-from typing_extensions import NotRequired, TypedDict
 
 from clipstream.distributed.world import World, computes_bf16
 from clipstream.errors import SettingsError
 from clipstream.models.frozen import arithmetic, ids_of_own
-from clipstream.training.settings import Precision
+from clipstream.models.settings import Precision
 
 if TYPE_CHECKING:
     from clipstream.models.settings import ModelSettings
@@ -32,33 +28,7 @@ if TYPE_CHECKING:
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TF32_CAPABILITY = (8, 0)  # of the first GPUs with TF32 (Ampere)
-TWISTER = 624  # words of the state of a Mersenne Twister
 KEPT_WIDE = 4  # elements of tensors that stay float32: scale and bias, which bfloat16 would freeze, and channel means
-
-
-def _row(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in (torch.uint8, torch.int64) or tensor.ndim != 1:
-        raise ValueError("no row of bytes or of numbers")
-    return tensor
-
-
-_Row = Annotated[InstanceOf[torch.Tensor], AfterValidator(_row)]
-_Word = Annotated[int, Field(ge=0, lt=1 << 32)]
-_Words = Annotated[tuple[_Word, ...], Field(min_length=TWISTER + 1, max_length=TWISTER + 1)]  # the last one: a position
-
-
-class TorchState(TypedDict):
-    """Random states of torch's generators: of the CPU and of a CUDA device."""
-
-    cpu: _Row
-    cuda: NotRequired[_Row]
-
-
-class RandomState(TorchState):
-    """Random states of a process: as `random.getstate` has it, NumPy's with its words as a tensor, and torch's."""
-
-    python: tuple[Literal[3], _Words, float | None]
-    numpy: tuple[Literal["MT19937"], _Row, Annotated[int, Field(ge=0, le=TWISTER)], Literal[0, 1], float]
 
 
 def prepare(module: nn.Module, precision: Precision) -> nn.Module:
@@ -135,53 +105,3 @@ def autocast(device: str | torch.device, precision: Precision) -> Iterator[None]
     dtype = torch.bfloat16 if precision == "pure_bf16" else AUTOCAST.get(precision, torch.float32)
     with arithmetic(torch.device(device).type, dtype, cast=precision in AUTOCAST):
         yield
-
-
-def seed_all(seed: int, rank: int, *step: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, each rank with its own: dropout differs between ranks."""
-    mixed = int(np.random.SeedSequence([seed, rank, *step]).generate_state(1, np.uint64)[0])
-    random.seed(mixed)
-    np.random.seed(mixed % 2**32)
-    # torch.manual_seed formats a stack for each kind of device that is not in use (torch 2.15), which takes 1 ms.
-    torch.default_generator.manual_seed(mixed >> 1)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(mixed >> 1)
-
-
-def random_state(device: str | torch.device) -> RandomState:
-    """All random states of this process, in types that `torch.load(weights_only=True)` accepts."""
-    numpy: Any = np.random.get_state()
-    name, keys, *rest = numpy
-    words = torch.from_numpy(np.asarray(keys, np.int64))
-    return {"python": random.getstate(), "numpy": (name, words, *rest), **torch_state(device)}
-
-
-def set_random_state(state: RandomState, device: str | torch.device) -> None:
-    random.setstate(state["python"])
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    set_torch_state(state, device)
-
-
-def torch_state(device: str | torch.device) -> TorchState:
-    """Random states of torch: the CPU's, and a CUDA device's."""
-    state: TorchState = {"cpu": torch.get_rng_state()}
-    if torch.device(device).type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_torch_state(state: TorchState, device: str | torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.device(device).type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-@contextmanager
-def same_randomness(device: str | torch.device) -> Iterator[None]:
-    """Restore all random states at the end of the context."""
-    state = random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(state, device)
