@@ -29,7 +29,7 @@ import torch
 
 from clipstream.distributed.world import World
 from clipstream.evals.metrics import COLUMNS, ROWS, ScoreTile
-from clipstream.evals.pairs import recalls
+from clipstream.evals.retrieval_and_loss import recalls
 
 LARGE = (1_000_000, 5_000_000)
 

@@ -33,7 +33,7 @@ from clipstream.data.settings import ModelTokenizer
 from clipstream.data.sources import expand
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
-from clipstream.evals.pairs import recalls
+from clipstream.evals.retrieval_and_loss import recalls
 from clipstream.evals.zero_shot import score, text_classifier
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.store import FeatureStore

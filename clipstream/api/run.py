@@ -16,7 +16,7 @@ from clipstream.distributed.launch import run_embedded
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, Stopped, wrong_type
 from clipstream.report.html_report import REPORT_FILE, read_run, render, write_page
-from clipstream.report.sinks import METRICS_FILE, lines
+from clipstream.report.records import METRICS_FILE, lines
 from clipstream.text import frame
 from clipstream.utils.logs import on_terminal, set_level
 

@@ -23,8 +23,8 @@ from clipstream.distributed.world import AgreeingWorld, Failure, RankFailed, Tor
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean, errors_as
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating, of_tokenizer
 from clipstream.evals.evaluators.mean import Mean
-from clipstream.evals.frozen_features import LinearProbe, Neighbours
-from clipstream.evals.pairs import Retrieval, ValidationLoss
+from clipstream.evals.probes import LinearProbe, Neighbours
+from clipstream.evals.retrieval_and_loss import Retrieval, ValidationLoss
 from clipstream.evals.settings import (
     EvalSettings,
     LinearProbeSettings,

@@ -29,7 +29,7 @@ from clipstream.export.settings import InterpolateSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.report.pages import Chart, Series
-from clipstream.report.sinks import markdown_table
+from clipstream.report.records import markdown_table
 from clipstream.text import percent
 from clipstream.training.settings import Metric
 from clipstream.utils import atomic_write

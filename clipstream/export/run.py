@@ -32,9 +32,8 @@ from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
 from clipstream.precompute.images import StoredImages
-from clipstream.report.eval_results import table_lines
 from clipstream.report.pages import small_jpeg
-from clipstream.report.sinks import markdown_table, read_evaluations
+from clipstream.report.records import markdown_table, read_evaluations, table_lines
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact_tree
 from clipstream.text import MESSAGE, file_name, printable

@@ -37,18 +37,8 @@ from clipstream.evals.statistics import (
     put,
 )
 from clipstream.report.pages import Chart, Points, Series, StepTimes, fill, means, short
-from clipstream.report.sinks import (
-    LARGEST,
-    METRICS_FILE,
-    ImageFiles,
-    Page,
-    Position,
-    Record,
-    Sink,
-    flat,
-    lines,
-    with_provenance,
-)
+from clipstream.report.records import METRICS_FILE, Position, Record, flat, lines, with_provenance
+from clipstream.report.sinks import LARGEST, ImageFiles, Page, Sink
 from clipstream.report.terminal import early_stop_line
 from clipstream.storage.shard_url import redact
 from clipstream.text import duration, milliseconds, percent

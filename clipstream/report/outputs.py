@@ -6,215 +6,45 @@ Weights & Biases and Trackio. These have the figures under the names of TensorBo
 
 from __future__ import annotations
 
-import importlib
-import io
-import os
-import socket
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clipstream.data.decode.tokenizers import Tokenizer, mark_cut, readable
 from clipstream.distributed.run_record import command_line, end_record, start_record
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.evals.context import Example
-from clipstream.report.eval_results import TABLE_FILE, EvaluationTable, add
 from clipstream.report.html_report import REPORT_FILE, Report
+from clipstream.report.records import METRICS_FILE, TABLE_FILE, Position, Record, add, lines
 from clipstream.report.settings import LogSettings, SinkSettings, TrackioSettings, WandbSettings
 from clipstream.report.sinks import (
-    METRICS_FILE,
     NONFINITE_FILE,
     QUARANTINE_FILE,
-    AppendedFile,
+    EvaluationTable,
     ImageFiles,
     MetricsFile,
     NonfiniteFile,
-    Position,
     QuarantineFile,
-    Record,
     RunInfo,
     Sink,
     SinkGroup,
-    flat,
-    lines,
-    markdown_table,
-    scalars,
+    TensorBoard,
+    trackio_run,
+    wandb_run,
 )
 from clipstream.report.terminal import ProgressDisplay
 from clipstream.storage.shard_url import redact_value
 from clipstream.text import counted, duration, milliseconds
-from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.section import make_part
 
 if TYPE_CHECKING:
     from clipstream.data.batch import Batch
-    from clipstream.evals.context import Table
 
 SINK_METHODS = ("write", "show", "status", "close")
-TENSORBOARD_FOLDER = "tensorboard"
-WANDB_ID = "wandb_id"  # file with the id under which Weights & Biases knows the run
-
-
-class TensorBoard(Sink):
-    """FOLDER/tensorboard: scalars train/KEY, eval/NAME/METRIC, health/SOURCE/… and stages/STAGE/…
-
-    Not by torch's SummaryWriter, whose thread ends at the first write that fails, and takes its queue with it.
-
-    Args:
-        resume_step: TensorBoard hides events of later steps.
-
-    Raises SettingsError: tensorboard is not installed.
-    """
-
-    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
-        advice = "install it, or --log.tensorboard false"
-        with errors_as(SettingsError, "no tensorboard here", ImportError, advice=advice):
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.summary.writer.record_writer import RecordWriter
-            from torch.utils.tensorboard import summary
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
-        self._file = AppendedFile(Path(folder) / TENSORBOARD_FOLDER / name)
-        self._make: Any = summary  # untyped in torch
-        self._event, self._framed = Event, RecordWriter
-        start = 0 if resume_step is None else resume_step + 1
-        version, begins = {"file_version": "brain.Event:2"}, SessionLog(status=SessionLog.START)
-        self._add(Event(**version), Event(step=start, **version), Event(step=start, session_log=begins))
-
-    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Add images as a grid, and their texts and the tables as text."""
-        import torch
-
-        shown = []
-        if examples:
-            pixels = torch.stack([example.pixels.cpu() for example in examples])
-            shown.append(self._make.image(f"pictures/{name}", pixels, dataformats="NCHW"))
-            rows = [
-                (str(n), e.text, "; ".join(text for text, _ in e.guesses), e.note, e.group)
-                for n, e in enumerate(examples, 1)
-            ]
-            shown.append(self._make.text(f"pictures/{name}", markdown_table(("", "text", "guesses", "", ""), rows)))
-        for table in tables:
-            shown.append(self._make.text(f"tables/{name}/{table.title}", markdown_table(table.header, table.rows)))
-        self._add(*(self._event(step=step, summary=one) for one in shown))
-
-    def write(self, record: Record) -> None:
-        found = [self._make.scalar(tag, value) for tag, value in scalars(record)]
-        self._add(*(self._event(step=record["step"], summary=one) for one in found))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _add(self, *events: Any) -> None:
-        """Write events of now, in the format of TensorFlow's records."""
-        out = io.BytesIO()
-        for event in events:
-            event.wall_time = time.time()
-            self._framed(out).write(event.SerializeToString())
-        with suppress(OSError):  # then the file cannot be written either
-            self._file.path.parent.mkdir(exist_ok=True)
-        self._file.add(out.getvalue())
-
-
-class Tracker(Sink):
-    """A run of a tracker with the interface of Weights & Biases: `log`, `finish`, and images as `Image`.
-
-    Args:
-        run: as the module's `init` returns it.
-        table: (title, header, rows) -> what the tracker shows as a table.
-        images: images of the module with their texts -> what the tracker shows as several images.
-    """
-
-    def __init__(
-        self, module: Any, run: Any, table: Callable[[Table], Any], images: Callable[[list[tuple[Any, str]]], Any]
-    ) -> None:
-        self._module, self._run, self._table, self._images = module, run, table, images
-
-    def write(self, record: Record) -> None:
-        if metrics := dict(scalars(record)):
-            self._run.log(metrics, step=record["step"])
-
-    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
-        """Log the images with their texts, and the tables."""
-        found: dict[str, Any] = {f"tables/{name}/{table.title}": self._table(table) for table in tables}
-        if examples:
-            found[f"pictures/{name}"] = self._images(
-                [
-                    (self._module.Image(one.pixels.permute(1, 2, 0).cpu().numpy(), caption=one.text), one.text)
-                    for one in examples
-                ]
-            )
-        if found:
-            self._run.log(found, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
-    """The run in Weights & Biases. A resumed run goes on under its id, which the run's folder keeps in `wandb_id`.
-
-    Raises SettingsError: the package is missing, or the run cannot be started there, for example without a login.
-    """
-    wandb = _import("wandb")
-    # Without a network, wandb waits for 90 s, and for 30 s a request; its login waits for two times 5 s besides.
-    wait = float(os.environ.get("WANDB_INIT_TIMEOUT", "12"))
-    path = run.folder / WANDB_ID
-    if run.resume_step is None or not path.exists():
-        atomic_write.replace(path, uuid.uuid4().hex[:16].encode())
-    advice = "run `wandb login`, or set WANDB_MODE=offline"
-    with errors_as(SettingsError, "Weights & Biases could not start the run", Exception, advice=advice):
-        found = wandb.init(
-            project=settings.project,
-            name=run.folder.name,
-            notes=settings.notes,
-            config=dict(run.settings),
-            dir=str(run.folder),
-            id=path.read_text(encoding="utf-8").strip(),
-            resume="allow",
-            # `console` would take the terminal's progress bar for a file.
-            settings=wandb.Settings(console="off", init_timeout=wait, x_graphql_timeout_seconds=wait),
-        )
-    return Tracker(
-        wandb,
-        found,
-        table=lambda table: wandb.Table(list(table.header), [list(row) for row in table.rows]),
-        images=lambda pairs: [image for image, _ in pairs],
-    )
-
-
-def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
-    """The run in Trackio, under its name in the project; a resumed run goes on there.
-
-    Raises SettingsError: the package is missing, or the run cannot be started there.
-    """
-    trackio = _import("trackio")
-    with errors_as(SettingsError, "Trackio could not start the run", Exception):
-        found = trackio.init(
-            project=settings.project,
-            name=run.folder.name,
-            space_id=settings.space,
-            config=dict(flat(run.settings, separator=".")),  # it shows no nested ones
-            resume="never" if run.resume_step is None else "allow",
-            embed=False,
-        )
-    return Tracker(
-        trackio,
-        found,
-        table=lambda table: trackio.Markdown(markdown_table(table.header, table.rows)),
-        # Trackio takes several images in a table alone.
-        images=lambda pairs: trackio.Table(columns=["picture", "text"], data=[list(pair) for pair in pairs]),
-    )
-
-
-def _import(name: str) -> Any:
-    with errors_as(SettingsError, f"{name} is not installed", ImportError, advice=f"pip install 'clipstream[{name}]'"):
-        return importlib.import_module(name)
 
 
 def _sink(key: str, settings: SinkSettings, run: RunInfo) -> Sink:

@@ -1,22 +1,21 @@
-"""Sinks: what a run's records and images are handed to. The protocol, metrics.jsonl, pictures/.
+"""Sinks, which records and images of a run go to: the protocol, files of the run's folder, TensorBoard, and trackers.
 
-A record is a dictionary of plain values with a step and one of: a training line (loss, ...), the time of the data
-stages (stages), an evaluation (eval, metrics), data health (health), unusable samples (quarantine), a skipped step
-(nonfinite), a rollback (rollback), a profile of steps (profile), the start of a process (start), the end of the run
-(end). Only rank 0 has sinks. A run that resumes at step s keeps what was written up to s and drops the rest, so that a
+Only rank 0 has sinks. A run that resumes at step s keeps what was written up to s and drops the rest, so that a
 file holds each step once.
 """
 
 from __future__ import annotations
 
 import base64
-import fcntl
+import importlib
 import io
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import socket
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -24,26 +23,36 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Protocol
 
-from pydantic import AfterValidator, ConfigDict, Field, InstanceOf
-from typing_extensions import NotRequired, TypedDict
+from pydantic import AfterValidator
+from typing_extensions import TypedDict
 
-from clipstream.errors import SettingsError
-from clipstream.evals.statistics import Evaluations, metrics_of, put
-from clipstream.text import MESSAGE, printable
+from clipstream.errors import SettingsError, errors_as
+from clipstream.report.records import (
+    METRICS_FILE,
+    TABLE_FILE,
+    Record,
+    append,
+    flat,
+    json_line,
+    lines,
+    markdown_table,
+    read_evaluations,
+    scalars,
+    table_lines,
+)
+from clipstream.report.settings import TrackioSettings, WandbSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import describe_error
-from clipstream.utils.section import Count, map_leaves, parse_as
+from clipstream.utils.section import parse_as
 
 if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table
 
-Record = Mapping[str, Any]
-
-METRICS_FILE = "metrics.jsonl"
-FORMER_FILE = "evaluations.jsonl"  # of runs of before 0.2: see `with_provenance`
 QUARANTINE_FILE = "quarantine.jsonl"
 NONFINITE_FILE = "nonfinite.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_ID = "wandb_id"  # file with the id under which Weights & Biases knows the run
 IMAGES_FOLDER = "pictures"
 LARGEST = 160  # pixels of a thumbnail's longer side
 WAITING = 64 << 20  # bytes that wait for a file that cannot be written
@@ -132,20 +141,6 @@ class SinkGroup(Sink):
             if name not in self._failing:
                 logger.warning(f"{called} failed, and the run goes on: {self.failures[called]}")
             self._failing.add(name)
-
-
-def append(file: IO[bytes], data: bytes | bytearray) -> int:
-    """Write at the end of an unbuffered file, to which other processes append as well; returns the bytes written.
-
-    Under a lock, as a host looks for the end of a file of NFS anew where it takes one. Another process's is not waited
-    for.
-    """
-    locked = atomic_write.try_lock(file.fileno(), fcntl.LOCK_EX, posix=True)
-    try:
-        return file.write(data)
-    finally:
-        if locked:
-            atomic_write.try_lock(file.fileno(), fcntl.LOCK_UN, wait=True, posix=True)
 
 
 class AppendedFile:
@@ -261,6 +256,23 @@ class NonfiniteFile(JsonLines, Sink):
             self.append({"step": record["step"], **record["nonfinite"]})
 
 
+class EvaluationTable(AppendedFile, Sink):
+    """FOLDER/evaluations.csv: the evaluations of metrics.jsonl, of which a run writes those that it finds anew."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / TABLE_FILE)
+        if found := read_evaluations(folder):
+            atomic_write.replace(self.path, table_lines(*found, head=True).encode())
+        else:
+            self.path.unlink(missing_ok=True)
+        self._headed = bool(found)
+
+    def write(self, record: Record) -> None:
+        if "eval" in record:
+            self.add(table_lines(record, head=not (self._headed or self.path.exists())))
+            self._headed = True
+
+
 def _data_url(src: str) -> str:
     """An image as this module writes it; an empty one instead of an address that a page would load."""
     return src if re.fullmatch(r"data:image/jpeg;base64,[A-Za-z0-9+/=]*", src) else "data:,"
@@ -338,198 +350,157 @@ class ImageFiles(Sink):
         return sorted(found, key=lambda page: (page.name != "train", page.name))
 
 
-def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers of a record, by TensorBoard tag."""
-    if any(kind in record for kind in ("start", "end", "quarantine", "nonfinite", "profile")):
-        return
-    prefix = f"eval/{record['eval']}" if "eval" in record else "train"
-    numbers = metrics_of(record) if "eval" in record else {key: record[key] for key in record if key != "step"}
-    for kind in ("health", "stages"):
-        if kind in record:
-            prefix, numbers = "", {kind: record[kind]}
-    for tag, value in flat(numbers, prefix).items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield tag, value
+class TensorBoard(Sink):
+    """FOLDER/tensorboard: scalars train/KEY, eval/NAME/METRIC, health/SOURCE/… and stages/STAGE/…
 
+    Not by torch's SummaryWriter, whose thread ends at the first write that fails, and takes its queue with it.
 
-def json_line(record: Record) -> str:
-    """A record as a line of JSON; NaN and infinity become null."""
+    Args:
+        resume_step: TensorBoard hides events of later steps.
 
-    def finite(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(map_leaves(record, finite), allow_nan=False) + "\n"
-
-
-def flat(tree: Record, prefix: str = "", separator: str = "/") -> Record:
-    """Flatten nested mappings; keys are joined by the separator."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{separator}{key}" if prefix else str(key)
-        leaves.update(flat(value, path, separator) if isinstance(value, Mapping) else {path: value})
-    return leaves
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, which TensorBoard renders. Its cells are texts, without links, images and HTML."""
-    texts = [[printable(" ".join(cell.split()), MESSAGE).replace("<", "&lt;") for cell in row] for row in rows]
-    cells = [[re.sub(r"[\\`\[|]", r"\\\g<0>", text) for text in row] for row in texts]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *cells])
-
-
-@dataclass
-class Position:
-    """How far a file of lines was read."""
-
-    offset: int = 0  # bytes
-    number: int = 0  # lines
-
-
-def lines(path: Path, read: Position | None = None) -> Iterator[tuple[bytes, Record]]:
-    """The complete lines with a JSON object after those that were read, and these objects. `read` moves with them.
-
-    Raises SettingsError: a value is of another type than this package writes.
+    Raises SettingsError: tensorboard is not installed.
     """
-    read = read or Position()
-    with path.open("rb") as file:
-        file.seek(read.offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            read.offset, read.number = read.offset + len(line), read.number + 1
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # torn by a kill in the middle of a write
-                continue
-            if isinstance(record, dict):
-                try:
-                    parse_as(_Line, record)
-                    if "metrics" in record:
-                        parse_as(dict[str, float | None], {name: record[name] for name in record["metrics"]})
-                except (ValueError, KeyError) as error:
-                    where = f"line {read.number} of {path}"
-                    raise SettingsError(f"{where} is not what clipstream wrote: {error}") from error
-                yield line, record
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+        advice = "install it, or --log.tensorboard false"
+        with errors_as(SettingsError, "no tensorboard here", ImportError, advice=advice):
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.summary.writer.record_writer import RecordWriter
+            from torch.utils.tensorboard import summary
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = AppendedFile(Path(folder) / TENSORBOARD_FOLDER / name)
+        self._make: Any = summary  # untyped in torch
+        self._event, self._framed = Event, RecordWriter
+        start = 0 if resume_step is None else resume_step + 1
+        version, begins = {"file_version": "brain.Event:2"}, SessionLog(status=SessionLog.START)
+        self._add(Event(**version), Event(step=start, **version), Event(step=start, session_log=begins))
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Add images as a grid, and their texts and the tables as text."""
+        import torch
+
+        shown = []
+        if examples:
+            pixels = torch.stack([example.pixels.cpu() for example in examples])
+            shown.append(self._make.image(f"pictures/{name}", pixels, dataformats="NCHW"))
+            rows = [
+                (str(n), e.text, "; ".join(text for text, _ in e.guesses), e.note, e.group)
+                for n, e in enumerate(examples, 1)
+            ]
+            shown.append(self._make.text(f"pictures/{name}", markdown_table(("", "text", "guesses", "", ""), rows)))
+        for table in tables:
+            shown.append(self._make.text(f"tables/{name}/{table.title}", markdown_table(table.header, table.rows)))
+        self._add(*(self._event(step=step, summary=one) for one in shown))
+
+    def write(self, record: Record) -> None:
+        found = [self._make.scalar(tag, value) for tag, value in scalars(record)]
+        self._add(*(self._event(step=record["step"], summary=one) for one in found))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, *events: Any) -> None:
+        """Write events of now, in the format of TensorFlow's records."""
+        out = io.BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            self._framed(out).write(event.SerializeToString())
+        with suppress(OSError):  # then the file cannot be written either
+            self._file.path.parent.mkdir(exist_ok=True)
+        self._file.add(out.getvalue())
 
 
-def with_provenance(found: Evaluations, folder: Path) -> Evaluations:
-    """Evaluations of metrics.jsonl, with those that a run of before 0.2 has in a file of their own.
+class Tracker(Sink):
+    """A run of a tracker with the interface of Weights & Biases: `log`, `finish`, and images as `Image`.
 
-    There it has the provenance of its evaluations, and all of those by `clipstream evaluate`.
+    Args:
+        run: as the module's `init` returns it.
+        table: (title, header, rows) -> what the tracker shows as a table.
+        images: images of the module with their texts -> what the tracker shows as several images.
     """
-    former: Evaluations = {}
-    path = folder / FORMER_FILE
-    for _, record in lines(path) if path.is_file() else ():
-        put(former, record)
-    later = {key: record for key, record in former.items() if "checkpoint" in record}
-    return later | {key: one if "metrics" in one else former.get(key, one) for key, one in found.items()}
+
+    def __init__(
+        self, module: Any, run: Any, table: Callable[[Table], Any], images: Callable[[list[tuple[Any, str]]], Any]
+    ) -> None:
+        self._module, self._run, self._table, self._images = module, run, table, images
+
+    def write(self, record: Record) -> None:
+        if metrics := dict(scalars(record)):
+            self._run.log(metrics, step=record["step"])
+
+    def show(self, step: int, name: str, examples: Sequence[Example], tables: Sequence[Table] = ()) -> None:
+        """Log the images with their texts, and the tables."""
+        found: dict[str, Any] = {f"tables/{name}/{table.title}": self._table(table) for table in tables}
+        if examples:
+            found[f"pictures/{name}"] = self._images(
+                [
+                    (self._module.Image(one.pixels.permute(1, 2, 0).cpu().numpy(), caption=one.text), one.text)
+                    for one in examples
+                ]
+            )
+        if found:
+            self._run.log(found, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
-def read_evaluations(folder: Path) -> list[Record]:
-    """The evaluations of a run, oldest first, with those of its checkpoints by `clipstream evaluate`.
+def wandb_run(settings: WandbSettings, run: RunInfo) -> Tracker:
+    """The run in Weights & Biases. A resumed run goes on under its id, which the run's folder keeps in `wandb_id`.
 
-    Raises SettingsError: see `lines`.
+    Raises SettingsError: the package is missing, or the run cannot be started there, for example without a login.
     """
-    found: Evaluations = {}
-    path = folder / METRICS_FILE
-    for _, record in lines(path) if path.is_file() else ():
-        if "eval" in record:
-            put(found, record)
-    return list(with_provenance(found, folder).values())
+    wandb = _import("wandb")
+    # Without a network, wandb waits for 90 s, and for 30 s a request; its login waits for two times 5 s besides.
+    wait = float(os.environ.get("WANDB_INIT_TIMEOUT", "12"))
+    path = run.folder / WANDB_ID
+    if run.resume_step is None or not path.exists():
+        atomic_write.replace(path, uuid.uuid4().hex[:16].encode())
+    advice = "run `wandb login`, or set WANDB_MODE=offline"
+    with errors_as(SettingsError, "Weights & Biases could not start the run", Exception, advice=advice):
+        found = wandb.init(
+            project=settings.project,
+            name=run.folder.name,
+            notes=settings.notes,
+            config=dict(run.settings),
+            dir=str(run.folder),
+            id=path.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            # `console` would take the terminal's progress bar for a file.
+            settings=wandb.Settings(console="off", init_timeout=wait, x_graphql_timeout_seconds=wait),
+        )
+    return Tracker(
+        wandb,
+        found,
+        table=lambda table: wandb.Table(list(table.header), [list(row) for row in table.rows]),
+        images=lambda pairs: [image for image, _ in pairs],
+    )
 
 
-# The schema of a line: strict, as the line itself goes on, and not what pydantic would make of it.
-class _Start(TypedDict):
-    time: str
-    ranks: int
-    device: str
-    git: NotRequired[dict[str, str | bool | None] | None]
-    hardware: NotRequired[dict[str, str | float | list[str] | None]]
-    versions: dict[str, str]
+def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
+    """The run in Trackio, under its name in the project; a resumed run goes on there.
+
+    Raises SettingsError: the package is missing, or the run cannot be started there.
+    """
+    trackio = _import("trackio")
+    with errors_as(SettingsError, "Trackio could not start the run", Exception):
+        found = trackio.init(
+            project=settings.project,
+            name=run.folder.name,
+            space_id=settings.space,
+            config=dict(flat(run.settings, separator=".")),  # it shows no nested ones
+            resume="never" if run.resume_step is None else "allow",
+            embed=False,
+        )
+    return Tracker(
+        trackio,
+        found,
+        table=lambda table: trackio.Markdown(markdown_table(table.header, table.rows)),
+        # Trackio takes several images in a table alone.
+        images=lambda pairs: trackio.Table(columns=["picture", "text"], data=[list(pair) for pair in pairs]),
+    )
 
 
-class _EarlyStop(TypedDict):
-    metric: str
-    evaluations: Count
-    best: float | None
-    best_step: float | None
-
-
-class _End(TypedDict, total=False):
-    early_stop: _EarlyStop
-
-
-class _Rollback(TypedDict):
-    to: Count
-    skipped: Count
-
-
-class _Counts(TypedDict):
-    read: Count
-    used: Count
-    dropped: dict[str, Count]
-    examples: NotRequired[dict[str, InstanceOf[str]]]
-    shards: Count
-    shard_faults: Count
-    fault_reasons: NotRequired[dict[str, Count]]
-
-
-class _Stage(TypedDict):
-    seconds: float
-    count: Count
-    p50: float
-    p99: float
-
-
-class _Operation(TypedDict):
-    name: str
-    calls: int
-    self_device: float
-    device: float
-    self_cpu: float
-    cpu: float
-
-
-class _Profile(TypedDict):
-    device: str
-    steps: Annotated[list[int], Field(min_length=2, max_length=2)]
-    operations: list[_Operation]
-
-
-class _Data(TypedDict):
-    shards: object
-    samples: Count
-    pictures: object
-    pairs: object
-    measured: NotRequired[Count]
-    lost_area: NotRequired[float]
-
-
-class _Cropped(TypedDict):
-    images: Count
-    training: NotRequired[float]
-    evaluation: float
-
-
-class _Line(TypedDict, total=False):
-    """What all records have in common: the position, and mappings by their kind."""
-
-    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
-
-    step: Count
-    samples: Count
-    eval: str
-    file: str
-    metrics: list[str]
-    data: list[_Data]
-    settings: dict[str, object]
-    model: dict[str, object]
-    versions: dict[str, object]
-    start: _Start
-    end: _End
-    rollback: _Rollback
-    health: dict[str, _Counts]
-    cropped: dict[str, _Cropped]
-    stages: dict[str, _Stage]
-    profile: _Profile
-    seconds: float
+def _import(name: str) -> Any:
+    with errors_as(SettingsError, f"{name} is not installed", ImportError, advice=f"pip install 'clipstream[{name}]'"):
+        return importlib.import_module(name)

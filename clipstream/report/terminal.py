@@ -28,7 +28,8 @@ from rich.table import Column
 
 from clipstream.data.decode.key_lists import LEFT_OUT
 from clipstream.evals.statistics import format_chance, format_value, interval, is_minor, metrics_of
-from clipstream.report.sinks import NONFINITE_FILE, Record, Sink, flat
+from clipstream.report.records import Record, flat
+from clipstream.report.sinks import NONFINITE_FILE, Sink
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted, duration, listed, percent, printable_lines
 from clipstream.utils.logs import Tee, below, loading, log_displayed, logger

@@ -13,7 +13,7 @@ from clipstream.data.sources import expand
 from clipstream.data.sources.tars import of_source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.pairs import Retrieval
+from clipstream.evals.retrieval_and_loss import Retrieval
 from clipstream.evals.settings import RetrievalSettings, ZeroShotSettings
 from clipstream.evals.zero_shot import ZeroShot
 from tests.support.clipbenchmark import (

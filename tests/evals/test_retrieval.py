@@ -21,7 +21,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals import metrics
 from clipstream.evals.metrics import TIE, EqualCaptions, Ranks, place_pairs
-from clipstream.evals.pairs import Retrieval, recalls
+from clipstream.evals.retrieval_and_loss import Retrieval, recalls
 from clipstream.evals.settings import RetrievalSettings
 from tests.support.evaluating import context_of, tiny_towers
 from tests.support.pictures import ByteTokenizer, make_shards, picture

@@ -16,7 +16,7 @@ from clipstream.errors import DataError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings
-from clipstream.report.sinks import json_line
+from clipstream.report.records import json_line
 from clipstream.report.terminal import evaluation_line
 from tests.support.evaluating import context_of
 from tests.support.pictures import make_shards

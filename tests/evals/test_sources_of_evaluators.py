@@ -13,8 +13,8 @@ from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.frozen_features import Neighbours
-from clipstream.evals.pairs import Retrieval
+from clipstream.evals.probes import Neighbours
+from clipstream.evals.retrieval_and_loss import Retrieval
 from clipstream.evals.settings import NeighboursSettings, RetrievalSettings, ZeroShotSettings
 from clipstream.evals.zero_shot import ZeroShot
 from tests.support.evaluating import context_of

@@ -17,7 +17,7 @@ from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import of_samples
-from clipstream.evals.pairs import ValidationLoss
+from clipstream.evals.retrieval_and_loss import ValidationLoss
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import LossEvalSettings
 from clipstream.losses.contrastive import build_loss

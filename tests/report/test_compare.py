@@ -19,9 +19,9 @@ from clipstream.evals.context import EvalContext, of_weights
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings
 from clipstream.evals.statistics import differences
-from clipstream.report.eval_results import EvaluationTable, add
 from clipstream.report.html_report import loss_kind, read_run, render
-from clipstream.report.sinks import FORMER_FILE, METRICS_FILE, MetricsFile, SinkGroup, json_line, lines
+from clipstream.report.records import FORMER_FILE, METRICS_FILE, add, json_line, lines
+from clipstream.report.sinks import EvaluationTable, MetricsFile, SinkGroup
 from tests.support.browser import look_in_frames, needs_browser
 from tests.support.evaluating import context_of, tiny_towers
 from tests.support.pictures import ByteTokenizer, make_shards

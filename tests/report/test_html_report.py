@@ -20,10 +20,10 @@ from clipstream.cli.verbs.compare import main as compare
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Example
 from clipstream.report import html_report
-from clipstream.report.eval_results import EvaluationTable, add
 from clipstream.report.html_report import REPORT_FILE, Report, read_run, render, write_page
 from clipstream.report.pages import Chart, Series, StepTimes, fewer, nice_ticks, short
-from clipstream.report.sinks import FORMER_FILE, METRICS_FILE, ImageFiles, MetricsFile, SinkGroup
+from clipstream.report.records import FORMER_FILE, METRICS_FILE, add
+from clipstream.report.sinks import EvaluationTable, ImageFiles, MetricsFile, SinkGroup
 from clipstream.training.settings import AUDIT_FILE
 from tests.support.browser import look_in_frames, needs_browser
 from tests.support.json_values import JSON, changed, places

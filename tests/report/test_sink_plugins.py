@@ -16,8 +16,9 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import Table
 from clipstream.report.outputs import Outputs
+from clipstream.report.records import Record
 from clipstream.report.settings import SinkSettings
-from clipstream.report.sinks import Record, RunInfo, Sink
+from clipstream.report.sinks import RunInfo, Sink
 from tests.support.runs import flags, furnish, lines, same_weights, weights
 
 

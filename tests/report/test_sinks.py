@@ -18,8 +18,8 @@ from tensorboard import plugin_util
 
 from clipstream.evals.context import Example, Table
 from clipstream.report import sinks
-from clipstream.report.outputs import TensorBoard
-from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, markdown_table, scalars
+from clipstream.report.records import markdown_table, scalars
+from clipstream.report.sinks import QUARANTINE_FILE, MetricsFile, QuarantineFile, TensorBoard
 from clipstream.report.terminal import ProgressDisplay, table
 from clipstream.text import duration, percent
 

@@ -19,7 +19,7 @@ from sklearn.metrics import average_precision_score, balanced_accuracy_score, to
 
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
-from clipstream.evals.pairs import Retrieval
+from clipstream.evals.retrieval_and_loss import Retrieval
 from clipstream.evals.settings import EvalSettings
 from clipstream.evals.zero_shot import ZeroShot
 from clipstream.models.build import build_towers

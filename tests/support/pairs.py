@@ -32,8 +32,9 @@ from safetensors.torch import load_file
 
 from clipstream.cli.verbs.precompute import main
 from clipstream.distributed.world import World
+from clipstream.report.records import Record
 from clipstream.report.settings import SinkSettings
-from clipstream.report.sinks import Record, RunInfo, Sink
+from clipstream.report.sinks import RunInfo, Sink
 from tests.support import hubtree, model_files
 from tests.support.pictures import picture
 from tests.support.ranks import end_ranks

@@ -22,7 +22,7 @@ from clipstream.config.settings import Settings, dump, load
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import of_weights
-from clipstream.evals.pairs import Retrieval
+from clipstream.evals.retrieval_and_loss import Retrieval
 from clipstream.evals.settings import RetrievalSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings

@@ -22,7 +22,7 @@ from clipstream.config.flags import trait
 from clipstream.config.settings import Settings
 from clipstream.export.proof import read
 from clipstream.export.run import Exported
-from clipstream.report.sinks import markdown_table
+from clipstream.report.records import markdown_table
 from tests.support.hostile_text import HOSTILE, obeyed
 from tests.support.pictures import make_shards, picture
 from tests.support.runs import MODEL

@@ -19,7 +19,7 @@ from clipstream.errors import DivergedError
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
 from clipstream.report.html_report import read_run
-from clipstream.report.sinks import scalars
+from clipstream.report.records import scalars
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import StepResult
 from clipstream.training.trainer import Rollback

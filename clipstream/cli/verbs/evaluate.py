@@ -33,9 +33,9 @@ from clipstream.evals.evaluators.mean import Mean
 from clipstream.evals.settings import PromptedSettings, Weights, ZeroShotSettings, sources_of
 from clipstream.models.model_config import HUB
 from clipstream.models.pretrained import preflight
-from clipstream.report.eval_results import TABLE_FILE, TABLES, add
 from clipstream.report.html_report import RunContents, take, write_page
-from clipstream.report.sinks import METRICS_FILE, Page, Record
+from clipstream.report.records import METRICS_FILE, TABLE_FILE, TABLES, Record, add
+from clipstream.report.sinks import Page
 from clipstream.report.terminal import table
 from clipstream.storage.shard_url import ShardURL, in_braces
 from clipstream.text import lines, listed, printable

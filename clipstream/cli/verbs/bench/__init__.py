@@ -29,7 +29,7 @@ from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, did_you_mean, errors_as
 from clipstream.models.pretrained import preflight
-from clipstream.report.sinks import json_line
+from clipstream.report.records import json_line
 from clipstream.text import counted, duration, milliseconds, percent
 from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.cores import cores

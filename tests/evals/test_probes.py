@@ -12,7 +12,8 @@ import torch
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals.classes import Labelling
-from clipstream.evals.frozen_features import (
+from clipstream.evals.metrics import average_precision
+from clipstream.evals.probes import (
     Fit,
     Labelled,
     LinearProbe,
@@ -21,7 +22,6 @@ from clipstream.evals.frozen_features import (
     measure,
     nearest,
 )
-from clipstream.evals.metrics import average_precision
 from clipstream.evals.settings import EvalSettings, LinearProbeSettings, NeighboursSettings
 from tests.support.evaluating import context_of
 from tests.support.pictures import make_shards
@@ -76,7 +76,7 @@ def found_near(world: World, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (3, 7)])
 def test_the_neighbours_are_scikit_learns(size: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     neighbors = pytest.importorskip("sklearn.neighbors")
-    monkeypatch.setattr("clipstream.evals.frozen_features.BLOCK", 64)
+    monkeypatch.setattr("clipstream.evals.probes.BLOCK", 64)
     whole, test = clusters(300, 5, 1), clusters(200, 5, 2)
     theirs = neighbors.KNeighborsClassifier(k)
     theirs.fit(whole.features.double().numpy(), whole.labels.numpy())
