@@ -29,8 +29,8 @@ from clipstream.config.short_flags import ALIASES, BY_FLAG
 from clipstream.utils.section import leaves
 from tests.support import hubtree
 from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder
+from tests.support.forks import ROOT
 from tests.support.pictures import picture
-from tests.support.ranks import ROOT
 from tests.support.tars import write_tar
 
 # Pages with tests of their own: below, tests/tools/test_own_parts.py and tests/api/test_docs_python.py.

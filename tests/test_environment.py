@@ -14,7 +14,8 @@ import pytest
 from clipstream.distributed.world import World
 from clipstream.storage.shard_cache import cache_root
 from tests.support.environment import FIXED, KEPT, KEPT_PREFIXES
-from tests.support.ranks import ROOT, TIMEOUT, run_ranks
+from tests.support.forks import ROOT
+from tests.support.ranks import TIMEOUT, run_ranks
 
 # Each of these changes what clipstream or a library does.
 HOSTILE = {

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import ROOT, TIMEOUT
+from tests.support.forks import ROOT
+from tests.support.ranks import TIMEOUT
 
 pytest.importorskip("ipykernel")
 manager = pytest.importorskip("jupyter_client.manager")

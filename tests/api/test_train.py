@@ -22,8 +22,9 @@ import clipstream
 from clipstream.checkpoint.store import is_locked
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
+from tests.support.commands import run_code
 from tests.support.forks import ROOT, TIMEOUT, Fork, run_fork
-from tests.support.ranks import end_ranks, run_python
+from tests.support.ranks import end_ranks
 from tests.support.runs import wait_for_step
 
 
@@ -183,11 +184,12 @@ def test_ctrl_c_saves_and_raises_keyboard_interrupt(place: Path) -> None:
     assert "stopped by SIGINT, step" in out and out.splitlines()[-1] == "done" and "Traceback" not in errors
 
 
-def test_the_module_of_the_recipe_is_the_function() -> None:
+def test_the_module_of_the_recipe_is_the_function(tmp_path: Path) -> None:
     """However it is imported: in forks of a process that has the libraries alone."""
     code = """
 import os, sys
-import torch, open_clip, webdataset
+for name in [name for name in sys.modules if name.partition(".")[0] in ("clipstream", "tests")]:
+    del sys.modules[name]
 for first in "import clipstream.train", "import clipstream; clipstream.train", "pass":
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0, first
@@ -201,7 +203,8 @@ for first in "import clipstream.train", "import clipstream; clipstream.train", "
     except clipstream.errors.SettingsError as error: print(error)
     break
 """
-    out = run_python("-c", code)
+    (tmp_path / "imports.py").write_text(code)
+    out = run_fork(str(tmp_path / "imports.py"), env={**os.environ, "PYTHONPATH": str(ROOT)})
     signature = "(config: 'Config' = None, overrides: 'Overrides' = None, /, **flags: 'Any') -> 'Run'"
     assert out.count(signature) == out.count("'--steps'?") == 3, out
     assert inspect.getdoc(clipstream.train).startswith("Train a model")  # type: ignore[union-attr]
@@ -210,7 +213,7 @@ for first in "import clipstream.train", "import clipstream; clipstream.train", "
 def test_the_import_takes_no_time() -> None:
     """The package waits for no other import."""
     code = "import sys; before = set(sys.modules); import clipstream; print(*sorted(set(sys.modules) - before))"
-    found = run_python("-c", code).split()
+    found = run_code(code).split()
     quick = {"clipstream", "clipstream.utils", "clipstream.utils.torch_state"}
     assert {name for name in found if name.partition(".")[0] not in sys.stdlib_module_names} == quick
     assert not {"logging", "asyncio", "inspect", "dataclasses", "email", "multiprocessing", "subprocess"} & set(found)

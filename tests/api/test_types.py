@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import clipstream
-from tests.support.ranks import ROOT
+from tests.support.forks import ROOT
 
 DOCUMENTED = ("errors", "losses")  # modules whose names are public beside `__all__`
 TIMEOUT = 600

@@ -25,7 +25,7 @@ from clipstream.curation.stores.topics import _mistaken
 from clipstream.data.groups import look_up
 from clipstream.data.sources import Source, SourceContext
 from clipstream.storage.shard_cache import ShardCache
-from tests.support.models import MODEL
+from tests.support.runs import MODEL
 from tests.support.tars import write_tar
 
 SAMPLES = 12  # number 5 is dropped; 9 and 11 are copies of 2

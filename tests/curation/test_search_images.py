@@ -34,9 +34,10 @@ from clipstream.curation.images.numpy_text import NumpyText
 from clipstream.curation.stores import topics
 from clipstream.errors import Stopped
 from tests.support.browser import look, needs_browser
+from tests.support.forks import ROOT
 from tests.support.image_files import save
 from tests.support.model_files import TEXT, build, write
-from tests.support.ranks import ROOT, TIMEOUT
+from tests.support.ranks import TIMEOUT
 from tests.support.savers import small_files
 from tests.support.tars import write_tar
 

@@ -21,8 +21,9 @@ from clipstream.cli.verbs.train import main as train
 from clipstream.errors import ClipstreamError
 from clipstream.export.interpolation import Mixing, Point, average, main_figure, mix
 from clipstream.export.settings import InterpolateSettings
+from tests.support.forks import ROOT
 from tests.support.pictures import picture
-from tests.support.ranks import ROOT, end_ranks
+from tests.support.ranks import end_ranks
 from tests.support.runs import flags, furnish, launched, weights
 
 EVALS = ["--evals.new.type", "retrieval", "--evals.new.data.shards"]

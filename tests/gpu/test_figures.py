@@ -15,8 +15,8 @@ from clipstream.features.stored_rows import StoredRows
 from clipstream.models.execution.flops import Throughput, count_flops, peak_tflops
 from clipstream.utils.timing import Usage
 from tests.support.gpu_steps import make_batch, make_step, make_towers
-from tests.support.models import MODEL
 from tests.support.pictures import make_shards
+from tests.support.runs import MODEL
 
 
 def test_use_of_the_gpu(cuda: str) -> None:

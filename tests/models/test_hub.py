@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import hubtree
+from tests.support.commands import run_code
 from tests.support.hubserver import Behaviour, serve
 from tests.support.hubtree import write_code
-from tests.support.ranks import python
 
 OLD = "fedcba9876543210fedcba9876543210fedcba98"
 WEIGHTS = "open_clip_model.safetensors"
@@ -84,7 +84,7 @@ def fetch(endpoint: str, cache: Path, *models: str, **env: str) -> list[str]:
     Of `NAME||TRUST`, the code of a tokenizer that is trusted or not.
     """
     env = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1", **env}
-    return python(FETCH, *models, **env).splitlines()
+    return run_code(FETCH, *models, **env).splitlines()
 
 
 def expected(served: Path, commit: str) -> str:

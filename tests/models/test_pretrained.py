@@ -15,7 +15,7 @@ from clipstream.models.build import build_towers
 from clipstream.models.pretrained import ModelFiles, look_up, preflight
 from clipstream.models.settings import ModelSettings
 from tests.support import hubtree
-from tests.support.ranks import python
+from tests.support.commands import run_code
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ assert "torch" not in sys.modules
 
 
 def test_missing_files_are_listed_before_torch_is_imported(tmp_path: Path) -> None:
-    out = python(PREFLIGHT, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
+    out = run_code(PREFLIGHT, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
     assert "HF_HUB_OFFLINE" in out and f"looked in:  {tmp_path}/models--timm--ViT-B-16-SigLIP" in out
     files = "open_clip_model.safetensors tokenizer.json tokenizer_config.json"
     assert f"hf download timm/ViT-B-16-SigLIP {files}\n" in out
@@ -53,7 +53,7 @@ def test_missing_files_are_listed_before_torch_is_imported(tmp_path: Path) -> No
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         deaf.setblocking(False)
-        out = python(PREFLIGHT, HF_ENDPOINT=f"http://127.0.0.1:{deaf.getsockname()[1]}", HF_HUB_CACHE=str(tmp_path))
+        out = run_code(PREFLIGHT, HF_ENDPOINT=f"http://127.0.0.1:{deaf.getsockname()[1]}", HF_HUB_CACHE=str(tmp_path))
         deaf.accept()[0].close()
         with pytest.raises(BlockingIOError):
             deaf.accept()

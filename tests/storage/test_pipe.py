@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import ROOT, TIMEOUT, command_ends
+from tests.support.forks import ROOT
+from tests.support.ranks import TIMEOUT, command_ends
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 WAITER = """

@@ -6,16 +6,23 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.forks import ROOT, TIMEOUT
 
 
 def python(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | env
+    """Python called with these arguments; neither a rank nor settings of the Hub are inherited."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "HF_"))}
     return subprocess.run(
-        [sys.executable, *argv], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *argv], cwd=ROOT, env=kept | env, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
+
+
+def run_code(code: str, *argv: str, **env: str) -> str:
+    """What code prints in a fresh process, which must not fail."""
+    done = python("-c", code, *argv, **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def start_verb(*argv: str) -> subprocess.Popen[str]:

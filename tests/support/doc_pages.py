@@ -26,8 +26,9 @@ from clipstream.distributed.world import World
 from tests.support import model_files
 from tests.support.clipbenchmark import drawn, write_benchmark
 from tests.support.evaluating import CONFIG
+from tests.support.forks import ROOT
 from tests.support.pictures import make_shards, picture
-from tests.support.ranks import ROOT, TIMEOUT
+from tests.support.ranks import TIMEOUT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 OUTPUT = {"text", "json", "mermaid"}  # languages of what is shown and not typed

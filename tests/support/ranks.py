@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clipstream.distributed.world import World
-from tests.support.forks import ROOT, TIMEOUT, fork_server, wait_until
+from tests.support.forks import TIMEOUT, fork_server, wait_until
 
 
 @dataclass(frozen=True)
@@ -79,22 +78,6 @@ def launched(world: World, verb: Callable[[list[str]], int], argv: list[str]) ->
         RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size)
     )
     return verb(argv)
-
-
-def python(code: str, *arguments: str, **env: str) -> str:
-    """What code prints in a fresh process, where the Hub's settings are read from the environment as users set them."""
-    return run_python("-c", code, *arguments, **env)
-
-
-def run_python(*arguments: str, **env: str) -> str:
-    """What Python prints when it is called with these arguments in the repository's folder, as `python` calls it."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**clean, **env}, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def command_runs(mark: str) -> bool:

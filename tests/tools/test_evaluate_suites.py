@@ -26,7 +26,7 @@ from clipstream.evals.settings import EvalSettings
 from clipstream.training.state import TrainState
 from tests.support.clipbenchmark import CLASSES, drawn, write_benchmark
 from tests.support.evaluating import CONFIG, context_of, tiny_towers
-from tests.support.ranks import ROOT
+from tests.support.forks import ROOT
 from tests.support.savers import saver_of
 
 SUITES = sorted((ROOT / "configs/evals").glob("*.yaml"))

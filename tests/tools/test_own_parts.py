@@ -14,8 +14,8 @@ import yaml
 
 from clipstream.cli.main import main as cli
 from clipstream.cli.verbs import train
+from tests.support.forks import ROOT
 from tests.support.pictures import make_shards, picture
-from tests.support.ranks import ROOT
 
 PAGE = ROOT / "docs" / "plugins.md"
 MODEL = {

@@ -17,9 +17,10 @@ import pytest
 
 from tests.support.clipbenchmark import CLASSES, drawn, write_benchmark
 from tests.support.evaluating import CONFIG
+from tests.support.forks import ROOT
 from tests.support.hubserver import Behaviour, serve
 from tests.support.image_files import save
-from tests.support.ranks import ROOT, TIMEOUT
+from tests.support.ranks import TIMEOUT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SUITE = """
