@@ -91,15 +91,6 @@ def test_files_and_random_states(tmp_path: Path) -> None:
     assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == drawn
 
 
-def test_the_optimisers_numbers_are_the_present_settings(tmp_path: Path) -> None:
-    path = write(tmp_path, 1)
-    assert path is not None
-    model = TinyTowers()
-    optimizer = AdamW.Settings(wd=0.7, betas=(0.5, 0.6)).build(model, "ViT")
-    load(path, towers=model, optimizer=optimizer, world=World())
-    assert optimizer.param_groups[0]["weight_decay"] == 0.7 and optimizer.param_groups[0]["betas"] == (0.5, 0.6)
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_moments_of_the_fused_optimizer_and_of_the_plain_one_are_the_same(fused: bool, tmp_path: Path) -> None:
     """A run goes on with the other kind, as with its own."""

@@ -1,4 +1,4 @@
-"""Runs under their launchers: torchrun with restarts, the page's Slurm scripts, signals, other rank counts."""
+"""Runs under torchrun: restarts, signals, other rank counts. The scripts of Slurm have a test of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from clipstream.distributed.launch import announce_waiting
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, LossSettings
-from tests.support.forks import wait_until
-from tests.support.ranks import ROOT, TIMEOUT, command_ends, end_ranks, reserved_port
+from tests.support.forks import ROOT, wait_until
+from tests.support.ranks import TIMEOUT, command_ends, end_ranks, reserved_port
 from tests.support.runs import flags, lines, same_weights, train_on, wait_for_step, weights
-from tests.support.slurm import LOSS, furnish_job, script, slurm_environment
+from tests.support.slurm import LOSS
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -195,63 +195,3 @@ def test_an_elastic_run_goes_on_when_a_node_comes_and_goes(place: Path, port: in
     exact = flags(place, "inelastic", *stopping(), "--precision", "fp64", steps=200)
     assert [end.code for end in end_ranks(1, train_on, exact)] == [0]
     same_run(place, name, "inelastic", rel=1e-9)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
-    """Starts a batch script as Slurm does, in a folder with what the page's reader has; two tasks."""
-    furnish_job(tmp_path)
-    env = slurm_environment(tmp_path)
-    started = []
-
-    def start(text: str) -> subprocess.Popen[bytes]:
-        (tmp_path / "job.sh").write_text(text)
-        started.append(
-            subprocess.Popen(
-                ["bash", "job.sh"], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-        )
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["srun --wait=60 python", "srun --wait=60 torchrun"])
-def test_the_pages_job_is_put_back_into_the_queue_and_goes_on(
-    tmp_path: Path, port: int, job: Callable[[str], subprocess.Popen[bytes]], launcher: str
-) -> None:
-    text = script(launcher)
-    if "torchrun" in launcher:  # one node with two ranks
-        text = text.replace("--nproc-per-node 8", "--nproc-per-node 2").replace(":29500", f":{port}")
-        text = text.replace("srun --wait", "TASKS=1 srun --wait")
-    (tmp_path / "hold").touch()
-    first = job(text)
-    wait_for_step(tmp_path, "mine", 3, first)
-    if "B:USR1" in text:
-        first.send_signal(signal.SIGUSR1)
-    else:  # Slurm signals all processes of the job's steps
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                told = (process / "environ").read_bytes()
-                if str(tmp_path).encode() in told and b"SLURM_PROCID=" in told:
-                    os.kill(int(process.name), signal.SIGUSR1)
-    (tmp_path / "hold").unlink()
-    _, error = first.communicate(timeout=TIMEOUT)
-    assert (tmp_path / "requeued").read_text() == "requeue 4711\n", error.decode()
-    assert first.returncode == (75 if "B:USR1" not in text else 0)
-    reached = lines(tmp_path, "mine")[-1]["step"]
-    assert 3 <= reached < 40
-    second = job(text)
-    _, error = second.communicate(timeout=TIMEOUT)
-    assert second.returncode == 0, error.decode()
-    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
-    assert [(line["step"], line["start"]["ranks"]) for line in lines(tmp_path, "mine", "start")] == [
-        (0, 2),
-        (reached, 2),
-    ]
-    argv = ["--config", str(tmp_path / "my.yaml"), "--logs", f"{tmp_path}/runs", "--name", "straight"]
-    assert [end.code for end in end_ranks(2, train_on, argv)] == [0, 0]
-    same_run(tmp_path, "mine", "straight")

@@ -109,7 +109,7 @@ def test_wrong_settings_are_printed_where_rank_0_does_not_answer() -> None:
 
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.ci)])
 def test_under_launchers(launcher: str, tmp_path: Path) -> None:
-    env = slurm_environment(tmp_path, tasks=2)
+    env = slurm_environment(tmp_path)
     command = ["srun", "python"]
     if launcher == "torchrun":
         env = {key: text for key, text in env.items() if "SLURM" not in key}

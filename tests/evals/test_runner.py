@@ -20,8 +20,7 @@ from clipstream.report.records import json_line
 from clipstream.report.terminal import evaluation_line
 from tests.support.evaluating import context_of
 from tests.support.pictures import make_shards
-from tests.support.ranks import end_ranks, run_ranks
-from tests.support.runs import MODEL, flags, lines, train_on
+from tests.support.ranks import run_ranks
 
 
 class Clumsy:
@@ -102,9 +101,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_all_ranks_go_on_where_one_fails(pairs: Path, size: int) -> None:
-    results = run_ranks(size, run, str(pairs))
+def test_all_ranks_go_on_where_one_fails(pairs: Path) -> None:
+    results = run_ranks(3, run, str(pairs))
     records, failures = results[0]
     assert all(result == (records, failures) for result in results)
     good, clumsy, first, again = records
@@ -112,7 +110,7 @@ def test_all_ranks_go_on_where_one_fails(pairs: Path, size: int) -> None:
     message = "KeyError: 'no such thing'"
     assert clumsy == {"step": 5, "eval": "clumsy", "error": message, "dropped": 0}
     assert first == {**clumsy, "eval": "first"}
-    assert failures == [f"{size - 1}: {message}", f"0: {message}"]
+    assert failures == [f"2: {message}", f"0: {message}"]
 
 
 def test_a_failure_ends_the_run_by_setting(pairs: Path) -> None:
@@ -138,23 +136,3 @@ def test_a_collective_that_breaks_is_no_failure_of_an_evaluator(pairs: Path) -> 
 def test_a_failed_evaluation_in_words() -> None:
     record = {"step": 5, "eval": "val", "error": "no data:\n none", "dropped": 0, "seconds": 0.1}
     assert evaluation_line(record) == "val at step 5: failed: no data:"
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_and_says_what_failed(tmp_path: Path) -> None:
-    """A rehearsal that fails ends the run early; an evaluation that fails later does not."""
-    make_shards(tmp_path / "pairs", [21, 17, 19, 5])
-    make_shards(tmp_path / "val", [11])
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    given = {"type": "tests.evals.test_runner:Clumsy", "rank": 1, "every": 2}
-    more = ["--evals.mine", json.dumps(given), "--val-data", f"{tmp_path}/val/*.tar"]
-    ends = end_ranks(2, train_on, flags(tmp_path, "on", *more, steps=4))
-    assert [end.code for end in ends] == [0, 0], ends[0].stderr
-    assert "evaluation 'mine' failed on rank 1" in ends[0].stderr and "no such thing" in ends[1].stderr
-    assert [line["step"] for line in lines(tmp_path, "on", "error")] == [2, 4]
-    assert [line["n"] for line in lines(tmp_path, "on", "image_to_text_R@1")] == [11]
-    ends = end_ranks(2, train_on, flags(tmp_path, "off", *more, "--evals.mine.on-error", "raise", steps=4))
-    assert {end.code for end in ends} == {1}
-    bad = flags(tmp_path, "never", "--val-data", f"{tmp_path}/val/none.tar", steps=4)
-    ends = end_ranks(2, train_on, bad)
-    assert {end.code for end in ends} == {3} and not (tmp_path / "runs/never/checkpoints").exists()

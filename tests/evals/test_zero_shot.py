@@ -104,10 +104,9 @@ def encoded(world: World, folder: str) -> tuple[list[int], list[dict[str, float]
     return counts[1:], records
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_texts_are_encoded_once_for_the_same_weights(pictures: Path, size: int) -> None:
+def test_texts_are_encoded_once_for_the_same_weights(pictures: Path) -> None:
     """Over all ranks, for all evaluators with the same prompts; the weights of before are still known."""
-    results = run_ranks(size, encoded, str(pictures))
+    results = run_ranks(2, encoded, str(pictures))
     prompts = len(CLASSES) * len(TEMPLATES)
     assert [sum(counts[turn] for counts, _ in results) for turn in range(4)] == [prompts, 0, prompts, 0]
     for _, (one, again, _, last) in results:

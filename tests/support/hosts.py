@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import runpy
 import shutil
 import signal
@@ -137,36 +136,6 @@ class Cluster:
         self.started += [rank.process for rank in found]
         return found
 
-    def torchrun(self, argv: Sequence[str], each: int, restarts: int, folder: Path, **more: str) -> list[Path]:
-        """torchrun on both hosts with `each` ranks; the files that their output goes to."""
-        logs = []
-        for host in self.hosts:
-            logs.append(folder / f"torchrun-{host.name}.log")
-            with logs[-1].open("ab") as log:
-                command = [
-                    *host.within(), sys.executable, "-m", "torch.distributed.run",
-                    "--nnodes", "2", "--nproc-per-node", str(each), "--max-restarts", str(restarts),
-                    "--rdzv-backend", "c10d", "--rdzv-id", "1", "--rdzv-endpoint", f"{self.hosts[0].address}:{PORT}",
-                    "--local-addr", host.address, "-m", "clipstream.train",
-                    *("--run.logs" if word == "--logs" else word for word in argv),
-                ]  # fmt: skip
-                env = self.environment(**more)
-                self.started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
-        return logs
-
-    def ranks_of_torchrun(self) -> dict[int, int]:
-        """The processes that are ranks, by rank: those that torchrun has started."""
-        found = {}
-        for host in self.hosts:
-            parents = {pid: parent_of(pid) for pid in host.processes()}
-            launchers = {pid for pid in parents if "torch.distributed.run" in command_of(pid)}
-            for pid, parent in parents.items():
-                with contextlib.suppress(OSError):
-                    number = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
-                    if parent in launchers and number is not None and pid not in launchers:
-                        found[int(number[1])] = pid
-        return found
-
     def end(self) -> None:
         """Kill everything on both hosts."""
         for host in self.hosts:
@@ -176,13 +145,6 @@ class Cluster:
         for process in self.started:
             process.wait(TIMEOUT)
         self.started.clear()
-
-
-def parent_of(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        found = re.search(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)
-        return int(found[1]) if found is not None else 0
-    return 0
 
 
 def command_of(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""Batch jobs: the page's scripts, the folder that they start in, and stand-ins for srun, scancel and scontrol."""
+"""Batch jobs: the page's scripts, the folder that they start in, and a stand-in for srun."""
 
 from __future__ import annotations
 
@@ -8,39 +8,25 @@ import sys
 from pathlib import Path
 
 from tests.support.doc_pages import blocks
-from tests.support.ranks import ROOT
+from tests.support.forks import ROOT
 from tests.support.runs import furnish
 
 LOSS = "tests.distributed.test_cluster:Stopping"
 
 SRUN = """#!/bin/bash
-# Plays srun: TASKS tasks of NODES nodes, all on this machine.
-while [[ $1 == --* ]]; do shift; done
-echo $$ >"${0%/*}/step.pid"
+# Plays srun: two tasks on this machine.
 pids=()
-trap 'for pid in "${pids[@]}"; do kill -KILL $(cat /proc/$pid/task/*/children) $pid; done' TERM
-trap 'kill -TERM "${pids[@]}"' USR2
-each=$((TASKS / NODES))
-for ((task = 0; task < TASKS; task++)); do
-    SLURM_PROCID=$task SLURM_LOCALID=$((task % each)) SLURM_NODEID=$((task / each)) SLURM_STEP_ID=0 \\
-        SLURM_STEP_NUM_TASKS=$TASKS SLURM_STEP_NUM_NODES=$NODES SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST \\
-        SLURM_STEP_TASKS_PER_NODE="$each(x$NODES)" "$@" &
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 \\
+        SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST SLURM_STEP_TASKS_PER_NODE=2 "$@" &
     pids+=($!)
 done
 worst=0
 for pid in "${pids[@]}"; do
     wait $pid; code=$?
-    while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done
     if ((code > worst)); then worst=$code; fi
 done
 exit $worst
-"""
-# Slurm ends a step whose srun is told to end; only scancel's signal reaches the tasks.
-SCANCEL = """#!/bin/bash
-[[ "$*" == "--signal=TERM $SLURM_JOB_ID" ]] && kill -USR2 $(cat "${0%/*}/step.pid")
-"""
-SCONTROL = """#!/bin/bash
-if [[ $1 == show ]]; then echo 127.0.0.1; else echo "$@" >>requeued; fi
 """
 
 
@@ -70,15 +56,17 @@ def furnish_job(folder: Path, steps: int = 40) -> dict[str, str]:
         "log": {"every": 1, "tensorboard": False},
     }  # fmt: skip
     (folder / "my.yaml").write_text(json.dumps(settings))
-    return with_tools(folder, {})
+    env = with_tools(folder)
+    (folder / "bin" / "srun").unlink()  # the real one
+    return env
 
 
-def with_tools(folder: Path, more: dict[str, str]) -> dict[str, str]:
-    """The environment with `folder`/bin first in PATH: python and torchrun of this environment, and more scripts."""
+def with_tools(folder: Path) -> dict[str, str]:
+    """The environment with `folder`/bin first in PATH: python and torchrun of this environment, and the stand-in."""
     tools = {
         "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
         "torchrun": f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n',
-        **more,
+        "srun": SRUN,
     }
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in tools.items():
@@ -87,9 +75,6 @@ def with_tools(folder: Path, more: dict[str, str]) -> dict[str, str]:
     return {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def slurm_environment(folder: Path, tasks: int = 2, nodes: int = 1) -> dict[str, str]:
-    """The environment of a batch job, with srun, scontrol and scancel that stand in for Slurm's."""
-    return with_tools(folder, {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL}) | {
-        "SLURM_JOB_ID": "4711", "SLURM_NNODES": str(nodes), "SLURM_JOB_NODELIST": "localhost", "TASKS": str(tasks),
-        "NODES": str(nodes),
-    }  # fmt: skip
+def slurm_environment(folder: Path) -> dict[str, str]:
+    """The environment of a batch job of two tasks on one node, with an srun that stands in for Slurm's."""
+    return with_tools(folder) | {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}

@@ -25,7 +25,7 @@ from clipstream.data.sources import Source, SourceContext
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import ShardCache
 from tests.support.loaders import evaluation_of, loader
-from tests.support.models import MODEL
+from tests.support.runs import MODEL
 from tests.support.tars import write_tar
 
 N = 12  # samples; the last three are copies of the first three
@@ -59,9 +59,9 @@ def images(folder: Path, numbers: Iterable[int]) -> list[dict[str, Any]]:
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     table = pa.Table.from_pylist(rows)
-    if path.suffix in (".csv", ".tsv"):
+    if path.suffix == ".csv":
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
     elif path.suffix == ".jsonl":
@@ -107,12 +107,10 @@ KINDS: dict[str, tuple[Callable[[Path, list[str]], str], list[str]]] = {
     "tars": (tars, ["0.tar", "1.tar"]),
     "tars of one name": (tars, ["en/0.tar", "fr/0.tar"]),
     "csv": (tables, ["labels.csv"]),
-    "tsv": (tables, ["labels.tsv"]),
     "jsonl": (tables, ["labels.jsonl"]),
     "parquet": (tables, ["a-00000-of-00002.parquet", "a-00001-of-00002.parquet"]),
     "arrow": (tables, ["data-00000-of-00001.arrow"]),
     "Hugging Face": (tables, ["one/metadata.csv", "two/metadata.csv"]),
-    "Hugging Face, lines": (tables, ["metadata.jsonl"]),
     "folder": (pairs, []),
     "classes": (classes, []),
 }
