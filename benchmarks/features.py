@@ -131,7 +131,7 @@ def measure_loader(path: Path, args: argparse.Namespace) -> None:
     tokenizer, features = LabelEncoder(None), StoredData.open(image=str(path))
     tokenizer.context_length = TOKENS
     with training_loader(
-        settings, ModelInputs(tokenizer, ImageSpec((224, 224)), features=features), world=World(), seed=0, views=True
+        settings, ModelInputs(tokenizer, ImageSpec((224, 224)), stores=features), world=World(), seed=0, zero_copy=True
     ) as loader:
         for _ in range(args.batches):  # opens the shards
             next(loader)

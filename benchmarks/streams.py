@@ -80,7 +80,7 @@ def clipstream(options: Options) -> Iterator[Batch]:
     )
     tokenizer = build_tokenizer(TokenizerSettings.model_validate({}), tokenize(), 77)
     image = ImageSpec((options.size, options.size))
-    with training_loader(settings, ModelInputs(tokenizer, image), world=World(), seed=0, views=True) as loader:
+    with training_loader(settings, ModelInputs(tokenizer, image), world=World(), seed=0, zero_copy=True) as loader:
         for batch in loader:
             yield Batch(len(batch), sum(plane.nbytes for plane in batch.tensors()))
 

@@ -292,7 +292,7 @@ def build_loader(
         seed=settings.run.seed,
         start=None if state is None else state.data,
         approximate=settings.checkpoint.resume_approximate,
-        views=True,
+        zero_copy=True,
         interrupt=interrupt,
     )
 
@@ -313,7 +313,7 @@ def build_loader(
 def own_inputs(settings: Settings, model: Model) -> ModelInputs:
     """What is made of samples; for the teacher pixels and ids of its own where those of the model do not fit it."""
     towers, teacher = model.towers, model.teacher
-    inputs = ModelInputs(model.tokenizer, towers.image, features=model.stored, text_lengths=towers.text_lengths)
+    inputs = ModelInputs(model.tokenizer, towers.image, stores=model.stored, text_lengths=towers.text_lengths)
     inputs = replace(inputs, groups=group_field(settings.loss), texts=settings.data.texts)
     inputs = replace(inputs, has_short=settings.data.has_short)
     if teacher is not None and teacher.towers.image.size != towers.image.size:

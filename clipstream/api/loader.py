@@ -134,7 +134,7 @@ class BatchLoader:
                     world=self.world,
                     seed=self.settings.run.seed,
                     start=self._start,
-                    views=self._dtype != torch.uint8,  # else the pixels are handed out as they are
+                    zero_copy=self._dtype != torch.uint8,  # else the pixels are handed out as they are
                 )
             self._closing.callback(self._loader.close)
             weakref.finalize(self, self._closing.close)

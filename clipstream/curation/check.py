@@ -188,8 +188,8 @@ def look(source: SourceSettings, samples: int | None) -> CheckReport:
         SettingsError: the caption settings do not fit together, or the shards cannot be listed.
         DataError: a manifest cannot be read.
     """
-    with contextlib.closing(ShardCache(None)) as store:
-        shards, data = Source(source, SourceContext(store, key=SHORT_FLAGS)), DataSettings()
+    with contextlib.closing(ShardCache(None)) as cache:
+        shards, data = Source(source, SourceContext(cache, key=SHORT_FLAGS)), DataSettings()
         folders = [path for part in source.parts if (path := named_folder(part, source.type)) is not None]
         held = [f"{path} holds {contents(path, source.image_key).what}" for path in folders]
         report = CheckReport("; ".join([*held, shards.summary()]), shards.missing, background=source.background)

@@ -111,12 +111,12 @@ def _pack(asked: Asked) -> None:
     data = asked.settings.data  # a cache with a limit may not hold all that is read at random
     own = data.cache is None or data.cache_gib is not None
     data = data.model_copy(update={"cache": str(parts / "cache") if own else data.cache, "cache_gib": None})
-    with contextlib.closing(ShardCache(data.cache, fetcher=data.fetcher)) as store:
+    with contextlib.closing(ShardCache(data.cache, fetcher=data.fetcher)) as cache:
         sources = [
-            Source(one, SourceContext(store, asked.settings.data.cache, f"data.sources.{name}"))
+            Source(one, SourceContext(cache, asked.settings.data.cache, f"data.sources.{name}"))
             for name, one in data.sources.items()
         ]
-        extra = None if asked.merge is None else open_captions(asked.merge, SourceContext(store, key="--merge"))
+        extra = None if asked.merge is None else open_captions(asked.merge, SourceContext(cache, key="--merge"))
         check_lists([build_filter(one.settings, one.context.key, one) for one in sources], told=False)
         about, digest = _begin(asked, sources, extra)
         if out.read(CARD) is not None:  # written last

@@ -360,8 +360,8 @@ def _crop_seconds(found: Examined, data: DataSettings) -> dict[str, float]:
 def load_images(found: Examined, rows: Sequence[int], data: DataSettings) -> dict[int, bytes]:
     """The image files of rows, as far as they can be read."""
     context = found.source.context
-    with closing(ShardCache(data.cache, fetcher=data.fetcher)) as store:
-        source = Source(found.source.settings, replace(context, store=store))
+    with closing(ShardCache(data.cache, fetcher=data.fetcher)) as cache:
+        source = Source(found.source.settings, replace(context, shard_cache=cache))
         return found.table.images(source, rows)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-TENSORS = ("pixels", "ids", "weights", "sources", "pictures", "groups", "teacher_pixels", "teacher_ids", "roles")
+TENSORS = ("pixels", "ids", "weights", "sources", "checksums", "groups", "teacher_pixels", "teacher_ids", "roles")
 
 Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
@@ -48,7 +48,7 @@ def checksum(data: bytes) -> int:
 class Batch:
     """One rank's part of a global batch, n samples in lane order.
 
-    The tensors of a loader with `views=True` on the CPU are views of a buffer that it fills again: they are valid
+    The tensors of a loader with `zero_copy=True` on the CPU are views of a buffer that it fills again: they are valid
     until the next batch is asked for.
 
     Attributes:
@@ -62,7 +62,7 @@ class Batch:
         global_size: samples of the global batch over all ranks, B.
         features: rows of a feature store by part, [n, W] each, encoded as stored (see `features.manifest`): 'image' and
             'text' in place of images and texts, 'TEACHER.image' and 'TEACHER.text' beside them.
-        pictures: int64 [n], checksums of the image files, equal for the same image; None if none were read.
+        checksums: int64 [n], checksums of the image files, equal for the same image; None if none were read.
         groups: int64 [n], labels of the samples, equal for those of a group (`loss.positives`), odd for those without a
             group; None if no groups are set, and in evaluation.
         teacher_pixels: as `pixels`, at a live teacher's size; None where the teacher takes `pixels`.
@@ -84,7 +84,7 @@ class Batch:
     step: int
     global_size: int
     features: dict[str, torch.Tensor] = field(default_factory=dict)
-    pictures: torch.Tensor | None = None
+    checksums: torch.Tensor | None = None
     groups: torch.Tensor | None = None
     teacher_pixels: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None

@@ -63,8 +63,8 @@ def evaluation_loader(
     workers = auto_workers(world) if data.workers == "auto" else data.workers
     batch_size = max(batch_size, workers)
     lanes = world.size * max(1, workers)
-    section, name, store = source.settings, "eval", shard_cache(data)
-    shards_of = Source(section, SourceContext(store, data.cache, source.place))
+    section, name, cache = source.settings, "eval", shard_cache(data)
+    shards_of = Source(section, SourceContext(cache, data.cache, source.place))
     if absent := shards_of.missing:
         verb = "do" if len(absent) > 1 else "does"
         raise DataError(
@@ -80,7 +80,7 @@ def evaluation_loader(
         [shards_of],
         [replace(recipe, filter=None)],
         lambda _, lane, shards: OnceSampler(lane, lanes, shards, source.max_samples, recipe.filter),
-        store,
+        cache,
         batch_size,
         workers,
     )
@@ -117,8 +117,8 @@ def chunk_loader(
     """
     section = settings.sources[name]
     assert isinstance(settings.workers, int), "resolve the settings first"
-    store, found = shard_cache(settings), Health([name])
-    source.begin(store)
+    cache, found = shard_cache(settings), Health([name])
+    source.begin(cache)
     found.sources[name].shards = set(done)
     workers = min(settings.workers, chunks.lanes)
     slots = LaneSlots(range(chunks.lanes), chunks.lanes, lambda step: chunks.batch_size)
@@ -129,7 +129,7 @@ def chunk_loader(
         [source],
         [build_recipe(name, section, inputs, settings if views else None)],
         lambda _, lane, shards: ChunkSampler(lane, chunks, shards),
-        store,
+        cache,
         chunks.batch_size,
         workers,
         traced=settings.trace,

@@ -86,7 +86,7 @@ def training_loader(
     seed: int,
     start: DataState | None = None,
     approximate: bool = False,
-    views: bool = False,
+    zero_copy: bool = False,
     interrupt: Callable[[], bool] = lambda: False,
 ) -> Loader:
     """The endless stream of this rank's parts of the global batches.
@@ -97,12 +97,12 @@ def training_loader(
         inputs: of the model; with a live teacher's, images have the same random crop, mirroring and colours for both.
         start: the run's position (all ranks' lanes) to resume from.
         approximate: where `start` belongs to another order of samples, restart the order at its step, with a warning.
-        views: see Hosting; for callers that have finished with a batch when they ask for the next one.
+        zero_copy: see Hosting; for callers that have finished with a batch when they ask for the next one.
         interrupt: see Loader.
 
     Raises SettingsError: no sample for this rank, a `start` of another order, or a store of other sources or tokens.
     """
-    lanes, workers, features = settings.lanes, settings.workers, inputs.features
+    lanes, workers, depth, stores = settings.lanes, settings.workers, settings.prefetch, inputs.stores
     assert isinstance(lanes, int) and isinstance(workers, int), "resolve the settings first"
     if notice := spinning_notice(world.device, workers if world.is_main else 0):
         logger.info(notice)
@@ -111,10 +111,10 @@ def training_loader(
 
     # Names; the cache takes shards in from here on, and has to know how many are open at once.
     names, sources = sorted(settings.sources), open_sources(settings) if sources is None else sources
-    store = shard_cache(settings, wanted=remote_shards_in_use(settings, sources, world))
+    cache = shard_cache(settings, wanted=remote_shards_in_use(settings, sources, world))
     for source in sources.values():
-        source.begin(store)
-    stored = {} if features is None else join_stores(features, settings, sources, inputs.tokenizer, inputs.groups)
+        source.begin(cache)
+    stored = {} if stores is None else join_stores(stores, settings, sources, inputs.tokenizer, inputs.groups)
 
     # Order. What it needs of each sample is looked up before; it sets the sources' counts, which the fingerprint has.
     every = list(sources.values())
@@ -133,10 +133,10 @@ def training_loader(
 
     # Batches: of samples that are read, or of stored features, which a thread gathers.
     most = max(slots.count(step) for step in settings.batch_changes)
-    hosting = Hosting(min(workers, len(slots.lanes)), settings.prefetch, world.device, views, settings.stall_timeout)
+    hosting = Hosting(min(workers, len(slots.lanes)), depth, world.device, zero_copy, settings.stall_timeout)
     batches: SampleBatches | FeatureBatches
-    if features is not None and features.replaces_loader:
-        hosting = replace(hosting, workers=0, depth=settings.prefetch + 1)  # one is in use while the others are filled
+    if stores is not None and stores.replaces_loader:
+        hosting = replace(hosting, workers=0, depth=depth + 1)  # one is in use while the others are filled
         batches = FeatureBatches(stream, inputs, list(stored.values()), order.sources, most)
     else:
         recipes = [
@@ -150,7 +150,7 @@ def training_loader(
             return WindowSampler(order.sources[source], lane, cursor, shards)
 
         batches = SampleBatches(
-            stream, inputs, every, recipes, make_sampler, store, most, hosting.workers,
+            stream, inputs, every, recipes, make_sampler, cache, most, hosting.workers,
             traced=settings.trace if world.is_main else 0,
         )  # fmt: skip
         hosting = hosting if hosting.workers else replace(hosting, depth=1)
@@ -428,7 +428,7 @@ class Pipeline:
             except Dropped as drop:
                 self._drop(slot, drop, again)
                 continue
-            buffer.pictures[slot.index], buffer.groups[slot.index] = checksum(slot.data), slot.group
+            buffer.checksums[slot.index], buffer.groups[slot.index] = checksum(slot.data), slot.group
             if slot.stored is not None:
                 decoded.setdefault(slot.source, []).append(slot)
             if slot.trace:
@@ -480,7 +480,7 @@ def _gather(slots: Sequence[Slot], buffer: BatchBuffer) -> None:
     stored, index = slots[0].recipe.stored, [slot.index for slot in slots]
     assert stored is not None
     numbers, captions, views = np.array([slot.stored for slot in slots], dtype=np.int64).T
-    for name, rows in buffer.features.items():
+    for name, rows in buffer.stored.items():
         rows[index] = stored.gather(name, numbers, captions, views).view(torch.uint8).numpy()
 
 
@@ -511,7 +511,7 @@ class SampleBatches:
     sources: Sequence[Source]  # in the order of names
     recipes: Sequence[ReadingRecipe]  # likewise
     make_sampler: Callable[[int, int, OpenShards], LaneSampler]  # (source, lane, shards) -> sampler
-    store: ShardCache
+    cache: ShardCache
     slots: int  # of this rank in the largest batch
     workers: int = 0  # processes that share the rank's lanes; 0 for a thread that has them all
     traced: int = 0  # samples whose stages are printed
@@ -531,7 +531,7 @@ class SampleBatches:
         self, worker: int, ring: BufferRing, report: Callable[[WorkerReport], None], stopwatch: Stopwatch
     ) -> Pipeline:
         """The pipeline of a worker: every `workers`-th lane of the rank."""
-        self.store.alive = stopwatch.touch
+        self.cache.alive = stopwatch.touch
         names, start = self.stream.names, self.stream.start.lanes
         pipeline = Pipeline(
             self.stream, self.inputs, self.recipes, ring, Health(names), report, stopwatch,
@@ -568,4 +568,4 @@ class SampleBatches:
         """Release what this process holds."""
         for shards in self.opened:
             shards.prefetcher.close()
-        self.store.close()
+        self.cache.close()

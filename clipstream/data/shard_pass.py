@@ -216,7 +216,7 @@ class SamplePass(ShardPass[T]):
     """Calls `do` with the number of each shard of a source and its samples.
 
     Args:
-        source: whose shards are read, each once; through its own store, if it has one.
+        source: whose shards are read, each once; through its own cache, if it has one.
         data: settings of transfers.
         members: of a sample that are read; None for all. With (), samples are not transformed.
         do: what is done. Picklable where the executor is not local.
@@ -239,22 +239,22 @@ class SamplePass(ShardPass[T]):
         self.shards = list(dict.fromkeys(source.names))
         super().__init__(self.shards, self.work, parts)
         self._section, self._key, self._data, self._with = source.settings, source.context.key, data, do
-        self._given = None if source.context.store is None else source
+        self._given = None if source.context.shard_cache is None else source
         self._members = None if source.settings.transform is not None and members != () else members
 
     @cached_property
     def opened(self) -> tuple[Source, SampleTransform | None, SampleLists | None]:
         """Source, transform and filter, shared by this process and its forks."""
         if (source := self._given) is None:
-            store = ShardCache(self._data.cache, fetcher=self._data.fetcher)
-            source = Source(self._section, SourceContext(store, self._data.cache, self._key))
+            cache = ShardCache(self._data.cache, fetcher=self._data.fetcher)
+            source = Source(self._section, SourceContext(cache, self._data.cache, self._key))
         transform = None if self._members == () else build_transform(self._section.transform)
         return source, transform, build_filter(self._section, self._key, source)
 
     def close(self) -> None:
         """Remove what was downloaded to a temporary folder."""
-        if self._given is None and "opened" in self.__dict__ and (store := self.opened[0].context.store) is not None:
-            store.close()
+        if self._given is None and "opened" in self.__dict__ and (cache := self.opened[0].context.shard_cache):
+            cache.close()
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name not in ("opened", "_do")}
@@ -363,12 +363,12 @@ def get_or_fill(setting: str, folder: str, identity: str, fill: Callable[[Path],
     Raises SettingsError: `fill` failed, or there is no place for the file.
     """
     try:
-        store = ShardCache(str(cache_root() / folder))
+        cache = ShardCache(str(cache_root() / folder))
     except SettingsError as error:
         detail = str(error).removeprefix("data.cache: ")
         raise SettingsError(f"{setting}: {detail}: set another folder with CLIPSTREAM_CACHE") from error
     try:
-        return store.get_or_make(setting, identity, lambda part, _: fill(part))
+        return cache.get_or_make(setting, identity, lambda part, _: fill(part))
     except (ShardError, OSError) as error:
         raise SettingsError(f"{setting}: {getattr(error, 'detail', error)}") from error
 

@@ -66,15 +66,15 @@ def make_indexes(
     for parent in {path.parent for url in urls if (path := indexes.path_of(url, folder)) is not None}:
         indexes.remove_drafts(parent)
     # The cache is one of each process, so that a host that does not answer is asked once.
-    with contextlib.closing(ShardCache(None)) as store:
-        walk = ShardPass(urls, lambda number: index_shard(urls[number], store, folder, again))
+    with contextlib.closing(ShardCache(None)) as cache:
+        walk = ShardPass(urls, lambda number: index_shard(urls[number], cache, folder, again))
         results = walk.run("indexing", executor)
     walk.tell_damaged(results, "of which intact samples are indexed")
     return results
 
 
-def index_shard(url: str, store: ShardCache, folder: str | None, again: bool) -> Indexed:
-    """Index a shard, which `store` downloads and decompresses.
+def index_shard(url: str, cache: ShardCache, folder: str | None, again: bool) -> Indexed:
+    """Index a shard, which `cache` downloads and decompresses.
 
     A damaged tar is indexed with its fault; a file that is no tar at all is an error.
 
@@ -83,7 +83,7 @@ def index_shard(url: str, store: ShardCache, folder: str | None, again: bool) ->
     path, local = indexes.path_of(url, folder), ShardURL(url).path
     assert path is not None
     if local is None:  # before the download, so that a change in between makes the index stale
-        identity = indexes.Identity(version=store.fetcher.info(ShardURL(url)).version)
+        identity = indexes.Identity(version=cache.fetcher.info(ShardURL(url)).version)
     else:
         try:
             identity = indexes.identity_of(local)
@@ -95,9 +95,9 @@ def index_shard(url: str, store: ShardCache, folder: str | None, again: bool) ->
             if head.of == identity and indexes.check_count(head.samples, local, identity.size) == head.samples:
                 return Indexed(head.samples, head.size or 0, fault=head.fault and str(head.fault))
     try:
-        found = scan(store.local(url))
+        found = scan(cache.local(url))
     finally:
-        store.release(url)
+        cache.release(url)
     if found.fault is not None and (found.fault.reason == "not_a_tar" or identity.size == 0):
         raise ShardError(*found.fault)
     indexes.write(path, found, identity)

@@ -359,7 +359,7 @@ def of_tokenizer(tokenizer: Tokenizer) -> str:
 
 def of_samples(batch: Batch) -> tuple[Keys, Keys]:
     """Two numbers per sample, uint64 [n] each: of its image file, and of that file with its ids."""
-    images = torch.zeros(len(batch), dtype=torch.int64) if batch.pictures is None else batch.pictures
+    images = torch.zeros(len(batch), dtype=torch.int64) if batch.checksums is None else batch.checksums
     files = scramble(images.numpy().astype(np.uint64))
     ids = batch.ids.numpy().astype(np.uint64)
     factors = np.arange(1, 2 * ids.shape[1], 2, dtype=np.uint64) * np.uint64(GOLDEN)

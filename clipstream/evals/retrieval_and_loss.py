@@ -59,8 +59,8 @@ class Retrieval:
         for batch in context.batches(
             self.source, settings.batch_size, target=target, tokenizer=encoder, max_samples=settings.max_samples
         ):
-            assert batch.pictures is not None, "an evaluation source gives images"
-            checksums.append(batch.pictures.clone())
+            assert batch.checksums is not None, "an evaluation source gives images"
+            checksums.append(batch.checksums.clone())
             captions = batch.ids.view(len(batch), -1, length)
             there = captions[:, :, 0] != NO_CAPTION
             images.append(context.encode_image(batch.images))
@@ -194,11 +194,11 @@ class ValidationLoss:
         world, images, texts, numbers = context.world, [], [], []
         keys: list[str] = []
         for batch in context.batches(self.source, self.settings.batch_size, max_samples=self.settings.max_samples):
-            assert batch.pictures is not None, "an evaluation source gives images"
+            assert batch.checksums is not None, "an evaluation source gives images"
             images.append(context.encode_image(batch.images))
             texts.append(context.encode_text(batch.ids))
             marks = torch.from_numpy(of_samples(batch)[1].astype(np.int64))
-            numbers.append(torch.cat([marks[:, None], batch.pictures[:, None], batch.ids.long()], dim=1))
+            numbers.append(torch.cat([marks[:, None], batch.checksums[:, None], batch.ids.long()], dim=1))
             keys += batch.keys
         # All ranks' pairs, on every rank.
         all_images, all_texts = map(world.gather_rows, context.stack("pair", images, texts))
@@ -222,7 +222,7 @@ class ValidationLoss:
                 sources=torch.zeros(len(rows), dtype=torch.uint8),
                 step=number,
                 global_size=size,
-                pictures=all_numbers[rows, 1],
+                checksums=all_numbers[rows, 1],
             )
             with torch.no_grad():
                 share = context.loss(context.with_scalars(all_images[rows], all_texts[rows]), batch, world)

@@ -277,7 +277,7 @@ def part_folder(part: str, source: str) -> str:
 def sample_dtype(views: int, paths: int) -> np.dtype[np.void]:
     """The row of a sample in the part `samples`, packed.
 
-    Fields: `used` (0: the sample was dropped), `pictures` (checksum, as in Batch.pictures), `start` (the sample's first
+    Fields: `used` (0: the sample was dropped), `pictures` (as Batch.checksums), `start` (the sample's first
     caption row in the chunk), `counts` [paths] (texts of each caption path; rows follow each other in this order), and
     `views` [K] (key of the SampleRNG of each augmented view).
     """

@@ -267,9 +267,9 @@ def build_loss(settings: LossSettings, towers_loss_type: str) -> ContrastiveLoss
 def _labels(batch: Batch, by: str) -> torch.Tensor:
     """int64 [n], equal for duplicates."""
     if by == "pictures":
-        if batch.pictures is None:
+        if batch.checksums is None:
             raise SettingsError("loss.duplicates_by: pictures requires batches with image checksums; use captions")
-        return batch.pictures
+        return batch.checksums
     if by == "groups":
         assert batch.groups is not None, "see __call__"
         return batch.groups
@@ -287,14 +287,14 @@ def warn_of_duplicates(settings: LossSettings, batch: Batch, world: World) -> No
         return
     if getattr(settings, "duplicates", "") != "negatives":
         return
-    images = [None] * len(batch) if batch.pictures is None else batch.pictures.tolist()
+    images = [None] * len(batch) if batch.checksums is None else batch.checksums.tolist()
     captions = hash_rows(batch.ids).tolist()
     named = {(key, image): caption for key, image, caption in zip(batch.keys, images, captions, strict=True) if key}
     seen = {one: caption for part in world.gather_objects(named) for one, caption in part.items()}
     if not world.is_main:
         return
     texts = np.array(list(seen.values()), np.int64)
-    files = np.arange(len(seen)) if batch.pictures is None else np.array([image for _, image in seen], np.int64)
+    files = np.arange(len(seen)) if batch.checksums is None else np.array([image for _, image in seen], np.int64)
     # Masks take one text of a sample.
     if batch.roles is None and (text := warning_of_equal(texts, files, batch.global_size)):
         logger.warning(text)

@@ -495,8 +495,8 @@ class ChunkComputer:
         # Workers fill consecutive slots, so that their ids follow each other in the order of the slots.
         for one in sorted((one for one in own if one.texts), key=lambda one: min(one.texts)):
             chunk.ids.append(one.ids)
-        assert batch.pictures is not None
-        chunk.checksums.append(batch.pictures.clone())  # on the CPU the loader fills its memory again
+        assert batch.checksums is not None
+        chunk.checksums.append(batch.checksums.clone())  # on the CPU the loader fills its memory again
         chunk.weights.append(batch.weights.clone())
         if self.made.encode_image is not None:
             assert batch.pixels is not None

@@ -106,14 +106,14 @@ def teacher_scales(stored: StoredData, settings: DistillSettings) -> dict[str, f
     scales: dict[str, float] = {}
     for name in stored.teachers:
         for kind in (IMAGE, TEXT):
-            if f"{name}.{kind}" not in stored.features:
+            if f"{name}.{kind}" not in stored.by_name:
                 raise SettingsError(
                     f"data.teacher_features: teacher {name} has no {kind} features: distillation compares images "
                     "with texts, and requires both; add them by clipstream precompute"
                 )
         if settings.model is not None and name == LIVE:
             raise SettingsError(f"data.teacher_features: {name} is the name of the live teacher: use another name")
-        store, part = stored.features[f"{name}.{IMAGE}"]
+        store, part = stored.by_name[f"{name}.{IMAGE}"]
         scale = store.manifest.parts[part].logit_scale
         if scale is None and settings.teacher_temperature is None:
             raise SettingsError(

@@ -101,7 +101,7 @@ def test_labels_of_a_pass_are_those_of_reading(tmp_path: Path) -> None:
     for settings in (data(paths), indexed(paths, "wrap", workers=2)):
         store = write_store(tmp_path / settings.sampling.mode, settings, ("image", IDS))
         live = batches(settings, SKU)
-        stored = batches(settings, SKU, features=StoredData.open(image=store))
+        stored = batches(settings, SKU, stores=StoredData.open(image=store))
         for one, other in zip(live, stored, strict=True):
             assert one.groups is not None and other.groups is not None and torch.equal(one.groups, other.groups)
     drop = tmp_path / "drop.txt"

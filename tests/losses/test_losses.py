@@ -377,8 +377,8 @@ def test_duplicates_by_pictures() -> None:
     inputs, loss = make_inputs(6), build_loss(settings, "clip")
     features = Features(inputs["image"], inputs["text"], inputs["scale"], None)
     plain = make_loss("clip")(features, make_batch(6), World())
-    assert torch.equal(loss(features, make_batch(6, pictures=torch.arange(6)), World()), plain)
-    assert loss(features, make_batch(6, pictures=torch.tensor([7, 1, 7, 2, 3, 4])), World()) < plain
+    assert torch.equal(loss(features, make_batch(6, checksums=torch.arange(6)), World()), plain)
+    assert loss(features, make_batch(6, checksums=torch.tensor([7, 1, 7, 2, 3, 4])), World()) < plain
 
 
 SEVERAL = list(itertools.product(KINDS, ("negatives", "positives")))

@@ -80,7 +80,7 @@ def evaluation_of(
 def digest(parts: list[Batch]) -> str:
     """Hash of a global batch, put together from its ranks' parts."""
     found = hashlib.sha256()
-    for name in ("pixels", "ids", "weights", "sources", "pictures"):
+    for name in ("pixels", "ids", "weights", "sources", "checksums"):
         whole = torch.cat([getattr(part, name) for part in parts])
         found.update(whole.contiguous().numpy().tobytes())
     found.update(repr([key for part in parts for key in part.keys]).encode())

@@ -106,7 +106,7 @@ def started(
     teachers = {f"t.{part}": torch.rand(8, 24) for part in ("image", "text")}
     pixels = torch.randint(0, 256, (8, 3, *towers.image.size), dtype=torch.uint8)
     batch = Batch(pixels, ids, torch.ones(8), ("",) * 8, torch.zeros(8), step=0, global_size=8, features=teachers)
-    batch = replace(batch, pictures=torch.arange(8))
+    batch = replace(batch, checksums=torch.arange(8))
     with Waits() as waits:
         step.start(batch, lr=1e-3)  # the optimizer makes its moments
         first, waits.found = waits.found, []

@@ -42,7 +42,7 @@ class BufferShape:
     teacher_height: int = 0  # of the pixels of a live teacher; 0 where it takes the model's
     teacher_width: int = 0
     teacher_text_width: int = 0  # ids of a live teacher's tokenizer; 0 where it takes the model's
-    features: tuple[tuple[str, int], ...] = ()  # names of precomputed features, bytes of a row
+    stored: tuple[tuple[str, int], ...] = ()  # names of precomputed features, bytes of a row
     views: int = 1  # V, images of a sample
     roles: int = 0  # M, texts of a sample; 0 for one
 
@@ -55,7 +55,7 @@ class BufferShape:
             "ids": (np.int32, (n, self.text_width)),
             "weights": (np.float32, (n,)),
             "sources": (np.int32, (n,)),
-            "pictures": (np.int64, (n,)),
+            "checksums": (np.int64, (n,)),
             "groups": (np.int64, (n,)),
             "teacher_pixels": (np.uint8, (n, self.teacher_height, self.teacher_width, 3)),
             "teacher_ids": (np.int32, (n, self.teacher_text_width)),
@@ -64,7 +64,7 @@ class BufferShape:
 
     def rows(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         """Name -> (dtype, shape) of the stored rows of features, as bytes."""
-        return {name: (np.uint8, (self.samples, size)) for name, size in self.features}
+        return {name: (np.uint8, (self.samples, size)) for name, size in self.stored}
 
     @property
     def nbytes(self) -> int:
@@ -80,12 +80,12 @@ class BatchBuffer:
     ids: np.ndarray[Any, Any]  # int32 [n, T]
     weights: np.ndarray[Any, Any]  # float32 [n]
     sources: np.ndarray[Any, Any]  # int32 [n]
-    pictures: np.ndarray[Any, Any]  # int64 [n], checksums of the image files
+    checksums: np.ndarray[Any, Any]  # int64 [n], checksums of the image files
     groups: np.ndarray[Any, Any]  # int64 [n], labels of the samples' groups
     teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
     teacher_ids: np.ndarray[Any, Any]  # int32 [n, T']
     roles: np.ndarray[Any, Any]  # int32 [n, M], of several texts
-    features: dict[str, np.ndarray[Any, Any]]  # stored rows by name, uint8 [n, bytes]
+    stored: dict[str, np.ndarray[Any, Any]]  # stored rows by name, uint8 [n, bytes]
 
     def __init__(self, memory: mmap.mmap, offset: int, shape: BufferShape) -> None:
         def array(dtype: type, dims: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -96,12 +96,12 @@ class BatchBuffer:
 
         for name, (dtype, dims) in shape.arrays().items():
             setattr(self, name, array(dtype, dims))
-        self.features = {name: array(dtype, dims) for name, (dtype, dims) in shape.rows().items()}
+        self.stored = {name: array(dtype, dims) for name, (dtype, dims) in shape.rows().items()}
 
     def clear(self, slot: Any) -> None:
         """Empty a slot, or several: nothing of an earlier sample stays in it."""
-        own = (self.pixels, self.ids, self.weights, self.pictures, self.groups)
-        for values in (*own, self.teacher_pixels, self.teacher_ids, self.roles, *self.features.values()):
+        own = (self.pixels, self.ids, self.weights, self.checksums, self.groups)
+        for values in (*own, self.teacher_pixels, self.teacher_ids, self.roles, *self.stored.values()):
             values[slot] = 0
 
 
@@ -138,13 +138,13 @@ class HostBatches:
 
     Attributes:
         ahead: whether a batch may be copied before it is asked for.
-        views: whether batches are views.
+        zero_copy: whether batches are views.
     """
 
     ahead = False
 
-    def __init__(self, views: bool = False) -> None:
-        self.views = views
+    def __init__(self, zero_copy: bool = False) -> None:
+        self.zero_copy = zero_copy
 
     def start(self, batch: Batch) -> Batch:
         """Begin to copy a batch; the result may be used after `finish`."""
@@ -152,7 +152,7 @@ class HostBatches:
 
     def finish(self, batch: Batch) -> Batch:
         """The batch that `start` returned, ready for the current stream."""
-        return batch if self.views else batch.clone()
+        return batch if self.zero_copy else batch.clone()
 
     def reading(self, step: int, wait: bool = False) -> bool:
         """Whether the buffer of batch number `step` is still being read; with `wait`, wait until it is not."""
@@ -218,6 +218,6 @@ class CudaPrefetch(HostBatches):
         return False
 
 
-def device_prefetch_for(device: str, ring: BufferRing, views: bool = False) -> HostBatches:
-    """The prefetch that suits the device; `views`: see HostBatches."""
-    return CudaPrefetch(device, ring) if device.startswith("cuda") else HostBatches(views)
+def device_prefetch_for(device: str, ring: BufferRing, zero_copy: bool = False) -> HostBatches:
+    """The prefetch that suits the device; `zero_copy`: see HostBatches."""
+    return CudaPrefetch(device, ring) if device.startswith("cuda") else HostBatches(zero_copy)

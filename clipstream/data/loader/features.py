@@ -322,9 +322,9 @@ class FeatureBatches:
     def __init__(
         self, stream: Stream, inputs: ModelInputs, samples: Sequence[StoredSamples], orders: Sequence[Order], slots: int
     ) -> None:
-        assert inputs.features is not None
+        assert inputs.stores is not None
         self._stream, self._inputs, self._samples, self._orders = stream, inputs, samples, orders
-        self._stored: StoredData = inputs.features
+        self._stored: StoredData = inputs.stores
         self.shape: BufferShape = inputs.shape(slots)
 
     def filler(
@@ -422,11 +422,11 @@ class _Drawer:
 
     def _gather(self, samples: StoredSamples, slots: Any, found: Taken, buffer: BatchBuffer) -> None:
         """Write the samples of one source to its slots; a slice are those of a whole batch."""
-        buffer.pictures[slots], choices, views = samples.draw(found.numbers, found.keys)
+        buffer.checksums[slots], choices, views = samples.draw(found.numbers, found.keys)
         if samples.groups is not None:
             buffer.groups[slots] = samples.groups[found.numbers]
-        whole = self._stored.view_as_stored(buffer.features, slots.stop) if isinstance(slots, slice) else {}
-        for name, rows in buffer.features.items():
+        whole = self._stored.view_as_stored(buffer.stored, slots.stop) if isinstance(slots, slice) else {}
+        for name, rows in buffer.stored.items():
             if name in whole:
                 samples.gather(name, found.numbers, choices, views, whole[name])
             else:

@@ -71,21 +71,21 @@ class Hosting:
         workers: number of processes; 0 for a thread of this one.
         depth: number of batch buffers.
         device: torch's name of the device of the batches.
-        views: whether batches on the CPU are views of the buffers, each valid until the next one, which saves a copy.
+        zero_copy: whether batches on the CPU are views of the buffers, valid until the next one, which saves a copy.
         stall_timeout: seconds without a batch after which the run ends.
     """
 
     workers: int
     depth: int
     device: str = "cpu"
-    views: bool = False
+    zero_copy: bool = False
     stall_timeout: float = 300.0
 
 
 class Loader:
     """Iterator over a rank's batches; a context manager that ends its workers.
 
-    On the CPU a batch's tensors are copies, or with `Hosting.views` views of a buffer, valid until the next batch.
+    On the CPU a batch's tensors are copies, or with `Hosting.zero_copy` views of a buffer, valid until the next batch.
 
     Args:
         stream: which samples.
@@ -149,7 +149,7 @@ class Loader:
             for number in range(hosting.workers):
                 self._workers.append(ProcessWorker(self._maker(number), number))
             # Locks memory: not before a fork.
-            self._prefetch = device_prefetch_for(hosting.device, self._ring, hosting.views)
+            self._prefetch = device_prefetch_for(hosting.device, self._ring, hosting.zero_copy)
             if not hosting.workers:
                 self._workers.append(ThreadWorker(self._maker(0)))
         except BaseException as error:

@@ -48,7 +48,7 @@ class ModelInputs:
         image: images to pixels.
         teacher_tokenizer: the same for a live teacher; None where it takes the model's ids.
         teacher_image: the same for a live teacher; None where it takes the model's pixels.
-        features: stores of features. Batches have them, and no pixels or no ids where features take their place.
+        stores: of features. Batches have them, and no pixels or no ids where features take their place.
         groups: field with the group of a sample (see GroupField), for Batch.groups; None for none.
         text_lengths: the true lengths of texts, from ids on the CPU; None where they are not known.
     """
@@ -57,7 +57,7 @@ class ModelInputs:
     image: ImageSpec
     teacher_tokenizer: Tokenizer | None = None
     teacher_image: ImageSpec | None = None
-    features: StoredData | None = None
+    stores: StoredData | None = None
     groups: str | None = None
     text_lengths: Callable[[torch.Tensor], tuple[Any, ...] | None] | None = None
     texts: int = 1  # M, texts of a sample
@@ -67,7 +67,7 @@ class ModelInputs:
         """Of the buffers of batches of `samples` samples with `views` views of an image."""
         teacher_size = (0, 0) if self.teacher_image is None else self.teacher_image.size
         teacher_width = 0 if self.teacher_tokenizer is None else self.teacher_tokenizer.context_length
-        stored = {} if self.features is None else self.features.row_bytes()
+        stored = {} if self.stores is None else self.stores.row_bytes()
         size = (0, 0) if IMAGE in stored else self.image.size
         width, roles = self.tokenizer.context_length * self.texts, self.texts if self.texts > 1 else 0
         return BufferShape(samples, *size, width, *teacher_size, teacher_width, tuple(stored.items()), views, roles)
@@ -86,7 +86,7 @@ class ModelInputs:
         captions: tuple[str, ...] | None = None,
     ) -> Batch:
         """The batch in the slots `rows` of a buffer; with stored features, the first slots."""
-        stored, ids = self.features, torch.from_numpy(buffer.ids[rows])
+        stored, ids = self.stores, torch.from_numpy(buffer.ids[rows])
 
         def pixels(values: np.ndarray[Any, Any]) -> torch.Tensor:
             return torch.from_numpy(values[rows]).flatten(0, -4).permute(0, 3, 1, 2)
@@ -99,8 +99,8 @@ class ModelInputs:
             sources=torch.from_numpy(buffer.sources[rows]),
             step=step,
             global_size=global_size,
-            features={} if stored is None else stored.view_as_stored(buffer.features, len(keys)),
-            pictures=torch.from_numpy(buffer.pictures[rows]),
+            features={} if stored is None else stored.view_as_stored(buffer.stored, len(keys)),
+            checksums=torch.from_numpy(buffer.checksums[rows]),
             groups=None if self.groups is None else torch.from_numpy(buffer.groups[rows]),
             teacher_pixels=pixels(buffer.teacher_pixels) if self.teacher_image else None,
             teacher_ids=torch.from_numpy(buffer.teacher_ids[rows]) if self.teacher_tokenizer else None,
@@ -181,7 +181,7 @@ def check_recipes(recipes: Sequence[ReadingRecipe], *, told: bool) -> None:
 
 
 def join_stores(
-    features: StoredData,
+    stores: StoredData,
     settings: DataSettings,
     sources: Mapping[str, Source],
     tokenizer: Tokenizer,
@@ -194,22 +194,22 @@ def join_stores(
 
     Raises SettingsError: the stores lack a source, or have other tokens than the model takes.
     """
-    if features.replaces_loader and settings.trace:
+    if stores.replaces_loader and settings.trace:
         raise SettingsError("data.trace is not supported with data.image_features: remove it")
-    if features.ids is not None:
-        width = features.ids.manifest.parts[IDS].width
+    if stores.ids is not None:
+        width = stores.ids.manifest.parts[IDS].width
         if width != tokenizer.context_length:
             raise SettingsError(
-                f"the feature store {features.ids.shown} has {width} token ids per caption, but the model takes "
+                f"the feature store {stores.ids.shown} has {width} token ids per caption, but the model takes "
                 f"{tokenizer.context_length}: precompute it with the same model and tokenizer"
             )
     found = {}
     for name, source in sources.items():
         section = settings.sources[name]
         weights = section.caption.weights if isinstance(section.caption, JsonCaption) else None
-        own = build_filter(section, f"data.sources.{name}", source) if features.replaces_loader else None
-        samples = found[name] = StoredSamples(features, name, source, weights, own)
-        if not features.replaces_loader:
+        own = build_filter(section, f"data.sources.{name}", source) if stores.replaces_loader else None
+        samples = found[name] = StoredSamples(stores, name, source, weights, own)
+        if not stores.replaces_loader:
             continue
         _check_first_shard(source, samples)
         if settings.sampling.mode == "indexed":

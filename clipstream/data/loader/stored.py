@@ -47,12 +47,12 @@ class StoredData:
     """What stores give to training.
 
     Attributes:
-        features: name in Batch.features -> store and its part: `image` and `text` in place of the towers, NAME.image
+        by_name: name in Batch.features -> store and its part: `image` and `text` in place of the towers, NAME.image
             and NAME.text of teachers.
         ids: the store of the token ids, where features take the place of images, and so no shard is read.
     """
 
-    features: Mapping[str, tuple[FeatureStore, str]]
+    by_name: Mapping[str, tuple[FeatureStore, str]]
     ids: FeatureStore | None = None
 
     @classmethod
@@ -69,7 +69,7 @@ class StoredData:
         Raises SettingsError: a store cannot be opened or lacks a part, or two stores have a teacher of one name.
         """
         opened = {path: FeatureStore(path, cache) for path in dict.fromkeys((image, text, *teachers)) if path}
-        features: dict[str, tuple[FeatureStore, str]] = {}
+        by_name: dict[str, tuple[FeatureStore, str]] = {}
         for name, path in ((IMAGE, image), (TEXT, text)):
             if path is not None:
                 if name not in opened[path].manifest.parts:
@@ -78,7 +78,7 @@ class StoredData:
                         f"{', '.join(opened[path].manifest.parts) or 'no part'}: add them with `clipstream precompute "
                         f"{opened[path].shown} --towers {name}`"
                     )
-                features[name] = opened[path], name
+                by_name[name] = opened[path], name
         for path in dict.fromkeys(teachers):
             parts = opened[path].manifest.parts
             own = {part: part for part in parts if "." in part}
@@ -86,17 +86,17 @@ class StoredData:
             if not own:
                 raise SettingsError(f"the feature store {opened[path].shown} has no features of a teacher")
             for name, part in own.items():
-                if name in features:
+                if name in by_name:
                     raise SettingsError(
-                        f"the feature stores {features[name][0].shown} and {opened[path].shown} both have {name}: use "
+                        f"the feature stores {by_name[name][0].shown} and {opened[path].shown} both have {name}: use "
                         f"different teacher names (--teacher NAME=MODEL of clipstream precompute)"
                     )
-                features[name] = opened[path], part
+                by_name[name] = opened[path], part
         if image is None:
-            return cls(features)
+            return cls(by_name)
         for store in (opened[image], *opened.values()):
             if IDS in store.manifest.parts:
-                return cls(features, store)
+                return cls(by_name, store)
         raise SettingsError(
             f"the feature store {opened[image].shown} has no token ids, which replace captions: rerun the same "
             f"`clipstream precompute` command"
@@ -106,23 +106,23 @@ class StoredData:
     def towers(self) -> dict[Literal["image", "text"], FeatureStore]:
         """The towers whose features are stored, with their stores."""
         names: tuple[Literal["image"], Literal["text"]] = ("image", "text")
-        return {name: self.features[name][0] for name in names if name in self.features}
+        return {name: self.by_name[name][0] for name in names if name in self.by_name}
 
     @property
     def teachers(self) -> list[str]:
         """Names of the teachers."""
-        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.features if "." in name))
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.by_name if "." in name))
 
     @property
     def replaces_loader(self) -> bool:
         """Whether all that the model takes comes from stores, so that no shard is read."""
-        return IMAGE in self.features
+        return IMAGE in self.by_name
 
     @cached_property
     def parts(self) -> list[tuple[FeatureStore, list[str]]]:
         """Each store, and the parts that are read of it."""
         found: dict[int, tuple[FeatureStore, list[str]]] = {}
-        asked = [*self.features.values(), *([] if self.ids is None else [(self.ids, IDS)])]
+        asked = [*self.by_name.values(), *([] if self.ids is None else [(self.ids, IDS)])]
         for store, part in asked:
             found.setdefault(id(store), (store, []))[1].append(part)
         return list(found.values())
@@ -144,11 +144,11 @@ class StoredData:
 
     def row_bytes(self) -> dict[str, int]:
         """Bytes of a row of each of the features."""
-        return {name: store.manifest.parts[part].row_bytes for name, (store, part) in self.features.items()}
+        return {name: store.manifest.parts[part].row_bytes for name, (store, part) in self.by_name.items()}
 
     def view_as_stored(self, rows: Mapping[str, np.ndarray[Any, Any]], count: int) -> dict[str, torch.Tensor]:
         """The first `count` rows of each of the features, uint8 [n, bytes], as views of their stored type."""
-        parts = {name: store.manifest.parts[part] for name, (store, part) in self.features.items()}
+        parts = {name: store.manifest.parts[part] for name, (store, part) in self.by_name.items()}
         return {name: torch.from_numpy(rows[name][:count]).view(DTYPES[part.dtype]) for name, part in parts.items()}
 
 
@@ -220,8 +220,8 @@ class StoredSamples:
                 )
             one = _Stored(held, mine, self._offsets(held, mine))
             self._all.append(one)
-            features = [(name, part) for name, (other, part) in stored.features.items() if other is store]
-            self._parts |= {name: (one, part) for name, part in features}
+            named = [(name, part) for name, (other, part) in stored.by_name.items() if other is store]
+            self._parts |= {name: (one, part) for name, part in named}
             if stored.ids is store:
                 self._parts[IDS] = one, IDS
             if store.manifest.views and self._by_view is None:

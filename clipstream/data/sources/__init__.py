@@ -98,7 +98,7 @@ def with_file(shard: OpenShard, ref: SampleRef, detail: str) -> str:
 class SourceContext:
     """What a source type may use besides its settings."""
 
-    store: ShardCache | None = None  # downloads shards; None as long as shards are only listed
+    shard_cache: ShardCache | None = None  # downloads shards; None as long as shards are only listed
     cache: str | None = None  # folder for files kept between runs; None for the default one
     key: str = "data.sources"  # dotted key of the source in the settings, for messages
 
@@ -373,7 +373,7 @@ class Source:
     def known_keys(self, shard: str, *, read: bool = False) -> Container[str] | None:
         """The keys of all samples of the file or folder that a shard is of; those of local tars only with `read`."""
         kind = self.types[shard]
-        if not read or not kind.tars or kind.is_remote(shard) or self.context.store is None:
+        if not read or not kind.tars or kind.is_remote(shard) or self.context.shard_cache is None:
             return kind.keys(shard)
         try:
             opened = self.open(shard)
@@ -412,9 +412,9 @@ class Source:
             found = list(pool.map(content, range(len(files))))
         return {f"{self.context.key} {n} {os.path.basename(files[n])}": one for n, one in enumerate(found)}
 
-    def begin(self, store: ShardCache) -> None:
+    def begin(self, cache: ShardCache) -> None:
         """From now on, open shards through this cache; they stay as they were listed."""
-        self.context.store = store
+        self.context.shard_cache = cache
 
     def with_settings(self, settings: SourceSettings) -> Source:
         """The same shards for settings that read them differently; what is known of their samples is found again."""

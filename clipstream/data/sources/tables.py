@@ -102,7 +102,7 @@ class TableSource(SourceType):
         """
         settings, key, cache = self._settings, self._context.key, self._context.cache
         try:
-            store = ShardCache(cache or str(cache_root() / "manifests"))
+            rows = ShardCache(cache or str(cache_root() / "manifests"))
         except SettingsError as error:
             if cache is not None:
                 raise
@@ -116,13 +116,13 @@ class TableSource(SourceType):
             identity = ":".join(map(str, [version, settings.separator, settings.quoting, FORM]))
 
             def fill(part: Path, monitor: Monitor) -> None:
-                logger.info(f"reading {printable(redact(url))} once, into {store.folder}")
+                logger.info(f"reading {printable(redact(url))} once, into {rows.folder}")
                 guard = Guard(monitor, ShardURL(url), part, sys.maxsize, tar=False)
                 to_arrow(_local(url, cache), url, part, settings.separator, settings.quoting, guard.receive)
                 if named is not None and content.file_state(named) != state:
                     raise ShardError("changed", "it was written while it was read: run the command again")
 
-            arrow = self._arrows[url] = store.get_or_make(f"{url}#rows", identity, fill)
+            arrow = self._arrows[url] = rows.get_or_make(f"{url}#rows", identity, fill)
         except (ShardError, OSError) as error:
             raise DataError(f"{key}.shards: {redact(url)}: {error}") from error
         own = os.path.dirname(named or "") if settings.folder is None else settings.folder
@@ -211,7 +211,7 @@ def _local(url: str, cache: str | None) -> Path:
 
 @lru_cache(maxsize=8)
 def _downloads(cache: str | None) -> ShardCache:
-    """The store for remote and compressed tables, for the life of the process."""
+    """The cache for remote and compressed tables, for the life of the process."""
     return ShardCache(cache)
 
 

@@ -1,6 +1,6 @@
 """Tars as a source type, local or remote, and data sets of tars in CLIP_benchmark's layout.
 
-URLs enter; open tars leave, downloaded through the store and read by their side index where they have one. A data set
+URLs enter; open tars leave, downloaded through the cache and read by their side index where they have one. A data set
 of CLIP_benchmark also has class names and templates beside its shards:
 
     ROOT/test/{nshards.txt,0.tar,1.tar,…}   (and train/ likewise)
@@ -64,15 +64,15 @@ class TarSource(SourceType):
         return super().describe(shards) + (f" by {tool}" if tool else "")
 
     def open(self, shard: str) -> OpenShard:
-        assert self._context.store is not None, "a source without a store only lists shards"
-        local = self._context.store.local(shard)
+        assert self._context.shard_cache is not None, "a source without a cache only lists shards"
+        local = self._context.shard_cache.local(shard)
         # The index describes the file that is named, not an unpacked or downloaded one.
         indexed = ShardURL(shard).path == str(local)
         try:
             index = indexes.open_index(shard, self._indexes) if indexed else None
             return Shard(local, index, self._states.get(shard, ()) if indexed else ())
         except BaseException:
-            self._context.store.release(shard)
+            self._context.shard_cache.release(shard)
             raise
 
     def total_samples(self, shards: Sequence[str]) -> int | None:
@@ -111,12 +111,12 @@ class TarSource(SourceType):
         return ShardURL(shard).is_remote
 
     def prefetch(self, shard: str) -> bool:
-        assert self._context.store is not None, "a source without a store only lists shards"
-        return self._context.store.prefetch(shard)
+        assert self._context.shard_cache is not None, "a source without a cache only lists shards"
+        return self._context.shard_cache.prefetch(shard)
 
     def release(self, shard: str, *, keep: bool = True) -> None:
-        if self._context.store is not None:
-            self._context.store.release(shard, keep=keep)
+        if self._context.shard_cache is not None:
+            self._context.shard_cache.release(shard, keep=keep)
 
 
 def find_writer(shard: str) -> str:
@@ -217,8 +217,8 @@ def _text(root: str, name: str) -> str | None:
     try:
         if is_local:
             return Path(root, name).read_text(encoding="utf-8-sig")
-        with closing(ShardCache(None)) as store:
-            return store.local(f"{root}/{name}", tar=False).read_text(encoding="utf-8-sig")
+        with closing(ShardCache(None)) as cache:
+            return cache.local(f"{root}/{name}", tar=False).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         return None
     except ShardError as error:

@@ -45,7 +45,7 @@ def test_remote_shards_are_fetched_before_they_are_needed(shards: list[str], sit
     expected = digests(data([shards[i] for i in kept], **changes), 1, 60)
     with loader(data([urls[i] for i in kept], **changes)) as stream:
         assert isinstance(stream.source, SampleBatches)
-        folder = stream.source.store.folder
+        folder = stream.source.cache.folder
         found = [digest([next(stream)])]
         wait_until(
             lambda: sum("GET" in name for name in site.asked) >= 2

@@ -32,7 +32,7 @@ def test_batches_are_the_same_when_they_are_copied_ahead(
     with loader(data(shards)) as plain:
         expected = [digest([next(plain)]) for _ in range(24)]
     copies = SlowCopies()
-    monkeypatch.setattr("clipstream.data.loader.loader.device_prefetch_for", lambda device, ring, views: copies)
+    monkeypatch.setattr("clipstream.data.loader.loader.device_prefetch_for", lambda device, ring, zero_copy: copies)
     settings = data(shards, workers=workers, prefetch=prefetch)
     found = []
     with loader(settings) as stream:
@@ -94,7 +94,7 @@ def test_batches_that_are_kept_stay_what_they_were_and_views_are_not_copied(shar
     with loader(settings) as stream:
         kept = list(islice(stream, 4))
     assert isinstance(device_prefetch_for("cpu", BufferRing(BufferShape(2, 4, 4, 3), 1)), HostBatches)
-    with loader(settings, views=True) as stream:
+    with loader(settings, zero_copy=True) as stream:
         assert [digest([batch]) for batch in islice(stream, 4)] == [digest([batch]) for batch in kept]
         batch, memory = next(stream), stream._ring.bytes()
         assert batch.pixels is not None

@@ -89,8 +89,8 @@ def test_each_is_counted_and_gives_its_whole_samples(tmp_path: Path, workers: in
     with loader(data([*good, *reasons], workers=workers, lanes=2, **limits)) as stream:
         for _ in range(40):
             batch = next(stream)
-            assert batch.pictures is not None
-            for key, sum_, ids in zip(batch.keys, batch.pictures.tolist(), batch.ids, strict=True):
+            assert batch.checksums is not None
+            for key, sum_, ids in zip(batch.keys, batch.checksums.tolist(), batch.ids, strict=True):
                 if (own := expected.get(key)) is not None:
                     assert sum_ == checksum(own["jpg"]), key
                     assert (ids.numpy() == ByteTokenizer().encode([own["txt"]])[0]).all(), key

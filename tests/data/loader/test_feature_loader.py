@@ -75,7 +75,7 @@ def stored(
     """A loader with features, of images where `store` is a path."""
     features = store if isinstance(store, StoredData) else StoredData.open(image=store)
     world = World(rank=rank, size=size)
-    made = training_loader(settings, replace(INPUTS, features=features), world=world, seed=3, start=start)
+    made = training_loader(settings, replace(INPUTS, stores=features), world=world, seed=3, start=start)
     OPEN.add(made)
     assert isinstance(made.source, FeatureBatches) or not isinstance(store, str)
     return made
@@ -92,7 +92,7 @@ def expected_rows(batch: Batch, part: str) -> list[list[float]]:
 
 
 def assert_same(live: Batch, found: Batch) -> None:
-    for name in ("weights", "sources", "pictures", "ids"):
+    for name in ("weights", "sources", "checksums", "ids"):
         assert torch.equal(getattr(live, name), getattr(found, name)), name
     assert (live.step, live.global_size, len(live)) == (found.step, found.global_size, len(found))
     assert found.keys == live.keys and found.pixels is None

@@ -186,7 +186,7 @@ def measure(
     settings = data.model_copy(update={"workers": workers})
     began = time.perf_counter()
     inputs = ModelInputs(tokenizer, image)
-    with training_loader(settings, inputs, world=World(), seed=seed, views=True) as loader:
+    with training_loader(settings, inputs, world=World(), seed=seed, zero_copy=True) as loader:
         next(loader)
         first = time.perf_counter() - began
         for _ in range(settings.prefetch):  # already filled, or begun
