@@ -1,4 +1,4 @@
-"""Transfers that cannot become a shard end at once: content that is no tar, or is endless."""
+"""Transfers that cannot become a shard end at once, and commands with the process that waits for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import gzip
 import http.server
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from itertools import repeat
@@ -18,9 +20,9 @@ from clipstream.storage import schemes
 from clipstream.storage.download import ShardError
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
-from tests.support.forks import TIMEOUT
+from tests.support.forks import ROOT
 from tests.support.loaders import data, loader
-from tests.support.ranks import command_ends
+from tests.support.ranks import TIMEOUT, command_ends
 from tests.support.tars import tar_bytes
 
 MIB = 1 << 20
@@ -163,3 +165,74 @@ def test_a_transfer_leaves_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_no_tar_but_a_manifest_comes(tmp_path: Path) -> None:
     with serving([b"url,caption\n" + b"a.jpg,x\n" * 1000]) as url:
         assert ShardCache(str(tmp_path)).local(url, tar=False).read_bytes().startswith(b"url,caption")
+
+
+in_proc = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
+WAITER = """
+import os, random, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from clipstream.storage.schemes import end_commands, run_pipe
+
+def end(*_):
+    end_commands()
+    os._exit(0)
+
+seconds, part = sys.argv[1:]
+signal.signal(signal.SIGALRM, end)
+watch = SimpleNamespace(receive=lambda size: None, expect=lambda size: None)
+for number in range(100):
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.006))
+    run_pipe("sleep " + seconds, Path(part), timeout=60.0, monitor=watch)
+"""
+
+
+@in_proc
+def test_a_process_that_exits_at_any_moment_leaves_no_command(tmp_path: Path) -> None:
+    """Also before the command is known to the process that started it; nor does that process hang."""
+    mark = f"3601.{os.getpid()}"
+    subprocess.run([sys.executable, "-c", WAITER, mark, tmp_path / "part"], cwd=ROOT, timeout=TIMEOUT, check=True)
+    command_ends(mark)
+
+
+TRACED = """
+import itertools, sys
+from pathlib import Path
+from types import SimpleNamespace
+from clipstream.storage.schemes import run_pipe
+
+class Ended(BaseException):
+    pass
+
+def raising_at(number):
+    events = itertools.count()
+    def look(frame, event, argument):
+        if next(events) == number:
+            where.append(frame.f_code.co_name)
+            raise Ended
+        return look
+    return look
+
+seconds, part = sys.argv[1:]
+watch = SimpleNamespace(receive=lambda size: None, expect=lambda size: None)
+where = []
+for number in itertools.count():
+    sys.settrace(raising_at(number))
+    try:
+        run_pipe("sleep " + seconds, Path(part), timeout=60.0, monitor=watch)
+    except Ended:
+        sys.settrace(None)
+    if where.count("_wait_while_growing") == 3:
+        break
+"""
+
+
+@in_proc
+def test_what_a_handler_raises_ends_the_command_wherever_it_comes(tmp_path: Path) -> None:
+    """At every line, and behind every call: also where a lock of a class of Python's own is left taken."""
+    mark = f"3603.{os.getpid()}"
+    subprocess.run([sys.executable, "-c", TRACED, mark, tmp_path / "part"], cwd=ROOT, timeout=TIMEOUT, check=True)
+    command_ends(mark)

@@ -73,7 +73,7 @@ def test_small_members_and_large_ones_in_turn(tmp_path: Path) -> None:
     assert index.fault is None and loaded == as_bytes(samples)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.lists(st.integers(0, 1500), min_size=1, max_size=3), min_size=1, max_size=4),
     long=st.booleans(),

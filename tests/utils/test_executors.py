@@ -1,10 +1,13 @@
-"""Executors: what a user may name."""
+"""Executors: what a user may name, and the pool of processes: results, progress, and a process that is killed."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import pickle
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,9 @@ from clipstream import __version__
 from clipstream.config.entry import run_main
 from clipstream.data.shard_pass import ShardPass
 from clipstream.errors import SettingsError
+from clipstream.utils import processes
 from clipstream.utils.executors import _work, check_executor, run
+from clipstream.utils.processes import TaskFailure, note
 from tests.support.ranks import reserved_port
 
 
@@ -79,3 +84,31 @@ def test_processes_of_this_machine_are_one_per_core_unless_they_are_counted(monk
     asked = [(None,), ("local",), (None, 16), ("local", 16), ("local:3", 16)]
     assert [check_executor(*one) for one in asked] == ["local:7", "local:7", "local:16", "local:16", "local:3"]
     assert dict(event for event in run(lambda number: number + 1, 3, "local:2") if event) == {0: 1, 1: 2, 2: 3}
+
+
+def killed_at(folder: Path, deaths: dict[int, int]) -> Callable[[int], int]:
+    """A task whose process is killed as often as `deaths` says of its number."""
+
+    def do(number: int) -> int:
+        note(f"shard/{number}")
+        before = len(list(folder.glob(f"{number}-*")))
+        if before < deaths.get(number, 0):
+            (folder / f"{number}-{before}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number * number
+
+    return do
+
+
+def test_a_task_whose_process_is_killed_is_done_again(tmp_path: Path) -> None:
+    results = dict(event for event in processes.run(killed_at(tmp_path, {0: 2, 3: 1}), 7, 2) if event is not None)
+    assert results == {number: number * number for number in range(7)} and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_process_that_is_killed_costs_its_piece_alone(tmp_path: Path) -> None:
+    do = killed_at(tmp_path, {3: 9})
+    results = dict(event for event in processes.run(do, 7, 2) if event is not None)
+    died = results.pop(3)
+    assert results == {number: number * number for number in (0, 1, 2, 4, 5, 6)}
+    assert isinstance(died, TaskFailure) and "memory" in died.error and died.error.endswith(", at shard/3")
+    assert len(list(tmp_path.iterdir())) == 3
