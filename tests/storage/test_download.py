@@ -1,4 +1,4 @@
-"""Downloads by HTTP, HTTPS and from object stores: one version of the file byte for byte, or a named failure."""
+"""Downloads by HTTP, HTTPS and from object stores, a real S3 server too: one version of a file, or a named failure."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import re
 import ssl
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from clipstream.cli.verbs import stage
+from clipstream.errors import DataError
 from clipstream.storage import download
 from clipstream.storage.download import ShardError
 from clipstream.storage.schemes import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL
 from clipstream.storage.tar import Shard
+from tests.support.loaders import data, loader
+from tests.support.pictures import make_shards
 from tests.support.ranks import reserved_port
+from tests.support.s3 import BUCKET, S3, use_keys, write_keys
 from tests.support.stores import BODY, failure, make_store
 from tests.support.tars import tar_bytes
 from tests.support.unruly import FAULTS, FaultyFile, Unruly
@@ -299,3 +306,78 @@ def test_a_bucket_without_its_backend_names_the_package(tmp_path: Path, monkeypa
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # type: ignore[attr-defined]
     error = failure(make_store(tmp_path), "s3://somewhere/0.tar")
     assert error.reason == "unknown_scheme" and "clipstream[s3]" in error.detail
+
+
+@pytest.fixture
+def s3_site(s3: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    drawn = SimpleNamespace(uniform=lambda *_: 0.0)  # failed transfers are tried again at once
+    monkeypatch.setattr("clipstream.storage.download.random", SimpleNamespace(SystemRandom=lambda: drawn))
+    return s3
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_a_request_without_an_answer_ends_in_time(s3_site: S3, method: str) -> None:
+    url = s3_site.put("0.tar", BODY)
+    s3_site.fault = lambda request: "hang" if request.method == method else None
+    began = time.monotonic()
+    error = failure(make_store(timeout=0.3, retries=1), url)
+    assert error.reason == "timeout" and "no answer in 0.3 s after 0 bytes" in error.detail
+    assert time.monotonic() - began < 12
+
+
+def test_staging_keeps_the_limit_of_its_flag(s3_site: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    s3_site.put("0.tar", BODY)
+    s3_site.fault = lambda request: "hang"
+    flags = ["--train-data", f"s3://{BUCKET}/0.tar", "--data.transfer-timeout", "0.2", "--executor", "local:1"]
+    began = time.monotonic()
+    assert stage.main([str(tmp_path / "out"), *flags]) == 3
+    assert "timeout: s3://bucket/0.tar: no answer in 0.2 s" in capsys.readouterr().err
+    assert time.monotonic() - began < 30
+
+
+def test_a_transfer_goes_on_after_failures(s3_site: S3, tmp_path: Path) -> None:
+    url, left = s3_site.put("0.tar", BODY), ["503", "reset", "reset"]
+    s3_site.fault = lambda request: left.pop() if left else None
+    assert make_store(tmp_path).local(url).read_bytes() == BODY and not left
+
+
+@pytest.mark.parametrize("fault", ["expired", "unknown key"])
+def test_renewed_credentials_are_taken_while_it_is_tried_again(
+    s3_site: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """S3 answers 400 to the HEAD of an expired token, which s3fs 2026.9 raises as OSError EINVAL 'Bad Request'."""
+    use_keys(tmp_path, monkeypatch)
+    store, urls = make_store(tmp_path / "cache"), [s3_site.put(f"{n}.tar", BODY) for n in range(3)]
+    assert store.local(urls[0]).read_bytes() == BODY
+
+    def refuse(request: object) -> str | None:
+        if s3_site.requests[-1].key != "OLD":
+            return None
+        if len(s3_site.requests) > 8:
+            write_keys(tmp_path, "NEW")
+        return fault
+
+    s3_site.fault = refuse
+    assert store.local(urls[1]).read_bytes() == BODY
+    s3_site.fault = lambda request: fault
+    with pytest.raises(ShardError, match=r"^credentials: .*\(the credentials are expired or denied\)$") as caught:
+        store.local(urls[2])
+    assert "hidden" not in caught.value.detail
+
+
+def test_a_single_object_that_is_denied_is_one_broken_shard(s3_site: S3, tmp_path: Path) -> None:
+    """S3 also answers 403 for an object that does not exist if the caller may not list the bucket."""
+    store, urls = make_store(tmp_path, retries=1), [s3_site.put(f"{n}.tar", BODY) for n in range(2)]
+    s3_site.fault = lambda request: "denied" if "1.tar" in request.path else None
+    assert failure(store, urls[1]).reason == "denied"
+    assert store.local(urls[0]).read_bytes() == BODY
+
+
+def test_refused_credentials_end_a_run_and_break_no_shard(s3_site: S3, tmp_path: Path) -> None:
+    urls = [s3_site.put(Path(one).name, Path(one).read_bytes()) for one in make_shards(tmp_path, [5] * 4)]
+    s3_site.fault = lambda request: "expired"
+    stream = loader(data("::".join(urls), workers=0, max_shard_failures=1.0))
+    with pytest.raises(DataError, match=r"credentials: s3://bucket/.*expired.*: renew them, and run the same command"):
+        next(stream)
+    assert not stream.health.sources["train"].faults
+    stream.close()

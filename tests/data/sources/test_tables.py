@@ -98,6 +98,9 @@ def forms(rows: Rows) -> dict[str, str | bytes]:
         "base64.csv": csv_of(encoded),
         "pairs.jsonl": "\n\n".join(lines),
         "pairs.jsonl.gz": gzip.compress("\n".join(lines).encode()),
+        "pairs.jsonl.zst": pa.compress("\n".join(lines).encode(), "zstd", asbytes=True),
+        "pairs.csv.gz": gzip.compress(csv_of(rows).encode()),
+        "pairs.csv.zst": pa.compress(csv_of(rows).encode(), "zstd", asbytes=True),
         "url.jsonl": "\n".join(map(json.dumps, urls)),
         "pairs.json": json.dumps(rows, indent=2),
         "columns.json": json.dumps(columns),
@@ -388,21 +391,6 @@ def test_a_column_without_images_beside_one_with_names_of_images(
     caplog.clear()
     loader(source(put(tmp_path / "good.csv", csv_of([{**row, "filename": row["FilePath"]} for row in rows]))))
     assert "--image-key" not in caplog.text
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_packed_tables_are_read(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / "0.jpg").write_bytes(picture(0))
-    for name, text in (
-        ("a.csv", "filepath,title\n0.jpg,red\n"),
-        ("b.jsonl", '{"filepath": "0.jpg", "title": "red"}\n'),
-    ):
-        data = text.encode()
-        data = gzip.compress(data) if suffix == ".gz" else pa.compress(data, "zstd", asbytes=True)
-        (tmp_path / f"{name}{suffix}").write_bytes(data)
-        table = Source(SourceSettings(shards=f"{tmp_path}/{name}{suffix}"))
-        shard = table.open(table.names[0])
-        assert shard.load(shard.index.samples[0], ("title", "filepath"))["title"] == b"red"
 
 
 def test_a_list_that_changed_is_read_anew(tmp_path: Path, rows: Rows) -> None:
