@@ -45,7 +45,7 @@ from clipstream.config.settings import load
 from clipstream.curation.duplicates import scale_of
 from clipstream.curation.sample_table import Columns, table_pass
 from clipstream.data.decode.captions import split_keys
-from clipstream.data.decode.images import Header
+from clipstream.data.decode.images import ImageHeader
 from clipstream.data.source_settings import IMAGE_KEY
 from clipstream.data.sources import Source, SourceContext, expand
 from clipstream.storage.tar import Shard
@@ -127,7 +127,7 @@ def decode(data: bytes) -> None:
         Image.open(io.BytesIO(data)).load()
         return
     height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-    factor = scale_of(Header("jpeg", (width, height), 1, True))
+    factor = scale_of(ImageHeader("jpeg", (width, height), 1, True))
     least = {"min_height": -(-height // factor), "min_width": -(-width // factor)}
     simplejpeg.decode_jpeg(data, "GRAY", fastupsample=True, **least)
 

@@ -1,6 +1,6 @@
 """The recipe of training: settings, model, data, optimizer, step, loop.
 
-A `Run`, whose folder is locked, enters; its metrics, checkpoints and report leave. `recipe` is the run from top to
+A `RankRun`, whose folder is locked, enters; its metrics, checkpoints and report leave. `recipe` is the run from top to
 bottom, and the functions below it build what it names. `python -m clipstream.train`, for torchrun, is the verb
 `clipstream train`, and `clipstream.train(…)` is `api.run.train`.
 """
@@ -88,7 +88,7 @@ FREE_SPACE = 64 << 10  # bytes that a run writes before its first step
 
 
 @dataclass(frozen=True)
-class Run:
+class RankRun:
     """A run on one rank."""
 
     plan: Plan  # a draft, until the checkpoint is known that the run goes on from
@@ -104,7 +104,7 @@ class Run:
         return self.plan.settings
 
 
-class Model(NamedTuple):
+class Encoders(NamedTuple):
     """The towers, and other sources of features for a batch."""
 
     towers: Towers  # on the CPU, in the dtype they train in, without those whose features are stored
@@ -113,7 +113,7 @@ class Model(NamedTuple):
     stored: StoredData | None  # features of towers and teachers
 
 
-def recipe(run: Run) -> None:
+def recipe(run: RankRun) -> None:
     """Train in a locked folder: settings, model, data, optimizer, step, loop."""
     settings, world = run.settings, run.world
 
@@ -174,7 +174,7 @@ def train_rank(found: Survey, world: World, watch: FailureWatch) -> Path:
                 world.barrier()  # rank 0 has made the folder
                 if world.local_rank == 0 and not world.is_main:
                     watch.held.enter_context(run_log(folder, f"out-{world.rank}.log"))
-            recipe(Run(made, world, folder, signals, watch, ending))
+            recipe(RankRun(made, world, folder, signals, watch, ending))
             return folder
     except Interrupted:
         raise Stopped.before_training(signals.received) from None
@@ -234,7 +234,7 @@ def build_plan(found: Survey, world: World, state: TrainState | None = None) -> 
     return replace(made, settings=with_value(settings, "data", data), stored=stored)
 
 
-def build_model(plan: Plan, world: World) -> Model:
+def build_model(plan: Plan, world: World) -> Encoders:
     """Towers, tokenizer and teacher, with the weights that the settings name. Collective.
 
     Raises SettingsError: the tokenizer has more tokens than the model, or a store was made with other settings.
@@ -266,13 +266,13 @@ def build_model(plan: Plan, world: World) -> Model:
         frozen = build_towers(distill, seed=settings.run.seed, world=world)
         prepare(frozen, train.arithmetic)
         teacher = Teacher(frozen, world.device, partial(autocast, world.device, train.arithmetic))
-    return Model(towers, tokenizer, teacher, stored)
+    return Encoders(towers, tokenizer, teacher, stored)
 
 
 def build_loader(
     plan: Plan,
     world: World,
-    model: Model,
+    model: Encoders,
     state: TrainState | None = None,
     interrupt: Callable[[], bool] = lambda: False,
 ) -> Loader:
@@ -310,7 +310,7 @@ def build_loader(
     return loader
 
 
-def own_inputs(settings: Settings, model: Model) -> ModelInputs:
+def own_inputs(settings: Settings, model: Encoders) -> ModelInputs:
     """What is made of samples; for the teacher pixels and ids of its own where those of the model do not fit it."""
     towers, teacher = model.towers, model.teacher
     inputs = ModelInputs(model.tokenizer, towers.image, stores=model.stored, text_lengths=towers.text_lengths)
@@ -324,7 +324,7 @@ def own_inputs(settings: Settings, model: Model) -> ModelInputs:
     return inputs
 
 
-def build_step(settings: Settings, world: World, model: Model) -> TrainStep:
+def build_step(settings: Settings, world: World, model: Encoders) -> TrainStep:
     """The step that trains the towers, which are moved to this rank's device and may be sharded.
 
     Raises SettingsError: as TrainStep, `parallelize` and `fit_memory`, or a stored teacher lacks features.
@@ -352,7 +352,7 @@ def build_step(settings: Settings, world: World, model: Model) -> TrainStep:
 
 
 def fit(
-    run: Run,
+    run: RankRun,
     step: TrainStep,
     loader: Loader,
     tokenizer: tokenizers.Tokenizer,
@@ -423,7 +423,7 @@ def fit(
     return outputs.failures
 
 
-def build_evals(run: Run, step: TrainStep, tokenizer: tokenizers.Tokenizer, outputs: Outputs) -> EvalRunner:
+def build_evals(run: RankRun, step: TrainStep, tokenizer: tokenizers.Tokenizer, outputs: Outputs) -> EvalRunner:
     """The evaluators, with the weights that are trained and their averages."""
     settings, world, full = run.settings, run.world, step.layout.full
     loss = build_loss(settings.loss, full.loss_type)
@@ -449,7 +449,7 @@ def build_profiler(settings: LogSettings, run: RunInfo, world: World) -> StepPro
     return StepProfiler(steps, run.folder, world.device, records=world.is_main) if steps else None
 
 
-def build_writer(run: Run, step: TrainStep, resumed: Resumed, outputs: Outputs) -> AsyncWriter:
+def build_writer(run: RankRun, step: TrainStep, resumed: Resumed, outputs: Outputs) -> AsyncWriter:
     """The writer of checkpoints, with averaged weights and adapters as further files."""
     averages, towers = step.averages, step.towers
     tensors: dict[str, Callable[[], Tensors]] = {}

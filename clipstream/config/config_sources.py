@@ -59,12 +59,12 @@ EXCLUSIVE: dict[Path, tuple[str, ...]] = {
 }
 
 
-class Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """YAML's safe loader, with numbers such as 1e-3."""
 
 
 class Dumper(yaml.SafeDumper):
-    """YAML's safe dumper; quotes texts that `Loader` reads as numbers, and escapes Unicode's line breaks."""
+    """YAML's safe dumper; quotes texts that `YamlLoader` reads as numbers, and escapes Unicode's line breaks."""
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
         """A scalar; double-quoted where a reader would split the line."""
@@ -74,12 +74,12 @@ class Dumper(yaml.SafeDumper):
 
 Dumper.add_representer(str, Dumper.represent_str)
 
-for _cls in (Loader, Dumper):
+for _cls in (YamlLoader, Dumper):
     _cls.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 
 
 def to_yaml(tree: object) -> str:
-    """A tree as YAML that `Loader` reads back unchanged."""
+    """A tree as YAML that `YamlLoader` reads back unchanged."""
     text: str = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
@@ -110,7 +110,7 @@ class Node:
         """The node of a YAML scalar, list or mapping; text that is not YAML is a string."""
         node = cls(text, place, place)
         try:
-            composed = yaml.compose(text, Loader=Loader)
+            composed = yaml.compose(text, Loader=YamlLoader)
             node.value = None if composed is None else _Reader(lambda _: place, []).node(composed).value
         except (yaml.YAMLError, RecursionError):
             pass
@@ -187,7 +187,7 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             made.text = node.value if node.style is None else None
             try:
-                made.value = Loader("").construct_object(node, deep=True)
+                made.value = YamlLoader("").construct_object(node, deep=True)
             except ValueError:  # an impossible date, a number of thousands of digits
                 made.value = node.value
             return made
@@ -229,7 +229,7 @@ def read_yaml(file: str, problems: list[str]) -> Node:
             problems.append(f"--config: {named} has more than {MOST_BYTES >> 20} MiB")
             return Node()
         text = content.decode("utf-8")
-        node = yaml.compose(text, Loader=Loader)
+        node = yaml.compose(text, Loader=YamlLoader)
         if isinstance(node, yaml.MappingNode):
             reader = _Reader(lambda node: f"{file}:{node.start_mark.line + 1}", problems)
             return Node(reader.node(node).value)

@@ -29,7 +29,7 @@ from clipstream.config.flags import output_file
 from clipstream.config.plan import LARGE, batch_of
 from clipstream.config.settings import PathLike, Settings, load, non_defaults, portable, secrets, tree_of
 from clipstream.config.short_flags import READING_FLAGS
-from clipstream.curation.problems import CONTEXT, Examined, Table, examine, large_note, write_page
+from clipstream.curation.problems import CONTEXT, Examined, ReportTable, examine, large_note, write_page
 from clipstream.curation.sample_table import Columns, Row, RowReader
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import lost_area, transparency_note
@@ -253,7 +253,7 @@ def show(report: CheckReport, console: Console) -> None:
     console.print(f"{report.shards}: {read:,} samples read of {report.held:,} in the shards opened")
     if report.missing:
         console.print(f"missing: {len(report.missing):,} of them: {listed(list(map(printable, report.missing)), 3)}")
-    _show_table(console, Table("Faults", ("shard", "fault"), list(report.faults.items())))
+    _show_table(console, ReportTable("Faults", ("shard", "fault"), list(report.faults.items())))
     if not read:
         return
     texts, json_fields = profile.fields()
@@ -274,9 +274,9 @@ def show(report: CheckReport, console: Console) -> None:
     for reason, count in report.drops.most_common():
         found.append((f"{count:,}", f"{count / read:.1%}", f"dropped: {reason}", report.examples[reason]))
     for table in (
-        Table("Members", ("suffix", "samples", "content"), members),
-        Table(f"JSON fields of {len(profile.tried):,} samples", ("path", "samples", "type", "example"), rows),
-        Table("With these settings", ("samples", "share", "result", "example"), found),
+        ReportTable("Members", ("suffix", "samples", "content"), members),
+        ReportTable(f"JSON fields of {len(profile.tried):,} samples", ("path", "samples", "type", "example"), rows),
+        ReportTable("With these settings", ("samples", "share", "result", "example"), found),
     ):
         _show_table(console, table)
     notes = [lost_area_note(share)] if report.lost and (share := fmean(report.lost)) >= SAID else []
@@ -285,7 +285,7 @@ def show(report: CheckReport, console: Console) -> None:
         console.print(f"note: {note}", soft_wrap=not console.is_terminal)
 
 
-def _show_table(console: Console, table: Table) -> None:
+def _show_table(console: Console, table: ReportTable) -> None:
     """Print the first rows of a table, unless there are none."""
     shown = result_table(table.title, table.columns, ("samples", "share"))
     for row in table.rows[:ROWS]:

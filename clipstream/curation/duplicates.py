@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 from PIL import Image
 
-from clipstream.data.decode.images import FACTORS, Colour, Header, decode, decode_grey, read_header, turn_upright
+from clipstream.data.decode.images import FACTORS, Colour, ImageHeader, decode, decode_grey, read_header, turn_upright
 from clipstream.data.loader.health import FLAT_RANGE, is_flat
 from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import MAX_PIXELS
@@ -35,7 +35,7 @@ class Look(NamedTuple):
     one_colour: bool  # whether all its pixels are (nearly) the same
 
 
-def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS, header: Header | None = None) -> Look:
+def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS, header: ImageHeader | None = None) -> Look:
     """What an image shows, upright. Raises Dropped: the image cannot be decoded.
 
     A JPEG is decoded at a fraction of its size (`scale_of`), which reads all of the file: only the inverse transform
@@ -51,7 +51,7 @@ def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS, heade
     return Look(np.asarray(turn_upright(small, header.orientation)), flat)
 
 
-def scale_of(header: Header) -> int:
+def scale_of(header: ImageHeader) -> int:
     """The fraction of its size, one of FACTORS or 1, at which an image is decoded for its look."""
     return next((one for one in FACTORS if header.scales and min(header.size) >= SIDE * one), 1)
 

@@ -30,8 +30,8 @@ from clipstream.curation.pack_shards import (
     Merged,
     Out,
     Packed,
+    PackPlan,
     PackShard,
-    Plan,
     choose_held_out,
     open_captions,
     plan_of,
@@ -203,7 +203,7 @@ def _list(asked: Asked, corpus: Corpus, label: str, data: DataSettings) -> list[
     return found
 
 
-def _plan(asked: Asked, corpus: Corpus, found: Sequence[Listed]) -> Plan:
+def _plan(asked: Asked, corpus: Corpus, found: Sequence[Listed]) -> PackPlan:
     """The plan without a split. Raises DataError: there are no samples."""
     samples = sum(one.samples for one in found)
     if not samples:

@@ -3,7 +3,7 @@
 Two walks over shards, each of which is worked on by itself and renamed into place:
 
 1. `Corpus.list_samples` lists the usable samples of the shards of the sources: key, and in a tar where its members are.
-2. `PackShard` writes a new shard. `Plan` says which samples it gets, as a function of the numbers of samples listed,
+2. `PackShard` writes a new shard. `PackPlan` says which samples it gets, a function of the numbers of samples listed,
    the settings and the seed, so that any process can write any shard, and always the same bytes.
 
 Samples are read where they are, in the order in which they are written: a process holds one sample. Remote and
@@ -341,7 +341,7 @@ def _bytes(spans: Mapping[str, tuple[int, int]]) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackPlan:
     """Which samples each new shard gets. Samples are numbered in the order of the sources, from 0."""
 
     ends: Numbers  # number behind the last sample of each shard of the sources, int64
@@ -391,12 +391,12 @@ def _without(positions: Numbers, held: Numbers) -> Numbers:
     return positions + np.searchsorted(held - np.arange(len(held)), positions, side="right")
 
 
-def plan_of(corpus: Corpus, listed: Sequence[Listed], size: int | None, shuffled: bool, seed: int) -> Plan:
+def plan_of(corpus: Corpus, listed: Sequence[Listed], size: int | None, shuffled: bool, seed: int) -> PackPlan:
     """The plan without a split for validation."""
     ends = np.cumsum([one.samples for one in listed], dtype=np.int64)
     hashes = corpus.hashes()
     hashes.sort()
-    return Plan(ends, size, shuffled, seed, not bool((hashes[1:] == hashes[:-1]).any()))
+    return PackPlan(ends, size, shuffled, seed, not bool((hashes[1:] == hashes[:-1]).any()))
 
 
 def choose_held_out(
@@ -536,7 +536,7 @@ class PackShard:
 
     out: Out
     corpus: Corpus
-    plan: Plan
+    plan: PackPlan
     recording: Recording
     digest: str  # of what the bytes depend on
     merged: Merged | None = None

@@ -51,7 +51,7 @@ _CODE = re.compile(r"(?i:true|false|none|null|nan)|(?=.*[\d_=/\\@:])[!-~]+|[!-~]
 _ADDRESS = re.compile(r"(?i)\s*(?:[a-z][a-z+.-]*://|www\.)\S+\s*$")
 
 
-class Table(NamedTuple):
+class ReportTable(NamedTuple):
     """A table of a report: rows of text."""
 
     title: str
@@ -110,7 +110,7 @@ class Examined:
         counts = {"formats": self.figures["images"]["formats"], "languages": self.figures["captions"]["languages"]}
         return {title: some for title, some in counts.items() if some}
 
-    def tables(self, profile: Profile) -> dict[str, Table]:
+    def tables(self, profile: Profile) -> dict[str, ReportTable]:
         """Tables of the figures: `members`, `fields`, `sizes`, `stages`, `cores` and `problems`.
 
         Args:
@@ -154,12 +154,12 @@ class Examined:
         needed = list(_resources_needed(figures["stages"])) if figures["used"] else []
         columns = ("samples", "share", "problem", "kind", "example")
         return {
-            "members": Table("Members", ("suffix", "samples", "content"), members),
-            "fields": Table("JSON fields", ("field", "filled", "types", "example"), fields),
-            "sizes": Table("Lengths and sizes", ("", "least", "5%", "median", "95%", "most"), sizes),
-            "stages": Table("Speed of one core", ("stage", "samples/s"), speeds),
-            "cores": Table(f"Cores that feed GPUs (here are {cores()})", models, needed),
-            "problems": Table("Problems: samples that …", columns, problems),
+            "members": ReportTable("Members", ("suffix", "samples", "content"), members),
+            "fields": ReportTable("JSON fields", ("field", "filled", "types", "example"), fields),
+            "sizes": ReportTable("Lengths and sizes", ("", "least", "5%", "median", "95%", "most"), sizes),
+            "stages": ReportTable("Speed of one core", ("stage", "samples/s"), speeds),
+            "cores": ReportTable(f"Cores that feed GPUs (here are {cores()})", models, needed),
+            "problems": ReportTable("Problems: samples that …", columns, problems),
         }
 
 

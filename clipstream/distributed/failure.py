@@ -107,7 +107,7 @@ def first_line(text: str) -> str:
     return text.partition("\n")[0]
 
 
-class _Clock:
+class _LookClock:
     """Seconds between two looks, at most LOOK: time also passes while this process is suspended."""
 
     def __init__(self) -> None:
@@ -301,7 +301,7 @@ class FailureWatch:
 
     def _watch(self) -> None:
         """The thread: beat, look for a cause; when there is one, end the process if the main thread does not."""
-        keys, beat, clock = self._keys, _BEAT.format(self.world.rank), _Clock()
+        keys, beat, clock = self._keys, _BEAT.format(self.world.rank), _LookClock()
         ahead, beats, quiet = 1, -1, 0.0  # the next rank that did not leave: how far away, its heartbeats, its silence
         while not self._stopped.is_set() and self.cause is None:
             try:
@@ -411,7 +411,7 @@ class FailureWatch:
         """
         names = {rank: _BEAT.format(rank) for rank in ranks if rank != self.world.rank}
         silent = {rank: str(self._keys.add(name, 0)) for rank, name in names.items()}
-        clock, seconds, text = _Clock(), 0.0, ""
+        clock, seconds, text = _LookClock(), 0.0, ""
         while not (
             text or seconds > LONG_SILENCE or (len(silent) <= 1 and seconds >= (silence if silent else SILENCE))
         ):

@@ -63,7 +63,7 @@ BLOCK += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @dataclass(frozen=True)
-class Samples:
+class ProofSamples:
     """Image files and texts that an export is compared on.
 
     Attributes:
@@ -92,7 +92,7 @@ class Line:
     holds: bool
 
 
-def draw_samples(seed: int = 0) -> Samples:
+def draw_samples(seed: int = 0) -> ProofSamples:
     """Images of odd sizes and modes, and texts with capitals, punctuation, entities and letters of other scripts."""
     rng, images, texts = np.random.default_rng(seed), [], []
     words = ["A photo of", "the RED", "bird’s", "“quoted”", "café", "naïve", "Bär", "red & blue", "salt &amp; pepper"]
@@ -120,10 +120,10 @@ def draw_samples(seed: int = 0) -> Samples:
         (image if image.mode == mode else image.convert(mode)).save(file, form, **more)
         images.append(file.getvalue())
         texts.append(" ".join(rng.choice(words, int(rng.integers(1, 9 if number % 10 else 120)))))
-    return Samples(images, texts, f"{SAMPLES} drawn images and texts")
+    return ProofSamples(images, texts, f"{SAMPLES} drawn images and texts")
 
 
-def read(section: SourceSettings) -> Samples:
+def read(section: SourceSettings) -> ProofSamples:
     """Samples from the first ones of each shard of a source, of all modes of images there, and drawn ones where these
     are too few.
 
@@ -174,10 +174,10 @@ def read(section: SourceSettings) -> Samples:
     about += f" and {missing} drawn ones" if missing else ""
     images = [*(image for image, _ in chosen), *more.images[:missing]]
     texts = [*(text for _, text in chosen), *more.texts[:missing]]
-    return Samples(images, texts, about, dict(left), transparent, looked_at)
+    return ProofSamples(images, texts, about, dict(left), transparent, looked_at)
 
 
-def prove(model: Model, folder: Path, samples: Samples, target: str, variants: Sequence[str]) -> list[Line]:
+def prove(model: Model, folder: Path, samples: ProofSamples, target: str, variants: Sequence[str]) -> list[Line]:
     """The lines of the table, which is written to `check.json` as well.
 
     Args:

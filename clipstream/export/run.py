@@ -26,7 +26,7 @@ from clipstream.data.decode.images import transparency_note
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.evals.settings import sources_of
 from clipstream.export.files import EXAMPLE, write_use
-from clipstream.export.proof import Line, Samples, draw_samples, prove, read
+from clipstream.export.proof import Line, ProofSamples, draw_samples, prove, read
 from clipstream.export.tables import Column, FeatureStore, export
 from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import preflight
@@ -200,7 +200,7 @@ def _replacing(out: Path) -> Iterator[Path]:
             draft.rename(final)
 
 
-def _samples_for(data: str | None, settings: Settings) -> Samples:
+def _samples_for(data: str | None, settings: Settings) -> ProofSamples:
     """The samples of the proof: of `data`, else of the run's evaluation or training data, else drawn.
 
     Raises ClipstreamError: `data` cannot be read.
@@ -254,7 +254,7 @@ class Exported:
     model: Model
     subject: Subject | None
     settings: Settings
-    samples: Samples
+    samples: ProofSamples
     proof: Sequence[Line]
 
     @property

@@ -41,7 +41,7 @@ class LossSettings(PluginSection):
     type: str = "auto"
 
 
-class _BuiltinLoss(LossSettings):
+class _BuiltinLossSettings(LossSettings):
     """Settings that the built-in losses share."""
 
     duplicates: Duplicates = Field("negatives", description=_DUPLICATES)
@@ -76,14 +76,14 @@ class _BuiltinLoss(LossSettings):
 
 
 @part(LossSettings, "auto")
-class AutoLoss(_BuiltinLoss):
+class AutoLoss(_BuiltinLossSettings):
     """The loss that the model was made for: siglip if it has a logit bias, else clip."""
 
     type: Literal["auto"] = "auto"
 
 
 @part(LossSettings, "clip")
-class ClipLossSettings(_BuiltinLoss):
+class ClipLossSettings(_BuiltinLossSettings):
     """Softmax over the rows and columns of the global batch (CLIP, arXiv:2103.00020)."""
 
     type: Literal["clip"] = "clip"
@@ -91,7 +91,7 @@ class ClipLossSettings(_BuiltinLoss):
 
 
 @part(LossSettings, "siglip")
-class SiglipLossSettings(_BuiltinLoss):
+class SiglipLossSettings(_BuiltinLossSettings):
     """A sigmoid on every pair of the global batch (SigLIP, arXiv:2303.15343)."""
 
     type: Literal["siglip"] = "siglip"
@@ -100,7 +100,7 @@ class SiglipLossSettings(_BuiltinLoss):
 
 def group_field(settings: LossSettings) -> str | None:
     """The field that the groups of `loss.positives` are read from; None without groups."""
-    return settings.positives.by if isinstance(settings, _BuiltinLoss) else None
+    return settings.positives.by if isinstance(settings, _BuiltinLossSettings) else None
 
 
 def chosen_loss_type(settings: LossSettings) -> str | None:

@@ -77,7 +77,7 @@ class LowRank(nn.Module):
             return found if magnitude is None else (magnitude / found.detach().norm(dim=1))[:, None] * found
 
 
-class Rows(nn.Module):
+class TokenRows(nn.Module):
     """A parametrization of an embedding: the frozen matrix W -> W with trained rows of some tokens.
 
     Args:
@@ -275,7 +275,7 @@ def _register(name: str, layer: nn.Module, part: nn.Module) -> Matrix:
 
 def _rows(
     clip: nn.Module, wanted: Mapping[Tower, LoraSettings], tokenizer: Callable[[], Callable[[list[str]], torch.Tensor]]
-) -> Iterator[tuple[str, Rows]]:
+) -> Iterator[tuple[str, TokenRows]]:
     """The trained rows of towers by name of the embedding, which is the tower's first one."""
     for tower, settings in wanted.items():
         if settings.tokens is None:
@@ -287,7 +287,7 @@ def _rows(
             raise SettingsError(f"{key}: the {tower} tower has no embedding of tokens: remove this setting")
         with errors_as(SettingsError, f"{key}: {settings.tokens} cannot be read as text", OSError, UnicodeError):
             words = sorted(set(re.split(r'[\s,"]+', Path(settings.tokens).read_text(encoding="utf-8"))))
-        yield name, Rows(layer.weight, torch.unique(tokenizer()(words)).long())
+        yield name, TokenRows(layer.weight, torch.unique(tokenizer()(words)).long())
 
 
 def _matrix(layer: nn.Module) -> str:

@@ -37,7 +37,7 @@ _Size = Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
 _Layers = Annotated[int, Field(strict=True, ge=1, le=10_000)]
 
 
-class _Text(TypedDict, total=False):
+class _TextConfig(TypedDict, total=False):
     """What clipstream checks of a text_cfg; open_clip checks the rest when it builds the tower."""
 
     context_length: _Size
@@ -69,7 +69,7 @@ class _Model(TypedDict):
 
     embed_dim: _Size
     vision_cfg: _Vision
-    text_cfg: _Text
+    text_cfg: _TextConfig
     init_logit_bias: NotRequired[FiniteFloat | None]
     init_logit_scale: NotRequired[FiniteFloat | None]
 

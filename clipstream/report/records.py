@@ -222,7 +222,7 @@ def read_evaluations(folder: Path) -> list[Record]:
 
 
 # The schema of a line: strict, as the line itself goes on, and not what pydantic would make of it.
-class _Start(TypedDict):
+class _StartRecord(TypedDict):
     time: str
     ranks: int
     device: str
@@ -247,7 +247,7 @@ class _Rollback(TypedDict):
     skipped: Count
 
 
-class _Counts(TypedDict):
+class _HealthCounts(TypedDict):
     read: Count
     used: Count
     dropped: dict[str, Count]
@@ -308,10 +308,10 @@ class _Line(TypedDict, total=False):
     settings: dict[str, object]
     model: dict[str, object]
     versions: dict[str, object]
-    start: _Start
+    start: _StartRecord
     end: _End
     rollback: _Rollback
-    health: dict[str, _Counts]
+    health: dict[str, _HealthCounts]
     cropped: dict[str, _Cropped]
     stages: dict[str, _Stage]
     profile: _Profile

@@ -118,7 +118,7 @@ class GradCache:
         if self.size is not None and is_sharded(self.model):
             count = max(self.world.gather_objects(count))  # every pass is collective
         if count == 1:
-            features = last(batch.images, batch.texts, **Chunk(slice(None), n, batch.lengths).options(batch.known))
+            features = last(batch.images, batch.texts, **MicroBatch(slice(None), n, batch.lengths).options(batch.known))
             return features, partial(propagate, features)
         # Of 5 chunks of which 2 keep their graph, cut makes passes of 1, 2 and 2: the last is `kept`, others run twice.
         joined = min(self.kept, count - 1)
@@ -218,7 +218,7 @@ def propagate(features: Features, leaves: Features, *, scalars: bool = True) -> 
 
 
 @dataclass(frozen=True)
-class Chunk:
+class MicroBatch:
     """Samples of a batch that pass through the towers together."""
 
     rows: Any  # slice, or int64 tensor on the batch's device; of an empty chunk a single sample
@@ -247,7 +247,7 @@ class Chunk:
         return leaves._replace(image=rows[0], text=rows[1])
 
 
-def cut(batch: Batch, count: int, together: int = 1) -> tuple[list[Chunk], torch.Tensor | None]:
+def cut(batch: Batch, count: int, together: int = 1) -> tuple[list[MicroBatch], torch.Tensor | None]:
     """Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
 
     If the texts' lengths are known, samples are sorted by them, and the place of each sample among the chunks comes
@@ -261,7 +261,7 @@ def cut(batch: Batch, count: int, together: int = 1) -> tuple[list[Chunk], torch
     bounds = list(pairwise([*(n * number // count for number in firsts), n]))
     if batch.lengths is None:
         parts = [slice(start, stop) if stop > start else slice(0, 1) for start, stop in bounds]
-        return [Chunk(rows, stop - start, None) for rows, (start, stop) in zip(parts, bounds, strict=True)], None
+        return [MicroBatch(rows, stop - start, None) for rows, (start, stop) in zip(parts, bounds, strict=True)], None
     lengths: Any = batch.lengths
     device = batch.texts.device
     order = sorted(range(n), key=lengths.__getitem__)
@@ -269,7 +269,7 @@ def cut(batch: Batch, count: int, together: int = 1) -> tuple[list[Chunk], torch
     for start, stop in bounds:
         own = order[start:stop] or order[:1]
         rows = torch.tensor(own).to(device, non_blocking=True)
-        chunks.append(Chunk(rows, stop - start, tuple(lengths[row] for row in own)))
+        chunks.append(MicroBatch(rows, stop - start, tuple(lengths[row] for row in own)))
     places = torch.empty(n, dtype=torch.long)
     places[order] = torch.arange(n)
     return chunks, places.to(device, non_blocking=True)

@@ -28,7 +28,7 @@ from clipstream.config.settings import load
 from clipstream.curation import pack as pack_module
 from clipstream.curation.check import check
 from clipstream.curation.duplicates import hashes_of, look_of, near_pairs
-from clipstream.curation.pack_shards import Packed, PackShard, Plan
+from clipstream.curation.pack_shards import Packed, PackPlan, PackShard
 from clipstream.data.decode.captions import build_caption, candidates
 from clipstream.data.shard_pass import PARTS
 from clipstream.data.sources import indexes
@@ -377,7 +377,7 @@ def test_a_tar_that_is_replaced_after_listing_is_an_error(
     (new,) = make_shards(tmp_path / "new", [9])
     made, more = pack_module._plan, write_tar(tmp_path / "more.tar", [{"__key__": "000003", "txt": "more"}])
 
-    def plan(*args: Any) -> Plan:
+    def plan(*args: Any) -> PackPlan:
         os.replace(new, old)
         return made(*args)
 
@@ -398,11 +398,11 @@ def test_a_missing_shard_is_named(shards: str, tmp_path: Path, capsys: pytest.Ca
 def test_a_plan_covers_all_samples_in_bounded_memory() -> None:
     held = np.array([0, 5, 6, 99], np.int64)
     for kept in (None, held):
-        plan = Plan(np.array([10, 10, 63, 100]), 7, True, 3, True, kept)
+        plan = PackPlan(np.array([10, 10, 63, 100]), 7, True, 3, True, kept)
         numbers = [plan.shard(number) for number in range(len(plan))]
         assert sorted(np.concatenate([found for _, found in numbers]).tolist()) == list(range(100))
         assert {name[:4] for name, found in numbers if set(found.tolist()) & set(held.tolist())} != {"trai"}
-    large = Plan(np.arange(10_000, 100_000_001, 10_000), 10_000, True, 0, True)
+    large = PackPlan(np.arange(10_000, 100_000_001, 10_000), 10_000, True, 0, True)
     tracemalloc.start()
     _, found = large.shard(7777)
     shard, row = next(large.places(found))

@@ -46,7 +46,7 @@ TRAINED_ON = 256  # rows of each cluster, about, that k-means sees
 Scores = np.ndarray[Any, np.dtype[np.float32]]
 
 
-class Pairs(NamedTuple):
+class PairBlock(NamedTuple):
     """Samples with captions."""
 
     rows: torch.Tensor  # int64 [m], their rows in the part of images
@@ -54,11 +54,11 @@ class Pairs(NamedTuple):
     texts: torch.Tensor  # float32 [m, D], rows of length 1
     captions: torch.Tensor  # int64 [m], equal for samples with equal captions; other numbers in each process
 
-    def to(self, device: torch.device | str) -> Pairs:
-        return Pairs(*(of.to(device) for of in self))
+    def to(self, device: torch.device | str) -> PairBlock:
+        return PairBlock(*(of.to(device) for of in self))
 
-    def part(self, which: torch.Tensor) -> Pairs:
-        return Pairs(*(of[which] for of in self))
+    def part(self, which: torch.Tensor) -> PairBlock:
+        return PairBlock(*(of[which] for of in self))
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,18 @@ class PairRows:
     def texts(self) -> StoredRows:
         return StoredRows(self.store, TEXT)
 
-    def blocks(self, most: int = BLOCK) -> Iterator[Pairs]:
+    def blocks(self, most: int = BLOCK) -> Iterator[PairBlock]:
         """All of them in order, at least `most` at a time but for the last ones."""
-        held: list[Pairs] = []
+        held: list[PairBlock] = []
         for some in self._blocks():
             held.append(some)
             if sum(len(one.rows) for one in held) >= most:
-                yield Pairs(*map(torch.cat, zip(*held, strict=True)))
+                yield PairBlock(*map(torch.cat, zip(*held, strict=True)))
                 held = []
         if held:
-            yield Pairs(*map(torch.cat, zip(*held, strict=True)))
+            yield PairBlock(*map(torch.cat, zip(*held, strict=True)))
 
-    def _blocks(self) -> Iterator[Pairs]:
+    def _blocks(self) -> Iterator[PairBlock]:
         images, texts = self.images, self.texts
         for number, (image, text) in enumerate(zip(images.shards, texts.shards, strict=True)):
             if self.source not in ("", image.source.name):
@@ -115,7 +115,7 @@ class PairRows:
                 captions = torch.tensor([known[i] for i in own.tolist()], dtype=torch.int64)
                 if len(own):
                     mean, means = (F.normalize(of[used], dim=1) for of in (mean, means))
-                    yield Pairs(torch.from_numpy(rows[own]), mean, means, captions)
+                    yield PairBlock(torch.from_numpy(rows[own]), mean, means, captions)
 
 
 class Doubts(NamedTuple):
@@ -155,7 +155,7 @@ def doubts(pairs: PairRows, k: int = 5, *, device: torch.device | str = "cpu") -
     blocks = [some.part(picked[some.rows]) for some in pairs.blocks()]
     if not blocks:
         raise DataError(f"{pairs.store.shown} has no image with a caption")
-    known = Pairs(*map(torch.cat, zip(*blocks, strict=True))).to(device)
+    known = PairBlock(*map(torch.cat, zip(*blocks, strict=True))).to(device)
     unique = torch.from_numpy(np.unique(known.captions.cpu().numpy(), return_index=True)[1]).to(device)
     texts = known.part(unique)  # a sample for each text
     found: list[tuple[torch.Tensor, ...]] = []

@@ -426,7 +426,7 @@ FACTORS = (8, 4, 2)  # scales at which libjpeg-turbo decodes fast
 _SPACES = frozenset(("YCbCr", "Gray", "RGB"))  # CMYK and YCCK are left to Pillow
 
 
-class Header(NamedTuple):
+class ImageHeader(NamedTuple):
     """The header of an image file."""
 
     kind: str  # 'jpeg', 'webp' or 'other'; 'other' is decoded by Pillow
@@ -436,7 +436,7 @@ class Header(NamedTuple):
     image: Image.Image | None = None  # the image opened by Pillow, if that was needed
 
 
-def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Header:
+def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> ImageHeader:
     """The header of an image file, with its orientation if `upright`; no pixels are decoded.
 
     Raises Dropped: `undecodable_image` or `image_too_large`.
@@ -451,18 +451,18 @@ def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Hea
             pass  # Pillow tells what is wrong
     if jpeg is not None and not (upright and found is not None and found.exif):
         check_size(jpeg, max_pixels)
-        return Header("jpeg", jpeg, 1, True)
+        return ImageHeader("jpeg", jpeg, 1, True)
     image = open_image(data, max_pixels)
     orientation = orientation_of(image) if upright else 1
     if jpeg is not None:
-        return Header("jpeg", jpeg, orientation, True)
+        return ImageHeader("jpeg", jpeg, orientation, True)
     # torchcodec (0.16, 0.17) turns images by EXIF itself, also where the stored pixels are asked for.
     still = image.format == "WEBP" and not getattr(image, "is_animated", False) and "exif" not in image.info
     kind = "webp" if still and webp_decoder() is not None else "other"
-    return Header(kind, image.size, orientation, found is not None and found.scales, image)
+    return ImageHeader(kind, image.size, orientation, found is not None and found.scales, image)
 
 
-def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixels:
+def decode(data: bytes, header: ImageHeader, factor: int, background: Colour) -> Pixels:
     """The pixels as stored, uint8 [ceil(h / factor), ceil(w / factor), c] with c = 3, or 4 (with alpha).
 
     Args:
@@ -480,7 +480,7 @@ def decode(data: bytes, header: Header, factor: int, background: Colour) -> Pixe
     return pixels
 
 
-def decode_grey(data: bytes, header: Header, factor: int, background: Colour) -> Image.Image:
+def decode_grey(data: bytes, header: ImageHeader, factor: int, background: Colour) -> Image.Image:
     """As `decode`, in grey (mode L); JPEGs are decoded without their colours."""
     pixels = _pixels(data, header, factor, "GRAY")
     if pixels is None:
@@ -490,7 +490,7 @@ def decode_grey(data: bytes, header: Header, factor: int, background: Colour) ->
     return image if image.mode == "L" else convert_image(image, "L")
 
 
-def _pixels(data: bytes, header: Header, factor: int, space: str) -> Pixels | None:
+def _pixels(data: bytes, header: ImageHeader, factor: int, space: str) -> Pixels | None:
     """The pixels of a JPEG or WebP; None for what is left to Pillow, which tolerates more and gives better errors."""
     width, height = header.size
     with contextlib.suppress(ValueError, RuntimeError):
@@ -504,7 +504,7 @@ def _pixels(data: bytes, header: Header, factor: int, space: str) -> Pixels | No
     return None
 
 
-def _by_pillow(data: bytes, header: Header, factor: int, background: Colour) -> Image.Image:
+def _by_pillow(data: bytes, header: ImageHeader, factor: int, background: Colour) -> Image.Image:
     """The image without transparency. Raises Dropped."""
     image = header.image or open_image(data)
     if factor > 1:

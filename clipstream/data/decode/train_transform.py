@@ -17,7 +17,7 @@ from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import (
     FACTORS,
     FILTERS,
-    Header,
+    ImageHeader,
     Pixels,
     check_shape,
     decode,
@@ -120,12 +120,12 @@ class TrainTransform:
             out[...] = pixels
         return out
 
-    def _exact(self, data: bytes, header: Header, box: Box, name: str, out: Pixels | None) -> Pixels:
+    def _exact(self, data: bytes, header: ImageHeader, box: Box, name: str, out: Pixels | None) -> Pixels:
         image = turn_upright(opaque(load_image(header.image or open_image(data)), self.background), header.orientation)
         image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
         return write_pixels(image.resize(self.spec.size[::-1], FILTERS[name]), out)
 
-    def _fast(self, data: bytes, header: Header, box: Box, name: str, out: Pixels | None) -> Pixels:
+    def _fast(self, data: bytes, header: ImageHeader, box: Box, name: str, out: Pixels | None) -> Pixels:
         mirror_x, mirror_y, transpose = _TURNS[header.orientation]
         if header.kind == "other" and not header.scales and not is_smooth(load_image(header.image or open_image(data))):
             return self._exact(data, header, box, name, out)
