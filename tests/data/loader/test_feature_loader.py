@@ -418,7 +418,8 @@ def test_counts_are_those_of_batches_that_were_trained_on(
     whole, _, used = train(23, 1, 0)
     assert sum(one["used"] for one in whole.values()) == used
     assert all(one["read"] == one["used"] + sum(one["dropped"].values()) for one in whole.values())
-    for layouts in [(1, 2), (1, 2), (1, 2)], [(2, 0), (1, 3), (3, 1)]:
+    alike, mixed = [(1, 2), (1, 2), (1, 2)], [(2, 0), (1, 3), (3, 1)]  # ranks and workers
+    for layouts in (mixed, alike)[: 1 + (mode == "resampled")]:
         run = None
         for steps, (ranks, workers) in zip((4, 5, 14), layouts, strict=True):
             run = train(steps, ranks, workers, run)
