@@ -162,7 +162,7 @@ def structure(text: str) -> list[Any] | dict[Any, Any] | None:
     """The list or object that a text is, in JSON or as Python or NumPy prints it; None for any other text.
 
     JSON in a JSON string is unwrapped, and bytes as Python prints them are a list of one text. The result holds only
-    what JSON has: tuples and sets become lists, and a text with other values of Python (`[1j]`, `{'a': b'x'}`) is none.
+    what JSON has: tuples and sets become lists; a text with other values of Python (`[1j]`, `{'a': b'x'}`) gives None.
     """
     if not _STRUCTURED.match(text):
         return None

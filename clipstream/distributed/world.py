@@ -520,7 +520,7 @@ class AgreeingWorld(World):
     def exchange(self, failure: Failure | None = None) -> None:
         """Exchange this rank's status with the others. Collective; any other collective matches it.
 
-        Raises Failed: some rank failed; has the failure of the first one.
+        Raises RankFailed: some rank failed; has the failure of the first one.
         """
         try:
             statuses = super().gather_objects(failure)

@@ -46,7 +46,7 @@ class Point:
     """A mixture that was evaluated."""
 
     name: str
-    figures: dict[str, float]  # by evaluator: its main metric
+    metrics: dict[str, float]  # by evaluator: its main metric
     target: float  # the higher, the better
 
 
@@ -63,7 +63,7 @@ class Mixing:
     rule: InterpolateSettings
     world: World
     points: list[Point] = field(default_factory=list, init=False)
-    lower: set[str] = field(default_factory=set, init=False)  # evaluators whose figure is better if smaller
+    lower: set[str] = field(default_factory=set, init=False)  # evaluators whose metric is better if smaller
 
     def __post_init__(self) -> None:
         evals: Mapping[str, EvalSettings] = self.settings.evals
@@ -93,7 +93,7 @@ class Mixing:
         return found
 
     def evaluate(self, name: str, state: Tensors) -> Point:
-        """The figures of weights. Collective. Raises SettingsError: the target has no such metric."""
+        """The metrics of weights. Collective. Raises SettingsError: the target has no such metric."""
         self.towers.clip.load_state_dict(state)
         records = {str(record["eval"]): record for record in self.runner(len(self.points), last=True)}
         found = {one: main_figure(record) for one, record in records.items()}
@@ -102,23 +102,23 @@ class Mixing:
             value = self.metric.value(records[self.target])
             assert value is not None
             found[self.target] = value, self.metric.lower
-        figures = {one: figure for one, (figure, _) in found.items()}
+        metrics = {one: value for one, (value, _) in found.items()}
         self.lower = {one for one, (_, lower) in found.items() if lower}
-        target = -figures[self.target] if self.target in self.lower else figures[self.target]
-        point = Point(name, figures, target if math.isfinite(target) else -math.inf)
+        target = -metrics[self.target] if self.target in self.lower else metrics[self.target]
+        point = Point(name, metrics, target if math.isfinite(target) else -math.inf)
         self.points.append(point)
         if self.world.is_main:
-            announce(f"{name:<16} " + ", ".join(f"{one} {text_of(value)}" for one, value in figures.items()))
+            announce(f"{name:<16} " + ", ".join(f"{one} {text_of(value)}" for one, value in metrics.items()))
         return point
 
     def keeps(self, point: Point, start: Point) -> bool:
-        """Whether the guards have the wanted share of their figures at the start.
+        """Whether the guards have the wanted share of their metrics at the start.
 
-        A figure that is better if smaller may grow by this factor.
+        A metric that is better if smaller may grow by this factor.
 
-        Raises ClipstreamError: a guard has no figure at the start.
+        Raises ClipstreamError: a guard has no metric at the start.
         """
-        return all(self._keeps(name, point.figures[name], start.figures[name]) for name in self.guards)
+        return all(self._keeps(name, point.metrics[name], start.metrics[name]) for name in self.guards)
 
     def _keeps(self, name: str, figure: float, start: float) -> bool:
         kept, lower = self.rule.guard_kept, name in self.lower
@@ -135,14 +135,14 @@ class Mixing:
         whole = build_towers(self.model, seed=0, loss_type=loss_type, tokenizer=self.settings.tokenizer)
         whole.clip.load_state_dict(state)
         whole.save_pretrained(folder)
-        names = list(chosen.figures)
+        names = list(chosen.metrics)
         header = ["weights", *(f"{name} (guard)" if name in self.guards else name for name in names), ""]
-        rows = [[point.name, *(text_of(point.figures[name]) for name in names), "chosen" if point is chosen else ""]
+        rows = [[point.name, *(text_of(point.metrics[name]) for name in names), "chosen" if point is chosen else ""]
                 for point in self.points]  # fmt: skip
         table = markdown_table(header, rows)
         about = {"chosen": chosen.name, "target": self.rule.target or self.target, "guards": self.guards,
                  "guard_kept": self.rule.guard_kept if rule else None,
-                 "points": [{"weights": point.name, **point.figures} for point in self.points]}  # fmt: skip
+                 "points": [{"weights": point.name, **point.metrics} for point in self.points]}  # fmt: skip
         for name, text in ((TABLE, table), (FIGURES, json.dumps(about, indent=2)), (PLOT, self.plot(chosen))):
             atomic_write.replace(folder / name, f"{text}\n".encode())
         print(table, flush=True)
@@ -150,12 +150,12 @@ class Mixing:
 
     def plot(self, chosen: Point) -> str:
         """The target over the mean of the guards, or over the order of the mixtures, as SVG."""
-        xs = [fmean(p.figures[g] for g in self.guards) if self.guards else float(i) for i, p in enumerate(self.points)]
+        xs = [fmean(p.metrics[g] for g in self.guards) if self.guards else float(i) for i, p in enumerate(self.points)]
         at = dict(zip(map(id, self.points), xs, strict=True))
-        line = Series("mixtures", [(at[id(point)], point.figures[self.target]) for point in self.points])
-        best = Series("chosen", [(at[id(chosen)], chosen.figures[self.target])], number=1)
+        line = Series("mixtures", [(at[id(point)], point.metrics[self.target]) for point in self.points])
+        best = Series("chosen", [(at[id(chosen)], chosen.metrics[self.target])], number=1)
         title = f"{self.target} over {', '.join(self.guards) or 'mixtures'}; chosen: {chosen.name}"
-        text = Chart(title, (line, best), share=0 <= chosen.figures[self.target] <= 1).svg()
+        text = Chart(title, (line, best), share=0 <= chosen.metrics[self.target] <= 1).svg()
         return text.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
             ">", f"><style>{STYLE}</style><title>{title}</title>", 1
         )
@@ -172,7 +172,7 @@ def interpolate(
     """Evaluate the models between two, choose one and write it. Collective.
 
     Of the weights at `alphas`, start + alpha (end - start), it is the one with the best target among those whose guards
-    keep `guard_kept` of their figures at the start; of equal ones the nearest to the start.
+    keep `guard_kept` of their metrics at the start; of equal ones the nearest to the start.
 
     Raises:
         SettingsError: as Mixing; the models are not of the same kind.
@@ -260,7 +260,7 @@ def average(states: Iterator[Tensors]) -> dict[str, torch.Tensor]:
 
 
 def main_figure(record: Mapping[str, Any]) -> tuple[float, bool]:
-    """The figure of an evaluation, and whether it is better if smaller: the mean of its R@1, or its first metric.
+    """The main metric of an evaluation, and whether it is better if smaller: the mean of its R@1, or its first metric.
 
     Raises ClipstreamError: it failed, or has no metric.
     """

@@ -223,7 +223,7 @@ def read_text(path: Path) -> str:
 
 
 def open_text(path: Path) -> TextIO:
-    """A file, opened as text in UTF-8 or UTF-16; bytes that are none become surrogates."""
+    """A file, opened as text in UTF-8 or UTF-16; invalid bytes become surrogates."""
     with open(path, "rb") as file:
         encoding = encoding_of(file.read(HEAD))
     return open(path, newline="", encoding=encoding, errors="surrogateescape" if encoding == UTF8 else "replace")

@@ -139,7 +139,7 @@ def _run_on(cluster: _Dask | _Ray, count: int) -> Generator[tuple[int, Any] | No
 
 
 def _result(cluster: _Dask | _Ray, task: Future[_Answer]) -> Any:
-    """The result of a task, or Failed. Raises as `run` does."""
+    """The result of a task, or a TaskFailure. Raises as `run` does."""
     try:
         answer = task.result()
     except CancelledError as error:

@@ -561,7 +561,7 @@ def json_value(value: Any) -> Any:
 def label_text(value: Any) -> str:
     """A value as a label: the text, whole numbers without a fraction, true or false; '' if it is no such value.
 
-    3, 3.0, "3" and b"3", also of NumPy, are "3"; NaN, which is pandas' missing value, is none.
+    3, 3.0, "3" and b"3", also of NumPy, are "3"; NaN, which is pandas' missing value, is no label.
     """
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bytes):

@@ -39,7 +39,7 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 _HUFFMAN = (0xC0, 0xC1, 0xC2)  # JPEG's frames: baseline, extended, progressive; others are lossless, arithmetic, …
 _LOSSLESS = (0xC3, 0xC7, 0xCB, 0xCF)
 _FRAMES = frozenset((*range(0xC0, 0xD0), 0xDE)) - {0xC4, 0xC8, 0xCC}  # markers of frames, also of a hierarchy
-_ALONE = frozenset((0x00, 0x01, *range(0xD0, 0xD9), 0xFF))  # markers without a segment, and what is none
+_ALONE = frozenset((0x00, 0x01, *range(0xD0, 0xD9), 0xFF))  # markers without a segment, and bytes that are no marker
 _SAMPLING = (  # of the three components of a JPEG, horizontal and vertical, as libjpeg-turbo's TurboJPEG names them
     *(f"{luma}1111" for luma in ("11", "21", "12", "22", "41", "14")), "221212", "222121", "212121", "121212", "222222",
 )  # fmt: skip

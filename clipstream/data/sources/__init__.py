@@ -189,7 +189,7 @@ Result = TypeVar("Result")
 
 @cache
 def source_type(name: str) -> type[SourceType]:
-    """The class of a built-in type or of a `module:Name`. Raises SettingsError if it is none."""
+    """The class of a built-in type or of a `module:Name`. Raises SettingsError: it is no such class."""
     with errors_as(SettingsError, "", ValueError):
         found = builtin_parts(SourceSettings).get(name) or load_plugin(name)
     if not isinstance(found, type) or SourceType not in found.__mro__:
