@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,7 +15,9 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight
-from clipstream.training.state import TrainState
+
+if TYPE_CHECKING:
+    from clipstream.training.state import TrainState  # imports torch
 
 
 def write(path: Path, text: str) -> str:
