@@ -26,7 +26,7 @@ from PIL import Image
 
 from clipstream.data import pipeline
 from clipstream.data.batch import ImageSpec
-from clipstream.data.loader import workers
+from clipstream.data.loader import loader as loading
 from clipstream.data.loader.loader import Loader
 from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.loader.stage_timing import Stopwatch
@@ -63,7 +63,7 @@ def make(folder: Path, pixels: int) -> str:
 
 def make_loader(shards: str, pixels: int, stopwatch: type[Stopwatch]) -> Loader:
     """A loader whose stages are taken by this stopwatch."""
-    setattr(workers, "Stopwatch", stopwatch)  # noqa: B010
+    setattr(loading, "Stopwatch", stopwatch)  # noqa: B010
     settings = DataSettings.model_validate(
         {"global_batch_size": BATCH, "lanes": 16, "workers": 0, "sources": {"train": {"shards": shards}}}
     )

@@ -23,19 +23,21 @@ from clipstream.data.groups import GroupedOrder, NeighbourOrder, look_up
 from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, Mix, SourceMix, lanes_of_rank
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order.windows import EpochPlan, IndexedOrder, Order, SourceOrder, SystematicDraws, group_size_for
-from clipstream.data.settings import DataSettings
+from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
 from clipstream.data.source_settings import JsonCaption, SourceSettings, TextCaption
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_url import ShardURL, redact, stable_name, whole_file
-from clipstream.text import lines
+from clipstream.text import counted, lines
+from clipstream.utils.cores import cores
 from clipstream.utils.logs import logger
 
 ORDER_VERSION = 2  # of the algorithm; another number is another order
 MIXED_ORDER_VERSION = 3  # the same, of several sources and of the mode `epoch`
 TOKENIZER = "tokenizer"
+ON_CPU = 2  # workers of a rank whose model is on the CPU
 # Texts that tokenizers treat differently: case, digits, marks, other scripts, spaces, long words, long texts.
 PROBES = (
     "a photo of a cat",
@@ -313,3 +315,30 @@ def remote_shards_in_use(settings: DataSettings, sources: Mapping[str, Source], 
             most = source_order(settings, 0, 0, len(source.names)).max_open(lanes_of_node)
             held += remote if settings.groups.by or settings.hard_negatives else min(remote, most)
     return held
+
+
+def resolve_workers(settings: DataSettings, world: World) -> tuple[int, str]:
+    """Workers of this rank, at most one for each lane; and why it is not the given number, '' if it is.
+
+    Args:
+        settings: with `lanes` resolved.
+    """
+    most = int(settings.lanes) // world.size
+    if settings.workers == "auto":
+        of = ", which train as well" if world.device == "cpu" else f" for {counted(world.local_size, 'rank')}"
+        return min(auto_workers(world), most), f"{counted(cores(), 'core')}{of}"
+    if settings.workers <= most:
+        return settings.workers, ""
+    why = f"{settings.lanes} lanes for {settings.workers} workers on each of {world.size} ranks "
+    return most, f"{why}(more with --data.lanes, which changes the order of samples)"
+
+
+def auto_workers(world: World) -> int:
+    """Workers of a rank by the cores of its node alone.
+
+    A GPU's rank gets a worker for each of its cores but one, which the training process needs; on a CPU, where the
+    model takes the cores itself, two. Workers that wait for a slow disk may be worth more than that: `clipstream bench`
+    measures several numbers.
+    """
+    share = max(1, cores() // world.local_size)
+    return min(ON_CPU, share) if world.device == "cpu" else min(max(1, share - 1), MAX_AUTO_WORKERS)

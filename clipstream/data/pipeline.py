@@ -10,7 +10,7 @@
     tokenize  `decode.tokenizers`: the captions of a worker's part of a batch, into the same buffer
     hand over `loader.Loader`: the batch is complete when every worker has reported its part
     batch     `recipe.ModelInputs.batch`: tensors over the buffer
-    device    `batch_buffers.CudaPrefetch`: copied to the GPU during the step before
+    device    `recipe.CudaPrefetch`: copied to the GPU during the step before
 
 `training_loader` does the first two. `SampleBatches` opens the shards of a worker, whose `Pipeline` goes from take to
 tokenize: it replaces a sample that cannot be used by the next one of the same lane and source, or leaves its slot empty
@@ -37,8 +37,7 @@ from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT
 from clipstream.data.decode.labels import SampleProbability
 from clipstream.data.decode.tokenizers import Ids, readable
 from clipstream.data.groups import look_up
-from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
-from clipstream.data.loader.features import FeatureBatches
+from clipstream.data.loader.features import FeatureBatches, join_stores
 from clipstream.data.loader.health import (
     FIRST_SAMPLES,
     INTERIM_DROPS,
@@ -53,7 +52,15 @@ from clipstream.data.loader.health import (
     empty_shards,
 )
 from clipstream.data.loader.loader import Hosting, Loader
-from clipstream.data.loader.recipe import ModelInputs, ReadingRecipe, build_recipe, check_recipes, join_stores
+from clipstream.data.loader.recipe import (
+    BatchBuffer,
+    BufferRing,
+    BufferShape,
+    ModelInputs,
+    ReadingRecipe,
+    build_recipe,
+    check_recipes,
+)
 from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards, WindowSampler
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, Stopwatch
 from clipstream.data.loader.stored import StoredChoice
@@ -137,7 +144,7 @@ def training_loader(
     batches: SampleBatches | FeatureBatches
     if stores is not None and stores.replaces_loader:
         hosting = replace(hosting, workers=0, depth=depth + 1)  # one is in use while the others are filled
-        batches = FeatureBatches(stream, inputs, list(stored.values()), order.sources, most)
+        batches = FeatureBatches(stream, inputs, stores, list(stored.values()), order.sources, most)
     else:
         recipes = [
             build_recipe(name, settings.sources[name], inputs, settings, stored=stored.get(name), shards=source)
@@ -567,5 +574,5 @@ class SampleBatches:
     def close(self) -> None:
         """Release what this process holds."""
         for shards in self.opened:
-            shards.prefetcher.close()
+            shards.close()
         self.cache.close()

@@ -30,15 +30,13 @@ import torch
 from clipstream.config.plan import Survey
 from clipstream.config.settings import Settings, require_equal
 from clipstream.data.batch import Batch
-from clipstream.data.build import chunk_loader
+from clipstream.data.build import ChunkPlan, chunk_loader
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer
 from clipstream.data.loader.health import BatchPart, FilledPart, SourceHealth
 from clipstream.data.loader.recipe import ModelInputs
-from clipstream.data.loader.sampler import ChunkPlan
-from clipstream.data.loader.workers import auto_workers
 from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
-from clipstream.data.order_plan import reading_of, stable_names, tokenizer_identity, views_of
+from clipstream.data.order_plan import auto_workers, reading_of, stable_names, tokenizer_identity, views_of
 from clipstream.data.pipeline import SampleBatches
 from clipstream.data.settings import TokenizerSettings
 from clipstream.data.source_settings import JsonCaption

@@ -14,8 +14,7 @@ import torch
 
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.loader.stored import StoredData
-from clipstream.data.loader.workers import resolve_workers
-from clipstream.data.order_plan import reading_of, tokenizer_identity, views_of
+from clipstream.data.order_plan import reading_of, resolve_workers, tokenizer_identity, views_of
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

@@ -22,8 +22,8 @@ import pytest
 import torch
 from torch.distributed import HashStore, distributed_c10d
 
-from clipstream.data.loader import batch_buffers
-from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
+from clipstream.data.loader import recipe
+from clipstream.data.loader.recipe import BufferRing, BufferShape, device_prefetch_for
 from clipstream.distributed import failure
 from clipstream.distributed.failure import POLL, Cause, FailureWatch
 from clipstream.distributed.launch import run_ranks
@@ -85,7 +85,7 @@ def hang(world: World) -> int:
     """A run in which a kernel of the GPU waits for ever when rank 1 fails, and rank 0 waits in its main thread too."""
     patches = pytest.MonkeyPatch()
     patches.setattr(failure, "CLEANUP", 6.0)
-    patches.setattr(batch_buffers, "UNLOCK_SECONDS", 0.1)
+    patches.setattr(recipe, "UNLOCK_SECONDS", 0.1)
     FakeCuda(patches)  # its unregistration blocks
     world.start()
     watch = FailureWatch(world)

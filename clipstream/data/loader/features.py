@@ -8,8 +8,7 @@ and are left out of a window when it is opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -18,17 +17,24 @@ import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
-from clipstream.data.loader.health import INTERIM_DROPS, FilledPart, Health, SourceHealth, WorkerReport
-from clipstream.data.loader.recipe import ModelInputs
-from clipstream.data.loader.sampler import LaneWalk, Shards
+from clipstream.data.decode.key_lists import build_filter, check_lists
+from clipstream.data.decode.tokenizers import Tokenizer
+from clipstream.data.groups import group_labels, probabilities
+from clipstream.data.loader.health import INTERIM_DROPS, FilledPart, Health, WorkerReport
+from clipstream.data.loader.recipe import BatchBuffer, BufferRing, BufferShape, ModelInputs
+from clipstream.data.loader.sampler import LaneWalk, OpenShards
 from clipstream.data.loader.stage_timing import IDLE, ORDER, READ, Stopwatch
 from clipstream.data.loader.stored import Flags, StoredData, StoredSamples
 from clipstream.data.order.lanes import Cursor, LaneState, Numbers, Stream, share_of
 from clipstream.data.order.rng import Keys, mix
 from clipstream.data.order.windows import Order
+from clipstream.data.settings import DataSettings
+from clipstream.data.source_settings import JsonCaption
 from clipstream.data.sources import Source
+from clipstream.data.sources.indexes import count_samples
+from clipstream.errors import SettingsError
 from clipstream.features.manifest import IDS
+from clipstream.storage.download import ShardError
 
 
 class Taken(NamedTuple):
@@ -109,63 +115,6 @@ class StoredKeys(Sequence[str]):
         return tuple, (self._names,)  # other ranks have other mappings of the store
 
 
-class HeldShards(Shards):
-    """The shards of a source of stored features; see sampler.Shards.
-
-    A released shard is held until `release_retired`, because rows of the samples that were taken are read later.
-    """
-
-    def __init__(
-        self, samples: StoredSamples, health: Callable[[], SourceHealth], report: Callable[[], None], threads: Executor
-    ) -> None:
-        self.samples, self.health, self.report = samples, health, report
-        self._threads = threads
-        self._retired: list[int] = []
-        self._ahead: dict[int, Future[None]] = {}  # shards that a lane will hold soon
-
-    def hold(self, number: int) -> int:
-        """See Shards. Raises DataError: a chunk of a store is damaged."""
-        health, count = self.health(), int(self.samples.counts[number])
-        health.shards.add(number)
-        if not count:
-            health.faults[self.title(number)] = self.samples.fault(number)
-            health.unopened.add(number)
-            return 0
-        self.samples.hold(number)
-        if (future := self._ahead.pop(number, None)) is not None:
-            future.result()
-            self.samples.release(number)
-        return count
-
-    def release(self, number: int) -> None:
-        self._retired.append(number)
-
-    def prefetch(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            if self.samples.counts[number] and number not in self._ahead and not self.samples.is_held(number):
-                self._ahead[number] = self._threads.submit(self.samples.hold, number)
-
-    def faults(self, numbers: Iterable[int]) -> list[str]:
-        return [self.samples.fault(number) for number in numbers]
-
-    def title(self, number: int) -> str:
-        return self.samples.shown[number]
-
-    def release_retired(self) -> None:
-        """Release the shards whose rows have been read."""
-        for number in self._retired:
-            self.samples.release(number)
-        self._retired.clear()
-
-    def close(self) -> None:
-        """Release all shards that no lane holds."""
-        for number, future in self._ahead.items():
-            if not future.cancel() and future.exception() is None:
-                self._retired.append(number)
-        self._ahead.clear()
-        self.release_retired()
-
-
 class LaneWindows:
     """The lanes of a rank in one source: what `sampler.WindowSampler` takes for one lane, as arrays over the lanes.
 
@@ -173,12 +122,19 @@ class LaneWindows:
         order: of the source's samples.
         lanes: of the rank; here they are counted from 0.
         cursors: where each lane begins.
-        shards: of the source.
+        shards, samples: of the source.
     """
 
-    def __init__(self, order: Order, lanes: Sequence[int], cursors: Sequence[Cursor], shards: HeldShards) -> None:
+    def __init__(
+        self,
+        order: Order,
+        lanes: Sequence[int],
+        cursors: Sequence[Cursor],
+        shards: OpenShards,
+        samples: StoredSamples,
+    ) -> None:
         count = len(lanes)
-        self._keeps_slots, self._shards, self._samples = order.keeps_slots, shards, shards.samples
+        self._keeps_slots, self._shards, self._samples = order.keeps_slots, shards, samples
         self._walks = [LaneWalk(order, lane, cursor, shards) for lane, cursor in zip(lanes, cursors, strict=True)]
         self._group, self._window, self._position = (
             np.array([getattr(cursor, name) for cursor in cursors], dtype=np.int64)
@@ -306,39 +262,35 @@ class LaneWindows:
         self._shards.close()
 
 
+@dataclass
 class FeatureBatches:
-    """The batches of a rank, of stored features; see loader.BatchSource.
+    """The batches of a rank, of stored features; see loader.BatchSource."""
 
-    Args:
-        stream: which samples.
-        inputs: of the model, with the stores.
-        samples: by source, in the order of names.
-        orders: likewise.
-        slots: of the rank, in the largest batch.
-    """
-
+    stream: Stream  # which samples
+    inputs: ModelInputs  # of the model, with the stores
+    stored: StoredData  # these stores
+    samples: Sequence[StoredSamples]  # by source, in the order of names
+    orders: Sequence[Order]  # likewise
+    slots: int  # of the rank, in the largest batch
     sources: Sequence[Source] = ()  # no shards are read
 
-    def __init__(
-        self, stream: Stream, inputs: ModelInputs, samples: Sequence[StoredSamples], orders: Sequence[Order], slots: int
-    ) -> None:
-        assert inputs.stores is not None
-        self._stream, self._inputs, self._samples, self._orders = stream, inputs, samples, orders
-        self._stored: StoredData = inputs.stores
-        self.shape: BufferShape = inputs.shape(slots)
+    @property
+    def shape(self) -> BufferShape:
+        """Of the batch buffers."""
+        return self.inputs.shape(self.slots)
 
     def filler(
         self, worker: int, ring: BufferRing, report: Callable[[WorkerReport], None], stopwatch: Stopwatch
     ) -> _Drawer:
         """The function that draws and gathers a batch."""
-        return _Drawer(self._stream, self._stored, self._samples, self._orders, ring, report, stopwatch)
+        return _Drawer(self, ring, report, stopwatch)
 
     def batch(self, parts: Sequence[DrawnBatch], buffer: BatchBuffer) -> Batch:
         """The batch in a buffer."""
         (part,) = parts
         count = len(part.numbers)
-        keys = StoredKeys(self._samples, part.sources, part.numbers)
-        return self._inputs.batch(buffer, slice(count), keys, part.step, self._stream.slots.batch_size(part.step))
+        keys = StoredKeys(self.samples, part.sources, part.numbers)
+        return self.inputs.batch(buffer, slice(count), keys, part.step, self.stream.slots.batch_size(part.step))
 
     def close(self) -> None:
         """Nothing is open in the loader itself."""
@@ -348,29 +300,22 @@ class _Drawer:
     """Draws and gathers batches, one after the other."""
 
     def __init__(
-        self,
-        stream: Stream,
-        stored: StoredData,
-        samples: Sequence[StoredSamples],
-        orders: Sequence[Order],
-        ring: BufferRing,
-        report: Callable[[WorkerReport], None],
-        stopwatch: Stopwatch,
+        self, batches: FeatureBatches, ring: BufferRing, report: Callable[[WorkerReport], None], stopwatch: Stopwatch
     ) -> None:
-        self._stream, self._stored, self._ring, self._report, self._stopwatch = stream, stored, ring, report, stopwatch
+        stream = self._stream = batches.stream
+        self._stored, self._samples = batches.stored, batches.samples
+        self._ring, self._report, self._stopwatch = ring, report, stopwatch
         self._health = Health(stream.names)
         self._lanes: Numbers = np.asarray(stream.slots.lanes, dtype=np.int64)
         start = [stream.start.lanes.get(lane) for lane in stream.slots.lanes]
         self._drawn: Numbers = np.array([0 if one is None else one.drawn for one in start], dtype=np.int64)
-        self._threads = ThreadPoolExecutor(1)  # holds the shards of a lane's next group
-        self._shards = [
-            HeldShards(one, lambda name=one.name: self._health.sources[name], self._report_early, self._threads)  # type: ignore[misc]
-            for one in samples
-        ]
-        self._windows = []
-        for source, (order, shards) in enumerate(zip(orders, self._shards, strict=True)):
+        self._shards, self._windows = list[OpenShards](), list[LaneWindows]()
+        for source, (samples, order) in enumerate(zip(batches.samples, batches.orders, strict=True)):
+            health = lambda name=samples.name: self._health.sources[name]  # noqa: E731
+            shards = OpenShards(samples.source, health, stopwatch.begin, self._report_early, samples, reads=False)
             cursors = [Cursor() if one is None else one.cursors[source].copy() for one in start]
-            self._windows.append(LaneWindows(order, stream.slots.lanes, cursors, shards))
+            self._shards.append(shards)
+            self._windows.append(LaneWindows(order, stream.slots.lanes, cursors, shards, samples))
         self._slots = lru_cache(maxsize=4)(self._make_slots)
 
     def _report_early(self) -> None:
@@ -405,7 +350,7 @@ class _Drawer:
                 used = found.used
                 empty[slots[~used]] = True
                 found, slots = Taken(found.numbers[used], found.keys[used], used[used]), slots[used]
-            taken.append((self._shards[source].samples, slots, found))
+            taken.append((self._samples[source], slots, found))
         self._stopwatch.begin(READ)
         buffer.weights[:count] = ~empty
         for samples, slots, found in taken:
@@ -438,4 +383,69 @@ class _Drawer:
         """Release the shards."""
         for windows in self._windows:
             windows.close()
-        self._threads.shutdown(wait=False)
+
+
+def join_stores(
+    stores: StoredData,
+    settings: DataSettings,
+    sources: Mapping[str, Source],
+    tokenizer: Tokenizer,
+    groups: str | None = None,
+) -> dict[str, StoredSamples]:
+    """The samples of each source in the stores; sets the counts of sources that cannot be counted without.
+
+    Args:
+        groups: field with the group of a sample, see ModelInputs.
+
+    Raises SettingsError: the stores lack a source, or have other tokens than the model takes.
+    """
+    if stores.replaces_loader and settings.trace:
+        raise SettingsError("data.trace is not supported with data.image_features: remove it")
+    if stores.ids is not None:
+        width = stores.ids.manifest.parts[IDS].width
+        if width != tokenizer.context_length:
+            raise SettingsError(
+                f"the feature store {stores.ids.shown} has {width} token ids per caption, but the model takes "
+                f"{tokenizer.context_length}: precompute it with the same model and tokenizer"
+            )
+    found = {}
+    for name, source in sources.items():
+        section = settings.sources[name]
+        weights = section.caption.weights if isinstance(section.caption, JsonCaption) else None
+        own = build_filter(section, f"data.sources.{name}", source) if stores.replaces_loader else None
+        samples = found[name] = StoredSamples(stores, name, source, weights, own)
+        if not stores.replaces_loader:
+            continue
+        _check_first_shard(source, samples)
+        if settings.sampling.mode == "indexed":
+            try:
+                count_samples(source)
+            except SettingsError:  # the shards themselves need not be there
+                source.counts = samples.counts.tolist()
+                source.empty = {i: samples.fault(i) for i, count in enumerate(source.counts) if not count}
+        elif section.probability is not None:
+            samples.probabilities = samples.by_number(probabilities(source, settings))
+        if groups is not None:
+            samples.groups = samples.by_number(group_labels(source, groups, settings, "loss.positives.by"))
+    check_lists([samples.filter for samples in found.values()])
+    return found
+
+
+def _check_first_shard(source: Source, samples: StoredSamples) -> None:
+    """Compare the keys of the first local shard, if it is there, with those in the stores, as no shard is read later.
+
+    Raises DataError: they differ: the stores are of other shards, whose files have the same names.
+    """
+    for number, shard in enumerate(source.names):
+        if source.types[shard].is_remote(shard) or not samples.counts[number]:
+            continue
+        try:
+            opened = source.open(shard)
+        except (ShardError, OSError):
+            continue
+        try:
+            samples.check_keys(number, [ref.key for ref in opened.index.samples])
+        finally:
+            opened.close()
+            source.types[shard].release(shard)
+        return

@@ -1,32 +1,46 @@
-"""The loader: a rank's stream of batches, from its workers to the training loop.
+"""The loader: a rank's stream of batches, from its workers to the training loop; and the workers.
 
 The loader asks its workers for batch t as soon as buffer t modulo depth is free; a batch is complete when every worker
 has reported its part. On a GPU a batch that is complete in time is copied while the step before it runs. The state of
 the loader is that of the last batch handed out, whatever was prefetched.
+
+Worker processes are forked, because they share the buffers, the tokenizer and the user's own objects that the parent
+has built, without importing or pickling anything. They use one thread each and ignore the signals that ask a run to
+end: the parent saves first, then ends them. When the parent is killed, they end too, with the commands that they run.
+With `workers: 0`, and for stored features, a thread of the training process is the only worker.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
+import multiprocessing
 import os
+import signal
+import sys
 import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape, HostBatches, device_prefetch_for
 from clipstream.data.loader.health import FIRST_SAMPLES, Budget, FilledPart, Health, WorkerReport
-from clipstream.data.loader.stage_timing import StageIntervals, StageTimes, Stopwatch
-from clipstream.data.loader.workers import Filler, MakeFiller, ProcessWorker, ThreadWorker, Worker
+from clipstream.data.loader.recipe import BatchBuffer, BufferRing, BufferShape, HostBatches, device_prefetch_for
+from clipstream.data.loader.stage_timing import IDLE, OPEN, StageIntervals, StageTimes, Stopwatch
 from clipstream.data.order.lanes import DataState, Fingerprint, Stream
 from clipstream.data.sources import Source
-from clipstream.errors import DataError, Interrupted
+from clipstream.errors import ClipstreamError, DataError, Interrupted
+from clipstream.storage.schemes import end_command, end_commands
 from clipstream.text import lines
 from clipstream.utils.logs import logger
+from clipstream.utils.processes import END, Ended, end, end_with, listen
 from clipstream.utils.timing import COPY, time_part
 
 POLL = 0.2  # s between checks for interruption and stalls while a batch is waited for
@@ -34,6 +48,22 @@ WATCH = 2.0  # s between checks for killed workers while no batch is asked for
 MAX_UNCOUNTED = 50_000  # stages that may wait to be counted, of nine bytes each
 WAIT_WARNING = 60.0  # s of waiting for a batch before the first warning; doubled for each further one
 MAX_WARNINGS = 10  # broken shards that a rank names on stderr; the rest are only counted
+PATIENCE = 0.2  # s that a worker process has to notice that its loader was closed
+CLOSE_SECONDS = 5.0  # to wait for a worker thread to end
+
+
+class Filler(Protocol):
+    """Fills a worker's part of a batch in its buffer."""
+
+    def __call__(self, step: int) -> FilledPart:
+        """Fill the part of batch number `step`."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds, in the worker."""
+
+
+MakeFiller = Callable[[Callable[[WorkerReport], None], Stopwatch], Filler]  # (report, stopwatch) -> filler
 
 
 class BatchSource(Protocol):
@@ -359,3 +389,189 @@ class Loader:
     def _start_copy(self, parts: Sequence[FilledPart]) -> tuple[Sequence[FilledPart], Batch]:
         """The parts, and their batch on its way to the device."""
         return parts, self._prefetch.start(self.source.batch(parts, self._ring[parts[0].step]))
+
+
+class Worker:
+    """The loader's side of a worker.
+
+    Attributes:
+        connection: can be read when `receive` has something.
+        stopwatch: names the current stage of the worker.
+        asked_last: number of the last batch that it was asked for.
+        filled_last: number of the last batch whose part it filled.
+        useful_at: time.monotonic() when it last reported a used sample.
+        name: for messages.
+    """
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self.connection, self.name, self.stopwatch = connection, name, Stopwatch()
+        self.asked_last = self.filled_last = -1
+        self.useful_at = 0.0
+
+    def ask(self, step: int) -> None:
+        """Ask for the part of batch number `step`."""
+        self.asked_last = step
+
+    def receive(self) -> WorkerReport:
+        """The next report, of type FilledPart where a part is filled. Raises what the worker raised."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End the worker and the commands that it runs, and wait for it."""
+
+    def describe_kill(self) -> str:
+        """How a signal ended the worker's process, in words; '' if none did. May be called from any thread."""
+        return ""
+
+    def quiet(self, since: float, now: float) -> float:
+        """Seconds from `since` to `now` in which the worker neither used a sample nor received bytes of a shard."""
+        doing, age = self.stopwatch.doing()
+        quiet = now - max(since, self.useful_at)
+        return min(quiet, age) if doing.startswith(OPEN) else quiet
+
+
+class ThreadWorker(Worker):
+    """A worker in a thread of this process."""
+
+    def __init__(self, make: MakeFiller) -> None:
+        ours, self._bell = multiprocessing.Pipe(duplex=False)
+        super().__init__(ours, "this process")
+        self._steps: SimpleQueue[int | None] = SimpleQueue()
+        self._reports: deque[WorkerReport | BaseException] = deque()
+        self._closed = False
+        filler = make(self._report, self.stopwatch)
+        self.thread = threading.Thread(target=self._run, args=(filler,), daemon=True)
+        self.thread.start()
+
+    def ask(self, step: int) -> None:
+        super().ask(step)
+        self._steps.put(step)
+
+    def receive(self) -> WorkerReport:
+        self.connection.recv_bytes()
+        report = self._reports.popleft()
+        if isinstance(report, BaseException):
+            raise report
+        return report
+
+    def stop(self) -> None:
+        self._closed = True
+        self._steps.put(None)
+        limit = time.monotonic() + CLOSE_SECONDS
+        while self.thread is not threading.current_thread() and self.thread.is_alive() and time.monotonic() < limit:
+            end_command(self.thread.ident)  # repeatedly: it may just have started one
+            self.thread.join(0.02)
+        if not self.thread.is_alive():
+            self.connection.close()
+            self._bell.close()
+
+    def _report(self, report: WorkerReport | BaseException) -> None:
+        if self._closed:
+            raise Ended
+        self._reports.append(report)
+        self._bell.send_bytes(b"")
+
+    def _run(self, filler: Filler) -> None:
+        with contextlib.suppress(Ended):
+            try:
+                while (step := self._steps.get()) is not None and not self._closed:
+                    self._report(filler(step))
+                    self.stopwatch.begin(IDLE)
+            except Ended:
+                raise
+            except BaseException as error:
+                self._report(error)
+            finally:
+                filler.close()
+
+
+class ProcessWorker(Worker):
+    """A worker process.
+
+    Args:
+        make: is called in it.
+        number: of the worker.
+    """
+
+    def __init__(self, make: MakeFiller, number: int) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        super().__init__(ours, "")
+        self.process = multiprocessing.get_context("fork").Process(
+            target=_run, args=(make, theirs, ours, self.stopwatch, os.getpid()), daemon=True
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.process.start()
+        self.name = f"worker {number} (pid {self.process.pid})"
+        theirs.close()
+
+    def ask(self, step: int) -> None:
+        super().ask(step)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is reported by `receive`
+            self.connection.send(step)
+
+    def receive(self) -> WorkerReport:
+        try:
+            report = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(timeout=5)
+            raise DataError(f"data {self.name} {self._end(self.process.exitcode)}") from None
+        if isinstance(report, ClipstreamError):
+            raise report
+        if not isinstance(report, WorkerReport):
+            raise DataError(f"data {self.name} failed {report}")
+        return report
+
+    def stop(self) -> None:
+        self.connection.close()
+        end(self.process, PATIENCE)
+
+    def describe_kill(self) -> str:
+        try:
+            # WNOWAIT: the exit code stays for the thread that joins the process.
+            end = os.waitid(os.P_PID, self.process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return ""
+        by_signal = end is not None and end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        return self._end(-end.si_status) if end is not None and by_signal else ""
+
+    def _end(self, code: int | None) -> str:
+        """How the process ended, in words."""
+        doing, _ = self.stopwatch.doing()
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            return f"was killed by {name}{hint} during: {doing}"
+        return f"ended with code {code} during: {doing}"
+
+
+def _run(make: MakeFiller, connection: Connection, parents_end: Connection, stopwatch: Stopwatch, parent: int) -> None:
+    """Receive a batch number, fill the worker's part, report; until the connection is closed.
+
+    The worker may be asked to end at any moment, also while it ends by itself.
+    """
+    try:
+        try:
+            listen()
+            end_with(parent)
+            parents_end.close()
+            gc.freeze()  # else the collector writes to all inherited objects, whose memory is shared with the parent
+            if "torch" in sys.modules:
+                sys.modules["torch"].set_num_threads(1)
+            filler = make(connection.send, stopwatch)
+            while True:
+                step = connection.recv()
+                connection.send(filler(step))
+                stopwatch.begin(IDLE)
+        except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
+            pass  # the loader was closed, or the parent died
+        except ClipstreamError as error:
+            connection.send(error)
+        except BaseException:
+            doing, _ = stopwatch.doing()
+            connection.send(RuntimeError(f"while it was at: {doing}\n{traceback.format_exc()}"))
+        finally:
+            end_commands()  # of threads that download ahead
+    except (Ended, BrokenPipeError, ConnectionResetError):
+        end_commands()
+    signal.signal(END, signal.SIG_IGN)

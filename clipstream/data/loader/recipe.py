@@ -1,14 +1,25 @@
-"""What a model takes of samples, and how the samples of a source are read for it.
+"""What a model takes of samples: how those of a source are read for it, and the memory of its batches.
 
 Settings, and what a model needs, enter; a `ReadingRecipe` for each source leaves: its steps are built once, in the main
-process, and forked workers share them.
+process, and forked workers share them. `ModelInputs` gives the shape of the buffers, and makes the batch in one.
+
+**Memory.** A ring of buffers, each of one batch of a rank: pixels, ids, weights, sources and checksums as arrays over
+all slots, with each sample at its final position. The memory is an anonymous shared map made before the workers are
+forked, so it is no file, and a small /dev/shm (Docker's 64 MB) does not limit it. Nothing is locked: a slot has one
+writer, and the loader decides when a buffer is reused.
+
+On a GPU the copy runs on its own stream, during the step before; the step's stream waits for it, the process does not.
+The memory is page-locked for it if CUDA can do that, after the workers are forked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import math
+import mmap
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,16 +38,18 @@ from clipstream.data.decode.key_lists import SampleLists, build_filter, check_li
 from clipstream.data.decode.labels import GroupField, SampleProbability
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
-from clipstream.data.groups import group_labels, probabilities
-from clipstream.data.loader.batch_buffers import BatchBuffer, BufferShape
 from clipstream.data.loader.stored import StoredData, StoredSamples
 from clipstream.data.settings import MAX_PIXELS, DataSettings
-from clipstream.data.source_settings import JsonCaption, SourceSettings
+from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source
-from clipstream.data.sources.indexes import count_samples
 from clipstream.errors import SettingsError
-from clipstream.features.manifest import IDS, IMAGE
-from clipstream.storage.download import ShardError
+from clipstream.features.manifest import IMAGE
+from clipstream.utils.logs import logger
+from clipstream.utils.torch_state import page_lock, page_unlock
+
+UNLOCK_SECONDS = 3.0  # to wait for cudaHostUnregister, which waits for the GPU, where a kernel may hang
+_ALIGN = 4096  # bytes
+_warn_once = functools.cache(logger.warning)
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,7 @@ class ReadingRecipe:
     group: GroupField | None = None  # gives the label of a sample's group; None for none
     probability: SampleProbability | None = None  # with which a sample is drawn; None where all are
 
-    @cached_property
+    @functools.cached_property
     def members(self) -> tuple[str, ...] | None:
         """Suffixes of the members that are read; None for all."""
         if self.transform is not None or self.caption.members is None:
@@ -180,67 +193,193 @@ def check_recipes(recipes: Sequence[ReadingRecipe], *, told: bool) -> None:
     check_lists([*(one.filter for one in recipes), *chances], told=told)
 
 
-def join_stores(
-    stores: StoredData,
-    settings: DataSettings,
-    sources: Mapping[str, Source],
-    tokenizer: Tokenizer,
-    groups: str | None = None,
-) -> dict[str, StoredSamples]:
-    """The samples of each source in the stores; sets the counts of sources that cannot be counted without.
+@dataclass(frozen=True)
+class BufferShape:
+    """The size of a batch buffer."""
+
+    samples: int  # n, number of slots
+    height: int  # of the pixels; 0 where there are none
+    width: int
+    text_width: int  # T, ids of a sample
+    teacher_height: int = 0  # of the pixels of a live teacher; 0 where it takes the model's
+    teacher_width: int = 0
+    teacher_text_width: int = 0  # ids of a live teacher's tokenizer; 0 where it takes the model's
+    stored: tuple[tuple[str, int], ...] = ()  # names of precomputed features, bytes of a row
+    views: int = 1  # V, images of a sample
+    roles: int = 0  # M, texts of a sample; 0 for one
+
+    def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of the arrays of a buffer."""
+        n = self.samples
+        views = () if self.views == 1 else (self.views,)
+        return {
+            "pixels": (np.uint8, (n, *views, self.height, self.width, 3)),
+            "ids": (np.int32, (n, self.text_width)),
+            "weights": (np.float32, (n,)),
+            "sources": (np.int32, (n,)),
+            "checksums": (np.int64, (n,)),
+            "groups": (np.int64, (n,)),
+            "teacher_pixels": (np.uint8, (n, self.teacher_height, self.teacher_width, 3)),
+            "teacher_ids": (np.int32, (n, self.teacher_text_width)),
+            "roles": (np.int32, (n, self.roles)),
+        }
+
+    def rows(self) -> dict[str, tuple[type, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of the stored rows of features, as bytes."""
+        return {name: (np.uint8, (self.samples, size)) for name, size in self.stored}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer."""
+        arrays = (*self.arrays().values(), *self.rows().values())
+        return sum(_align(math.prod(dims) * np.dtype(dtype).itemsize) for dtype, dims in arrays)
+
+
+class BatchBuffer:
+    """The arrays of one batch, as numpy views of the shared memory."""
+
+    pixels: np.ndarray[Any, Any]  # uint8 [n, H, W, 3], with several views [n, V, H, W, 3]
+    ids: np.ndarray[Any, Any]  # int32 [n, T]
+    weights: np.ndarray[Any, Any]  # float32 [n]
+    sources: np.ndarray[Any, Any]  # int32 [n]
+    checksums: np.ndarray[Any, Any]  # int64 [n], checksums of the image files
+    groups: np.ndarray[Any, Any]  # int64 [n], labels of the samples' groups
+    teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
+    teacher_ids: np.ndarray[Any, Any]  # int32 [n, T']
+    roles: np.ndarray[Any, Any]  # int32 [n, M], of several texts
+    stored: dict[str, np.ndarray[Any, Any]]  # stored rows by name, uint8 [n, bytes]
+
+    def __init__(self, memory: mmap.mmap, offset: int, shape: BufferShape) -> None:
+        def array(dtype: type, dims: tuple[int, ...]) -> np.ndarray[Any, Any]:
+            nonlocal offset
+            values: np.ndarray[Any, Any] = np.ndarray(dims, dtype, memory, offset)
+            offset += _align(values.nbytes)
+            return values
+
+        for name, (dtype, dims) in shape.arrays().items():
+            setattr(self, name, array(dtype, dims))
+        self.stored = {name: array(dtype, dims) for name, (dtype, dims) in shape.rows().items()}
+
+    def clear(self, slot: Any) -> None:
+        """Empty a slot, or several: nothing of an earlier sample stays in it."""
+        own = (self.pixels, self.ids, self.weights, self.checksums, self.groups)
+        for values in (*own, self.teacher_pixels, self.teacher_ids, self.roles, *self.stored.values()):
+            values[slot] = 0
+
+
+class BufferRing:
+    """`depth` batch buffers in one shared map; batch number t is in buffer t modulo depth.
+
+    Raises SettingsError: the machine has not so much memory.
+    """
+
+    def __init__(self, shape: BufferShape, depth: int) -> None:
+        one = shape.nbytes
+        if one * depth > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise SettingsError(
+                f"{depth:,} batches of {shape.samples:,} samples take {one * depth / 2**30:,.1f} GiB, more than the "
+                "memory of this machine: lower --data.prefetch, --data.global-batch-size or the evaluator's batch_size"
+            )
+        self.memory = mmap.mmap(-1, max(one * depth, 1))
+        self.buffers = [BatchBuffer(self.memory, i * one, shape) for i in range(depth)]
+
+    def __getitem__(self, step: int) -> BatchBuffer:
+        return self.buffers[step % len(self.buffers)]
+
+    def bytes(self) -> np.ndarray[Any, Any]:
+        """All of the memory, uint8."""
+        return np.frombuffer(self.memory, dtype=np.uint8)
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+class HostBatches:
+    """Brings batches to the CPU: copies, or views of the shared buffer, valid until the next batch is asked for.
+
+    Attributes:
+        ahead: whether a batch may be copied before it is asked for.
+        zero_copy: whether batches are views.
+    """
+
+    ahead = False
+
+    def __init__(self, zero_copy: bool = False) -> None:
+        self.zero_copy = zero_copy
+
+    def start(self, batch: Batch) -> Batch:
+        """Begin to copy a batch; the result may be used after `finish`."""
+        return batch
+
+    def finish(self, batch: Batch) -> Batch:
+        """The batch that `start` returned, ready for the current stream."""
+        return batch if self.zero_copy else batch.clone()
+
+    def reading(self, step: int, wait: bool = False) -> bool:
+        """Whether the buffer of batch number `step` is still being read; with `wait`, wait until it is not."""
+        return False  # the caller has finished with a batch when it asks for the next one
+
+    def close(self) -> None:
+        """Release what was acquired; no batch may be started afterwards."""
+
+
+class CudaPrefetch(HostBatches):
+    """Copies to a GPU on its own stream, from page-locked memory; where CUDA cannot lock it, a warning says so.
 
     Args:
-        groups: field with the group of a sample, see ModelInputs.
-
-    Raises SettingsError: the stores lack a source, or have other tokens than the model takes.
+        device: torch's name of the GPU.
+        ring: the buffers; their memory is page-locked here, so that processes are to be forked before.
     """
-    if stores.replaces_loader and settings.trace:
-        raise SettingsError("data.trace is not supported with data.image_features: remove it")
-    if stores.ids is not None:
-        width = stores.ids.manifest.parts[IDS].width
-        if width != tokenizer.context_length:
-            raise SettingsError(
-                f"the feature store {stores.ids.shown} has {width} token ids per caption, but the model takes "
-                f"{tokenizer.context_length}: precompute it with the same model and tokenizer"
+
+    ahead = True
+
+    def __init__(self, device: str, ring: BufferRing) -> None:
+        super().__init__()
+        self._device = torch.device(device)
+        cuda: Any = torch.cuda  # untyped in torch
+        self._stream = cuda.Stream(self._device)
+        self._done: dict[int, Any] = {}  # step -> event after its copy
+        memory = torch.from_numpy(ring.bytes())
+        self._address: int | None = None  # of page-locked memory
+        if error := page_lock(memory, self._device):
+            _warn_once(
+                f"batch memory cannot be pinned ({error}): copies to the GPU are slower; `ulimit -l` may be too low"
             )
-    found = {}
-    for name, source in sources.items():
-        section = settings.sources[name]
-        weights = section.caption.weights if isinstance(section.caption, JsonCaption) else None
-        own = build_filter(section, f"data.sources.{name}", source) if stores.replaces_loader else None
-        samples = found[name] = StoredSamples(stores, name, source, weights, own)
-        if not stores.replaces_loader:
-            continue
-        _check_first_shard(source, samples)
-        if settings.sampling.mode == "indexed":
-            try:
-                count_samples(source)
-            except SettingsError:  # the shards themselves need not be there
-                source.counts = samples.counts.tolist()
-                source.empty = {i: samples.fault(i) for i, count in enumerate(source.counts) if not count}
-        elif section.probability is not None:
-            samples.probabilities = samples.by_number(probabilities(source, settings))
-        if groups is not None:
-            samples.groups = samples.by_number(group_labels(source, groups, settings, "loss.positives.by"))
-    check_lists([samples.filter for samples in found.values()])
-    return found
+        else:
+            self._address = memory.data_ptr()
+
+    def close(self) -> None:
+        address, self._address = self._address, None
+        if address is not None:
+            page_unlock(address, self._device, UNLOCK_SECONDS)
+
+    def start(self, batch: Batch) -> Batch:
+        with torch.cuda.stream(self._stream):
+            moved = batch.to(self._device)
+            self._done[batch.step] = self._stream.record_event()
+        return moved
+
+    def finish(self, batch: Batch) -> Batch:
+        # The current stream waits for the copy, and the memory is not reused before it is read.
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for tensor in batch.tensors():
+            tensor.record_stream(current)
+        return batch
+
+    def reading(self, step: int, wait: bool = False) -> bool:
+        event = self._done.get(step)
+        if event is None:
+            return False
+        if wait:
+            event.synchronize()
+        elif not event.query():
+            return True
+        del self._done[step]
+        return False
 
 
-def _check_first_shard(source: Source, samples: StoredSamples) -> None:
-    """Compare the keys of the first local shard, if it is there, with those in the stores, as no shard is read later.
-
-    Raises DataError: they differ: the stores are of other shards, whose files have the same names.
-    """
-    for number, shard in enumerate(source.names):
-        if source.types[shard].is_remote(shard) or not samples.counts[number]:
-            continue
-        try:
-            opened = source.open(shard)
-        except (ShardError, OSError):
-            continue
-        try:
-            samples.check_keys(number, [ref.key for ref in opened.index.samples])
-        finally:
-            opened.close()
-            source.types[shard].release(shard)
-        return
+def device_prefetch_for(device: str, ring: BufferRing, zero_copy: bool = False) -> HostBatches:
+    """The prefetch that suits the device; `zero_copy`: see HostBatches."""
+    return CudaPrefetch(device, ring) if device.startswith("cuda") else HostBatches(zero_copy)

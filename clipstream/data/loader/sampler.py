@@ -1,7 +1,7 @@
-"""Samplers: the way of a lane through the shards of one source. They open shards and look up samples;
-a sample's bytes are read later.
+"""The way of a lane through the shards of one source: `OpenShards` opens them, `LaneWalk` goes from window to window,
+and a sampler looks up the samples of a window, whose bytes are read later.
 
-Reading ahead: the shards of the next group are downloaded in the background while the last window of this one is used.
+Reading ahead: the shards of the next group are fetched in the background while the last window of this one is used.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from clipstream.data.decode.key_lists import SampleLists
 from clipstream.data.loader.health import SourceHealth
 from clipstream.data.loader.stage_timing import OPEN, ORDER
 from clipstream.data.loader.stored import StoredSamples
-from clipstream.data.order.lanes import Cursor, share_of
+from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.data.sources import OpenShard, Source
@@ -47,30 +44,6 @@ class LaneSample(NamedTuple):
     position: int = -1  # of it in the shard, of training
 
 
-class Shards(Protocol):
-    """The shards of a source, as lanes walk through them."""
-
-    report: Callable[[], None]  # reports counts now if they may end the run
-
-    def hold(self, number: int) -> int:
-        """Keep a shard open until `release`; returns its number of samples, 0 where it cannot be read."""
-        ...
-
-    def release(self, number: int) -> None:
-        """Undo one `hold`."""
-
-    def prefetch(self, numbers: Iterable[int]) -> None:
-        """Fetch shards in the background that will be held soon."""
-
-    def faults(self, numbers: Iterable[int]) -> list[str]:
-        """Why shards gave no sample when they were held last."""
-        ...
-
-    def title(self, number: int) -> str:
-        """The shard's name for keys and messages."""
-        ...
-
-
 class AbsentShard(OpenShard):
     """Stands for a shard that could not be opened, and for samples that a shard lacks although an index lists them."""
 
@@ -84,15 +57,17 @@ class AbsentShard(OpenShard):
 _ABSENT = AbsentShard()
 
 
-class OpenShards(Shards):
+class OpenShards:
     """The shards of one source that a worker has open, shared by its lanes; closed when no lane holds them.
 
     Args:
         source: opens the shards.
         health: gives the counts to add to.
         begin_stage: called with the stage and the shard's name when a shard is opened.
-        report: to be called after each shard that was opened or failed to open.
+        report: reports counts now if they may end the run; called after each shard that was opened or failed to open.
         stored: precomputed features of the samples, held as long as their shards; None for none.
+        reads: whether samples are read from the shards. Else their stored rows are, and no shard is opened; the rows of
+            a shard are held until `release_retired`, as those of samples that were taken are copied later.
     """
 
     def __init__(
@@ -102,32 +77,56 @@ class OpenShards(Shards):
         begin_stage: Callable[[str, str], None],
         report: Callable[[], None],
         stored: StoredSamples | None = None,
+        reads: bool = True,
     ) -> None:
-        self.source, self.report, self.stored = source, report, stored
-        self._health = health
-        self._begin_stage = begin_stage
-        self._open: dict[int, tuple[OpenShard, int]] = {}  # number -> shard, lanes that hold it
+        self.source, self.health, self.report, self._begin_stage = source, health, report, begin_stage
+        self._stored, self._rows = stored if reads else None, None if reads else stored
+        self._open: dict[int, tuple[OpenShard | None, int, int]] = {}  # number -> shard, samples, lanes that hold it
         self._failed: dict[int, str] = {}  # number -> why it could not be opened
-        self.prefetcher = ShardPrefetcher(source)
+        self._retired: list[int] = []  # without a holder, whose rows are still to be copied
+        self._ahead = Ahead(self._fetch, self._drop)
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        names = (self.source.names[number] for number in numbers if number not in self._open)
-        self.prefetcher.add(name for name in names if self.source.types[name].is_remote(name))
+        """Fetch shards in the background that will be held soon."""
+        self._ahead.add(number for number in numbers if number not in self._open and self._takes_long(number))
 
     def __getitem__(self, number: int) -> OpenShard:
         """A shard that is held."""
-        return self._open[number][0]
+        shard = self._open[number][0]
+        assert shard is not None, "stored rows take the place of the shard"
+        return shard
 
     def hold(self, number: int) -> int:
+        """Keep a shard open until `release`; returns its number of samples, 0 where it cannot be read.
+
+        Raises DataError: a file has changed, a chunk of a store is damaged, or too many files are open.
+        """
         if number in self._open:
-            shard, holders = self._open[number]
-            self._open[number] = (shard, holders + 1)
-            return len(shard.index.samples)
-        name = self.source.names[number]
-        shown = redact(name)
+            shard, size, holders = self._open[number]
+            self._open[number] = shard, size, holders + 1
+            return size
+        shown, health = redact(self.source.names[number]), self.health()
         self._begin_stage(OPEN, shown)
-        health = self._health()
         health.shards.add(number)
+        try:
+            shard, size, fault = self._hold_file(number) if self._rows is None else self._hold_rows(self._rows, number)
+        finally:
+            self._begin_stage(ORDER, "")
+        if fault:
+            health.faults[shown] = fault
+        if not size:
+            health.unopened.add(number)
+            self._failed[number] = fault
+            return 0
+        if self._stored is not None and shard is not None:
+            self._stored.check_keys(number, [ref.key for ref in shard.index.samples])
+            self._stored.hold(number)
+        self._open[number] = shard, size, 1
+        return size
+
+    def _hold_file(self, number: int) -> tuple[OpenShard | None, int, str]:
+        """The shard, its number of samples, and its fault, '' for none; no shard where there is no sample."""
+        name = self.source.names[number]
         try:
             shard = self.source.open(name)
         except DataError:  # of a file that has changed
@@ -136,49 +135,61 @@ class OpenShards(Shards):
             cause = error if isinstance(error, OSError) else error.__cause__
             if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
                 raise DataError(
-                    f"cannot open {shown}: too many open files: raise the limit (ulimit -n), or use fewer"
+                    f"cannot open {redact(name)}: too many open files: raise the limit (ulimit -n), or use fewer"
                     " --data.lanes, --data.shuffle.shards or, where several ranks share a node, --workers"
                 ) from error
-            health.faults[shown] = self._failed[number] = fault_of(error)
-            health.unopened.add(number)
-            return 0
+            return None, 0, fault_of(error)
         finally:
-            self.prefetcher.remove(name)
-            self._begin_stage(ORDER, "")
-        if shard.index.fault is not None:
-            health.faults[shown] = str(shard.index.fault)
-        if not shard.index.samples:
-            health.faults.setdefault(shown, "empty: no samples")
-            health.unopened.add(number)
-            self._failed[number] = health.faults[shown]
+            self._ahead.remove(number)
+        size, fault = len(shard.index.samples), str(shard.index.fault or "")
+        if not size:
             shard.close()
             self.source.types[name].release(name, keep=False)  # perhaps an error page: download it anew
-            return 0
-        if (counts := self.source.counts) is not None and counts[number] != len(shard.index.samples):
-            held = f"{len(shard.index.samples):,} samples, but {counts[number]:,} in its index"
-            health.faults.setdefault(shown, f"stale_index: {held}: run clipstream index again")
-        if self.stored is not None:
-            self.stored.check_keys(number, [ref.key for ref in shard.index.samples])
-            self.stored.hold(number)
-        self._open[number] = (shard, 1)
-        return len(shard.index.samples)
+            return None, 0, fault or "empty: no samples"
+        if (counts := self.source.counts) is not None and counts[number] != size and not fault:
+            held = f"{size:,} samples, but {counts[number]:,} in its index"
+            fault = f"stale_index: {held}: run clipstream index again"
+        return shard, size, fault
+
+    def _hold_rows(self, rows: StoredSamples, number: int) -> tuple[None, int, str]:
+        """The same of a shard whose stored rows are read in its place."""
+        if not (size := int(rows.counts[number])):
+            return None, 0, rows.fault(number)
+        rows.hold(number)
+        self._ahead.remove(number)
+        return None, size, ""
 
     def faults(self, numbers: Iterable[int]) -> list[str]:
+        """Why shards gave no sample when they were held last."""
         return [self._failed[number] for number in numbers if number in self._failed]
 
     def release(self, number: int) -> None:
-        shard, holders = self._open[number]
+        """Undo one `hold`."""
+        shard, size, holders = self._open[number]
         if holders > 1:
-            self._open[number] = (shard, holders - 1)
+            self._open[number] = shard, size, holders - 1
             return
         del self._open[number]
-        if self.stored is not None:
-            self.stored.release(number)
+        if shard is None:
+            self._retired.append(number)
+            return
+        if self._stored is not None:
+            self._stored.release(number)
         shard.close()
-        name = self.source.names[number]
-        self.source.types[name].release(name)
+        self._drop(number)
+
+    def release_retired(self) -> None:
+        """Release the rows that have been copied."""
+        while self._retired:
+            self._drop(self._retired.pop())
+
+    def close(self) -> None:
+        """End the thread that fetches shards, and release the rows that no lane holds."""
+        self._ahead.close()
+        self.release_retired()
 
     def title(self, number: int) -> str:
+        """The shard's name for keys and messages."""
         name = self.source.names[number]
         return self.source.types[name].title(name)
 
@@ -186,40 +197,71 @@ class OpenShards(Shards):
         """A shard's title, and its name in the names of its samples."""
         return self.title(number), self.source.shard_names[self.source.names[number]]
 
+    def _takes_long(self, number: int) -> bool:
+        """Whether a shard is worth a thread that fetches it."""
+        if self._rows is not None:
+            return bool(self._rows.counts[number]) and not self._rows.is_held(number)
+        name = self.source.names[number]
+        return self.source.types[name].is_remote(name)
 
-class ShardPrefetcher:
-    """A thread that downloads remote shards before they are held, one after the other, in the order of `add`."""
+    def _fetch(self, number: int) -> bool:
+        """Download a shard, or map its stored rows; whether it must be dropped. In the thread."""
+        if self._rows is not None:
+            self._rows.hold(number)
+            return True
+        name = self.source.names[number]
+        return self.source.types[name].prefetch(name)
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def _drop(self, number: int) -> None:
+        """Undo one `_fetch` or `hold`."""
+        name = self.source.names[number]
+        if self._rows is not None:
+            self._rows.release(number)
+        else:
+            self.source.types[name].release(name)
+
+
+class Ahead:
+    """A thread that fetches shards before they are held, one after the other, in the order of `add`.
+
+    Args:
+        fetch: fetches a shard by its number; returns whether `drop` is to be called for it.
+        drop: releases it.
+    """
+
+    def __init__(self, fetch: Callable[[int], bool], drop: Callable[[int], None]) -> None:
+        self._fetch, self._drop = fetch, drop
         self._state = threading.Condition()
-        self._wanted: dict[str, bool] = {}  # name -> whether it is downloaded; until a lane holds it
+        self._wanted: dict[int, bool] = {}  # number -> whether it is fetched; until a lane holds it
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, names: Iterable[str]) -> None:
+    def add(self, numbers: Iterable[int]) -> None:
         """Add shards to the queue."""
         with self._state:
-            for name in names:
-                self._wanted.setdefault(name, False)
+            for number in numbers:
+                self._wanted.setdefault(number, False)
             if self._wanted and self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True)
                 self._thread.start()
             self._state.notify()
 
-    def remove(self, name: str) -> None:
+    def remove(self, number: int) -> None:
         """Remove a shard that a lane has opened or failed to open."""
         with self._state:
-            downloaded = self._wanted.pop(name, False)
-        if downloaded:
-            self._source.types[name].release(name)
+            fetched = self._wanted.pop(number, False)
+        if fetched:
+            self._drop(number)
 
     def close(self) -> None:
-        """End the thread and the command that it may be running."""
+        """End the thread and the command that it may be running; drop what no lane has opened."""
         with self._state:
             self._closed = True
+            fetched = [number for number, here in self._wanted.items() if here]
             self._wanted.clear()
             self._state.notify()
+        for number in fetched:
+            self._drop(number)
         limit = time.monotonic() + CLOSE_SECONDS
         while self._thread is not None and self._thread.is_alive() and time.monotonic() < limit:
             end_command(self._thread.ident)  # repeatedly: it may just have started one
@@ -228,22 +270,22 @@ class ShardPrefetcher:
     def _run(self) -> None:
         while True:
             with self._state:
-                while (name := next((name for name, here in self._wanted.items() if not here), None)) is None:
+                while (number := next((one for one, here in self._wanted.items() if not here), None)) is None:
                     if self._closed:
                         return
                     self._state.wait()
             try:
-                held = self._source.types[name].prefetch(name)
+                held = self._fetch(number)
             except Exception:  # tried again, and counted if it fails, when a lane opens the shard
                 held = False
             with self._state:
-                wanted = name in self._wanted
+                wanted = number in self._wanted
                 if wanted and held:
-                    self._wanted[name] = True
+                    self._wanted[number] = True
                 else:
-                    self._wanted.pop(name, None)
+                    self._wanted.pop(number, None)
             if held and not wanted:
-                self._source.types[name].release(name)
+                self._drop(number)
 
 
 class LaneSampler(Protocol):
@@ -265,7 +307,7 @@ class LaneWalk:
         numbers: of the shards of the cursor's group.
     """
 
-    def __init__(self, order: Order, lane: int, cursor: Cursor, shards: Shards) -> None:
+    def __init__(self, order: Order, lane: int, cursor: Cursor, shards: OpenShards) -> None:
         self.cursor, self.numbers = cursor, list[int]()
         self._order, self._lane, self._shards = order, lane, shards
         self._held: list[int] = []  # those of `numbers` that could be opened
@@ -355,120 +397,3 @@ class WindowSampler:
         cursor.position = position + 1
         key, where = mix(position, state=self._key), self._walk.numbers[index]
         return LaneSample(shard, ref, title, f"{begin}/{ref.key}", key, where, number)
-
-
-class OnceSampler:
-    """The sampler of evaluation: a lane takes its stretch of every shard, in stored order, once.
-
-    Every lane reads every shard, so that few shards still spread evenly over ranks and workers.
-
-    Args:
-        limit: samples to take at most.
-        used: says which samples are taken, by name and key; None for all.
-    """
-
-    keeps_slots = False
-
-    def __init__(
-        self, lane: int, lanes: int, shards: OpenShards, limit: int | None = None, used: SampleLists | None = None
-    ) -> None:
-        self.cursor = Cursor()
-        self._used = used
-        self._samples = self._iterate(lane, lanes, shards, limit)
-
-    def take(self) -> LaneSample | None:
-        """The next sample; None after the last one."""
-        return next(self._samples, None)
-
-    def _iterate(self, lane: int, lanes: int, shards: OpenShards, limit: int | None) -> Iterator[LaneSample]:
-        before = 0
-        for number in range(len(shards.source.names)):
-            if limit is not None and before >= limit:
-                return
-            size = shards.hold(number)
-            shards.report()
-            if not size:
-                continue
-            shard, (title, begin) = shards[number], shards.title_and_name(number)
-            refs: Sequence[SampleRef] = shard.index.samples
-            if self._used is not None:
-                refs = [ref for ref in refs if self._used(f"{begin}/{ref.key}", ref.key)]
-            size = len(refs) if limit is None else min(len(refs), limit - before)
-            first, count = share_of(lane, lanes, size)
-            for i in range(first, first + count):
-                yield LaneSample(shard, refs[i], title, f"{begin}/{refs[i].key}", None)
-            shards.release(number)
-            before += size
-
-
-@dataclass(frozen=True)
-class ChunkPlan:
-    """The chunks of a source that a rank computes features of, and how they are cut into batches."""
-
-    shards: Sequence[int]  # numbers of the shards, in order
-    wanted: Callable[[int, int], bool]  # (shard, chunk) -> whether the rank computes this chunk
-    chunk_rows: int  # samples of a chunk
-    batch_size: int  # samples of a batch; the last one of a chunk has fewer
-    lanes: int  # of the rank; at most one for each sample of a batch
-    depth: int  # batches that a worker may be ahead of another
-    # key of the random numbers of a shard's samples; None where the pixels are those of evaluation
-    key: Callable[[int], int] | None
-
-
-class ChunkSampler:
-    """The sampler of features that are computed in advance: a lane's share of batches that walk chunks in stored order.
-
-    The rank's batches hold consecutive samples of one chunk, in the order of the shard, and a lane takes the slots that
-    are its own. After each batch the cursor tells which batch that was: `group` is the shard's number, `window` the
-    first sample and `position` the number of samples, 0 after the last batch. All lanes of the rank tell the same.
-    """
-
-    keeps_slots = True
-
-    def __init__(self, lane: int, plan: ChunkPlan, shards: OpenShards) -> None:
-        self.cursor = Cursor()
-        self._first, self._count = share_of(lane, plan.lanes, plan.batch_size)
-        assert self._count, "more lanes than samples in a batch"
-        self._plan, self._shards = plan, shards
-        self._batches = self._iterate()
-        self._shard: OpenShard | None = None
-        self._title, self._begin, self._key = "", "", 0
-        self._asked = 0  # samples that were asked for
-
-    def take(self) -> LaneSample | None:
-        """The sample for the lane's next slot; None where the batch is smaller, and after the last batch."""
-        slot = self._first + self._asked % self._count
-        if self._asked % self._count == 0:
-            self.cursor = next(self._batches, Cursor())
-        self._asked += 1
-        if slot >= self.cursor.position:
-            return None
-        assert self._shard is not None
-        number = self.cursor.window + slot
-        key = None if self._plan.key is None else mix(number, state=self._key)
-        ref = self._shard.index.samples[number]
-        return LaneSample(self._shard, ref, self._title, f"{self._begin}/{ref.key}", key)
-
-    def _iterate(self) -> Iterator[Cursor]:
-        plan, shards, batches = self._plan, self._shards, 0
-        used: deque[tuple[int, int]] = deque()  # (last batch, shard) of shards that slower workers may need still
-        for place, number in enumerate(plan.shards):
-            size = shards.hold(number)
-            shards.prefetch(plan.shards[place + 1 : place + 2])
-            shards.report()
-            if not size:
-                continue
-            self._shard, (self._title, self._begin) = shards[number], shards.title_and_name(number)
-            self._key = 0 if plan.key is None else plan.key(number)
-            for chunk in range(-(-size // plan.chunk_rows)):
-                if not plan.wanted(number, chunk):
-                    continue
-                end = min(size, (chunk + 1) * plan.chunk_rows)
-                for first in range(chunk * plan.chunk_rows, end, plan.batch_size):
-                    yield Cursor(number, first, min(plan.batch_size, end - first))
-                    batches += 1
-                    while used and used[0][0] + plan.depth < batches:
-                        shards.release(used.popleft()[1])
-            used.append((batches, number))
-        while used:
-            shards.release(used.popleft()[1])

@@ -198,7 +198,7 @@ class StoredSamples:
         filter: SampleLists | None = None,
     ) -> None:
         shards = list(zip(stable_names(source.names), source.names, strict=True))
-        self.name, self.shown = name, [redact(url) for url in source.names]
+        self.name, self.source, self.shown = name, source, [redact(url) for url in source.names]
         self._weights, self._views = weights, stored.views
         self.shard_titles = [source.types[url].title(url) for url in source.names]
         self.shard_names = [source.shard_names[url] for url in source.names]

@@ -32,16 +32,21 @@ from clipstream.data.decode.key_lists import storable
 from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
 from clipstream.data.source_settings import AUTO, IMAGE_KEY, LabelCaption, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType, entries
-from clipstream.data.sources.beside import (
+from clipstream.data.sources.file_names import (
+    SPLIT,
+    SPLITS,
+    TEST,
     TEXTS,
+    TRAIN,
     are_plain,
     image_of,
     pairs_of,
     refuse_texts_elsewhere,
+    split_in,
+    splits_to_read,
     stem_of,
     suffix_of,
 )
-from clipstream.data.sources.splits import SPLIT, SPLITS, TEST, TRAIN, split_in, splits_to_read
 from clipstream.errors import Dropped, SettingsError, absent
 from clipstream.storage.shard_url import ShardURL, table_format, with_variables
 from clipstream.storage.tar import Place, SampleRef, ShardIndex

@@ -26,7 +26,7 @@ from clipstream.data.decode.sample_profile import SHORT_FLAGS, usual_columns
 from clipstream.data.json_path import structure
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
-from clipstream.data.sources.splits import COLUMNS, SPLITS, TRAIN, split_of_cell, splits_to_read
+from clipstream.data.sources.file_names import COLUMNS, SPLITS, TRAIN, split_of_cell, splits_to_read
 from clipstream.data.sources.table_rows import FAULT, RAW, RowKeys, to_arrow
 from clipstream.errors import DataError, Dropped, SettingsError, did_you_mean
 from clipstream.storage.download import Monitor, ShardError

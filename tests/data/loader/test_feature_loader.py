@@ -17,9 +17,8 @@ from clipstream.data.batch import Batch
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.loader.features import FeatureBatches
 from clipstream.data.loader.health import merge_counts
-from clipstream.data.loader.loader import Loader
+from clipstream.data.loader.loader import Loader, ThreadWorker
 from clipstream.data.loader.stored import StoredData
-from clipstream.data.loader.workers import ThreadWorker
 from clipstream.data.order.lanes import DataState
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.pipeline import training_loader

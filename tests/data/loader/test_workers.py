@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
+from clipstream.data import order_plan
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.loader import loader as loading
-from clipstream.data.loader import workers as auto_workers
 from clipstream.data.settings import MAX_AUTO_WORKERS
 from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed import world
@@ -198,7 +198,7 @@ def test_a_pipes_command_ends_with_its_worker(tmp_path: Path) -> None:
         (1, 1, 8, 1, "1 core for 1 rank"), (16, 4, 8, 3, "16 cores for 4 ranks"), (3, 8, 8, 1, "3 cores for 8 ranks"),
         (16, 1, 99, 15, "16 cores for 1 rank"), (5, 1, 3, 3, "5 cores for 1 rank"),
         (256, 2, 99, MAX_AUTO_WORKERS, "256 cores for 2 ranks"),
-        (64, 0, 8, auto_workers.ON_CPU, "64 cores, which train as well"),
+        (64, 0, 8, order_plan.ON_CPU, "64 cores, which train as well"),
         (64, 0, 1, 1, "64 cores, which train as well"),
     ],
 )  # fmt: skip
@@ -206,10 +206,10 @@ def test_a_core_of_each_rank_is_left_to_training(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, lanes: int, workers: int, reason: str
 ) -> None:
     """There are no more workers than lanes; a model on the CPU (ranks 0 here) leaves two."""
-    monkeypatch.setattr(auto_workers, "cores", lambda: cores)
+    monkeypatch.setattr(order_plan, "cores", lambda: cores)
     world = World(local_size=ranks, device="cuda:0") if ranks else World()
     settings = data("a.tar", workers="auto", lanes=lanes, global_batch_size=99)
-    assert auto_workers.resolve_workers(settings, world) == (workers, reason)
+    assert order_plan.resolve_workers(settings, world) == (workers, reason)
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_workers_end_by_themselves(shards: list[str], monkeypatch: pytest.Monkey
         process.kill()  # one that has not ended
         processes.append(process)
 
-    monkeypatch.setattr(auto_workers, "end", end)
+    monkeypatch.setattr(loading, "end", end)
     stream = loader(data(shards, workers=12, lanes=12))
     next(stream)
     stream.close()

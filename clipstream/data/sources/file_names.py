@@ -1,6 +1,8 @@
-"""Texts beside images: which file is the text of which image, and where else in a folder of images texts may be.
+"""What the names of files and folders tell: which text is of which image, and which split (training, validation,
+test) they are of.
 
-Paths of files, relative to a folder, enter; the texts of each image, or an error that says where texts lie, leave.
+Paths of files, relative to a folder, or cells of a table enter; the texts of each image, or an error that says where
+else texts may lie, and splits leave.
 """
 
 from __future__ import annotations
@@ -8,16 +10,23 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 from clipstream.data.decode.sample_profile import CAPTION_NAMES
-from clipstream.data.sources.splits import SPLIT
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_url import table_format
 from clipstream.text import counted, listed
 from clipstream.utils import content
 
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+SPLITS = "", TRAIN, VALIDATION, TEST  # by the group of SPLIT that matches
+COLUMNS = ("split", "data_split", "subset", "partition", "set", "phase")  # of a table, with the split of each row
+SPLIT = re.compile(
+    r"(?i)(?:^|[/._ =-])(?:(train(?:ing|val)?)|(val(?:id(?:ation)?)?|dev)|(test(?:ing)?|eval(?:uation)?))(?:set)?"
+    r"(?=[/._ \d-]|$)"
+)
 TEXTS = ("json", "tags", "md", *CAPTION_NAMES)  # suffixes of the text beside an image
 # Between the name of an image and the suffix of its text: 1.jpg.txt, 1.caption.txt, 1_caption.txt.
 _MIDDLE = re.compile(rf"(?i)(?:[._-](?:{'|'.join(TEXTS)})|{'|'.join(map(re.escape, content.SUFFIXES))})$")
@@ -105,3 +114,34 @@ def _has_lines(path: Path, images: int) -> bool:
         return False
     with open(path, "rb") as file:
         return suffix_of(path.name) == "json" or sum(1 for _ in file) >= max(2, images // 2)
+
+
+@cache
+def split_in(name: str) -> str:
+    """The split that a name tells of; '' for none."""
+    found = SPLIT.search(name)
+    return SPLITS[(found.lastindex or 0) if found else 0]
+
+
+def splits_to_read(evaluates: bool) -> list[str]:
+    """The splits that are read in place of all, the first that exists."""
+    return [VALIDATION, TEST, TRAIN] if evaluates else [TRAIN]
+
+
+def split_of_cell(cells: Sequence[str], are_paths: bool) -> Callable[[str], str] | None:
+    """How a cell of a column tells its row's split; None if these cells do not tell of training and another split.
+
+    Of paths, the first folder counts that is one of a split in all of them.
+    """
+    if not are_paths:
+        return split_in if {"", TRAIN} < {*map(split_in, cells), ""} else None
+    parts = [_folders(cell) for cell in cells]
+    for level in range(min(map(len, parts), default=0)):
+        found = {split_in(part[level]) for part in parts}
+        if "" not in found and {TRAIN} < found:
+            return lambda cell: next(map(split_in, _folders(cell)[level : level + 1]), "")
+    return None
+
+
+def _folders(path: str) -> list[str]:
+    return path.strip().replace("\\", "/").split("/")[:-1]
