@@ -99,6 +99,24 @@ class Dropped(Exception):
         super().__init__(f"{self.reason}: {self.detail}" if detail else self.reason)
 
 
+class ShardError(Exception):
+    """A shard that cannot be opened, counted by `reason`, unless that is `credentials`: refused for all shards alike.
+
+    Reasons: `missing`, `denied`, `unreadable` (local), `unreachable`, `http_404` and so on, `truncated_download`,
+    `timeout`, `pipe_failed`, `unknown_scheme`, `bad_gzip`, `bad_zstd`, `disk` (the cache's), `not_a_tar`, `too_large`.
+    `detail` contains no credentials. `transient` says whether another attempt may succeed.
+    """
+
+    def __init__(self, reason: str, detail: str, *, transient: bool = False) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+        self.transient = transient
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
 @contextmanager
 def errors_as(kind: type[Exception], text: str, *errors: type[Exception], advice: str = "") -> Iterator[None]:
     """Raise any of `errors` as a `kind` that says `text: REASON; advice`; without `text` or `advice`, the rest."""

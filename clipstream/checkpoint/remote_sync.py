@@ -26,8 +26,9 @@ from typing import Any, TypeVar
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.store import ASIDE, BEST, LATEST, MARKER, NAME, Marker
-from clipstream.errors import SettingsError
-from clipstream.storage.download import Monitor, ShardError, explain, fetch, progress_of, reach, retry
+from clipstream.errors import SettingsError, ShardError
+from clipstream.storage.backends import Monitor, explain, progress_of, reach
+from clipstream.storage.download import fetch, retry
 from clipstream.storage.shard_url import ShardURL, redact, with_variables
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils import atomic_write

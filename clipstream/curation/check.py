@@ -41,8 +41,8 @@ from clipstream.data.source_settings import CaptionSettings, SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, Source, SourceContext, open_sources
 from clipstream.data.sources.folders import contents, named_folder
 from clipstream.data.sources.indexes import count_samples
-from clipstream.errors import ClipstreamError, DataError, SettingsError, absent, each, wrong_type
-from clipstream.storage.download import ShardError, fault_of
+from clipstream.errors import ClipstreamError, DataError, SettingsError, ShardError, absent, each, wrong_type
+from clipstream.storage.download import fault_of
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import in_braces, redact, redact_tree
 from clipstream.storage.tar import SCATTERED

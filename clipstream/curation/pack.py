@@ -42,8 +42,7 @@ from clipstream.data.settings import DataSettings
 from clipstream.data.shard_pass import PARTS, ShardPass, identity, lock_output
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.tars import SIZES
-from clipstream.errors import DataError, SettingsError, errors_as
-from clipstream.storage.download import ShardError
+from clipstream.errors import DataError, SettingsError, ShardError, errors_as
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, in_braces, redact
 from clipstream.text import MESSAGE, counted, duration, printable

@@ -42,8 +42,7 @@ from clipstream.data.settings import DataSettings
 from clipstream.data.shard_pass import PARTS, SamplePass, ShardSamples, draft_in, spread
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import OpenShard, SampleRef, ShardIndex, Source, SourceContext, indexes
-from clipstream.errors import DataError, Dropped
-from clipstream.storage.download import ShardError
+from clipstream.errors import DataError, Dropped, ShardError
 from clipstream.storage.shard_url import ShardURL, parts_of, redact, table_format
 from clipstream.storage.tar import BLOCK, SampleRefs, Shard
 from clipstream.utils import atomic_write

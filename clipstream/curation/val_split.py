@@ -31,8 +31,7 @@ from clipstream.data.shard_pass import SamplePass, ShardSamples, get_or_fill, id
 from clipstream.data.source_settings import LabelCaption, SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.distributed.world import World
-from clipstream.errors import Dropped, SettingsError
-from clipstream.storage.download import ShardError
+from clipstream.errors import Dropped, SettingsError, ShardError
 from clipstream.text import counted, lines
 from clipstream.utils.logs import announce, logger
 

@@ -14,8 +14,7 @@ from clipstream.data.source_settings import CaptionSettings as CaptionSettings
 from clipstream.data.source_settings import ImageTransformSettings as ImageTransformSettings
 from clipstream.data.source_settings import SeveralTexts
 from clipstream.data.source_settings import SourceSettings as SourceSettings
-from clipstream.storage.download import GIB
-from clipstream.storage.schemes import Fetcher
+from clipstream.storage.download import GIB, Fetcher
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section, other_than, part
 
 Share = Annotated[float, Field(ge=0, le=1)]

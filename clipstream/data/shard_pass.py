@@ -34,8 +34,8 @@ from clipstream.data.decode.key_lists import NOT_KEPT, SampleLists, build_filter
 from clipstream.data.order.rng import hash_of
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import OpenShard, SampleRef, Source, SourceContext
-from clipstream.errors import DataError, Dropped, SettingsError, WorkInterrupted
-from clipstream.storage.download import DISK_FULL, ShardError
+from clipstream.errors import DataError, Dropped, SettingsError, ShardError, WorkInterrupted
+from clipstream.storage.download import DISK_FULL
 from clipstream.storage.shard_cache import ShardCache, cache_root, total_size
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.text import counted, duration, listed_lines, printable

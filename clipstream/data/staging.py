@@ -24,9 +24,9 @@ from urllib.parse import quote
 from clipstream.data.shard_pass import PARTS, ShardPass, draft_in
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import entries, indexes, source_type, typed_shards
-from clipstream.errors import DataError, SettingsError
-from clipstream.storage.download import Monitor, ShardError, unreadable
-from clipstream.storage.schemes import Fetcher
+from clipstream.errors import DataError, SettingsError, ShardError
+from clipstream.storage.backends import Monitor
+from clipstream.storage.download import Fetcher, unreadable
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, in_braces, parts_of, redact, stable_name
 from clipstream.storage.tar import scan

@@ -30,9 +30,8 @@ from clipstream.data.decode.image_files import EXTRAS
 from clipstream.data.decode.images import is_transparent, load_image, open_image
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
-from clipstream.errors import ClipstreamError, Dropped, SettingsError
+from clipstream.errors import ClipstreamError, Dropped, SettingsError, ShardError
 from clipstream.export.files import unescape
-from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import redact_tree
 from clipstream.text import MESSAGE, printable

@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from clipstream.errors import DataError, SettingsError, did_you_mean
+from clipstream.errors import DataError, SettingsError, ShardError, did_you_mean
 from clipstream.features.manifest import (
     DRAFT,
     DTYPES,
@@ -50,7 +50,6 @@ from clipstream.features.manifest import (
     strings,
     verify,
 )
-from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, shard_names
 from clipstream.utils.atomic_write import BLOCK

@@ -1,27 +1,33 @@
-"""Downloads over HTTP(S) and from object stores, which resume after an interruption, and the errors of all transfers.
+"""Downloads: a shard's URL becomes a complete, uncompressed file, or a `ShardError`.
 
-A transfer writes the whole file or raises `ShardError`; the caller removes what a failed one left. HTTP uses
-urllib.request: httpx (h11) refuses the malformed Content-Length headers that some servers send, and urllib3 reads no
-proxies from the environment; neither resumes a body that broke off. Object stores (s3://, gs://, az://, hf://, …) are
-reached through fsspec. Credentials are the backends' own; `reach` limits the time of each request, and takes renewed
-credentials once some are refused. A backend is imported on first use.
+`Fetcher` chooses the transfer for a URL: local paths, `pipe:`, HTTP(S), or an object store. A transfer writes the whole
+file or raises `ShardError`; the caller removes what a failed one left. It ends early (`Guard`) if it cannot become a
+shard: no tar, too large, or a full disk. HTTP and object stores resume after an interruption. gzip and zstd are
+recognized by their first bytes; a compressed file is used completely or not at all, as its checksum covers the whole
+content.
+
+HTTP uses urllib.request: httpx (h11) refuses the malformed Content-Length headers that some servers send, and urllib3
+reads no proxies from the environment; neither resumes a body that broke off. Object stores (s3://, gs://, az://, hf://,
+…) are reached through fsspec (`backends`), whose credentials are its own.
 """
 
 from __future__ import annotations
 
 import base64
 import errno
+import gzip
 import http.client
 import itertools
-import queue
+import os
 import random
 import re
 import ssl
-import threading
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from email.message import Message
 from functools import cache, partial
 from pathlib import Path
@@ -30,47 +36,28 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPSHandler, OpenerDirector, Request, build_opener
 
-from clipstream.errors import ClipstreamError, DataError, absent
-from clipstream.storage.shard_url import ShardURL, redact
-from clipstream.storage.tar import scan
+from clipstream.errors import ClipstreamError, DataError, ShardError, absent
+from clipstream.storage.backends import Monitor, call_within, denial, explain, reach, run_pipe
+from clipstream.storage.shard_url import ShardURL, allow_command, redact
+from clipstream.storage.tar import BLOCK, ZERO, fault_at_start, scan
+from clipstream.utils import content
 
 CHUNK = 1 << 20
 GIB = 1 << 30
+MOST = 64 * GIB  # default limit of a shard's bytes
+KEPT_FREE = GIB  # bytes that a transfer leaves free on its file system; 1/20 of it if that is less
+PADDING = 1 << 20  # bytes of zeros that may form an empty tar: tars are padded to blocks of 10 KiB and more
 DISK_FULL = 1 << 16  # free bytes below which a disk counts as full
 INFO_SECONDS = 10.0  # longest wait for the version of a file: without an answer, a cached file is used
 TRANSIENT = (408, 416, 425, 429)  # 4xx answers after which another attempt may succeed
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-BLOCK = 1 << 22  # bytes of a request to an object store, which must arrive within the limit of time
+REQUEST = 1 << 22  # bytes of a request to an object store, which must arrive within the limit of time
 _GONE = (FileNotFoundError, IsADirectoryError)
-# Error codes of S3, and types of errors of botocore, google-auth and azure-core, that concern the credentials alone.
-_CREDENTIALS = re.compile(
-    "ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|SignatureDoesNotMatch|RequestTimeTooSkewed"
-    "|AuthenticationFailed|CredentialsError|CredentialRetrievalError|RefreshError|ClientAuthenticationError"
-)
 # What S3, Azure and servers like S3 say of a signed link that has expired.
 _EXPIRED = re.compile(
     "ExpiredToken|ExpiredRequest|InvalidToken|[Rr]equest has expired|Signature not valid in the specified time"
 )
 Result = TypeVar("Result")
-
-
-class ShardError(Exception):
-    """A shard that cannot be opened, counted by `reason`, unless that is `credentials`: refused for all shards alike.
-
-    Reasons: `missing`, `denied`, `unreadable` (local), `unreachable`, `http_404` and so on, `truncated_download`,
-    `timeout`, `pipe_failed`, `unknown_scheme`, `bad_gzip`, `bad_zstd`, `disk` (the cache's), `not_a_tar`, `too_large`.
-    `detail` contains no credentials. `transient` says whether another attempt may succeed.
-    """
-
-    def __init__(self, reason: str, detail: str, *, transient: bool = False) -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
-        self.transient = transient
-
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.detail}"
 
 
 def unreadable(path: str | Path, error: OSError) -> ShardError:
@@ -98,16 +85,6 @@ class FileInfo(NamedTuple):
 
     version: str | None = None
     size: int | None = None
-
-
-class Monitor:
-    """Receives the progress of a transfer; what it raises ends the transfer."""
-
-    def expect(self, size: int) -> None:
-        """The file has `size` bytes."""
-
-    def receive(self, size: int) -> None:
-        """`size` bytes have arrived so far."""
 
 
 def retry(
@@ -305,7 +282,7 @@ class _ObjectDownload(_Download):
 
         source = reach(self.url, open_file, self.timeout)
         try:
-            yield lambda: call_within(partial(source.read, BLOCK), self.timeout)
+            yield lambda: call_within(partial(source.read, REQUEST), self.timeout)
         finally:
             with suppress(Exception):
                 call_within(source.close, self.timeout)
@@ -358,117 +335,163 @@ def _request(url: ShardURL, method: str = "GET") -> Request:
     return request
 
 
-def _fsspec() -> Any:
-    import fsspec  # on use, as its import takes 0.2 s
-
-    return fsspec
-
-
-def filesystem_of(url: ShardURL) -> tuple[Any, str]:
-    """fsspec's file system for a URL, and the path in it.
-
-    Raises ShardError: `unknown_scheme` if the backend is not installed; `unreachable` if it connects at once, and
-    cannot.
-    """
-    # Object stores have no folders; `local:` is fsspec's other name of `file:`.
-    options = {"auto_mkdir": True} if url.path is not None or url.scheme == "local" else {}
-    try:
-        system, path = _fsspec().core.url_to_fs(url.full, **options)
-    except (ImportError, ValueError) as error:
-        extra = EXTRAS.get(url.scheme or "file")
-        advice = f"pip install 'clipstream[{extra}]'" if extra else str(error)
-        detail = f"{url}: the backend of {url.scheme or 'file'}:// is not installed: {advice}, or use another URL"
-        raise ShardError("unknown_scheme", f"{detail}, for shards also pipe:COMMAND") from error
-    except Exception as error:  # each backend has its own
-        detail = f"cannot reach {url}: {redact(str(error)) or type(error).__name__}"
-        raise ShardError("unreachable", detail) from error
-    return system, str(path)
-
-
-def call_within(act: Callable[[], Result], seconds: float, alive: Callable[[], float] = lambda: 0.0) -> Result:
-    """The result of `act`, which a thread calls. Backends retry requests without an answer for up to hours.
-
-    Args:
-        alive: time (`time.monotonic`) of the last progress.
-
-    Raises TimeoutError: `seconds` pass without progress; the thread is left behind.
-    """
-    outcome = queue.SimpleQueue[tuple[Any, BaseException | None]]()
-
-    def run() -> None:
-        try:
-            outcome.put((act(), None))
-        except BaseException as error:
-            outcome.put((None, error))
-
-    threading.Thread(target=run, name="request", daemon=True).start()
-    began = time.monotonic()
-    while (left := max(began, alive()) + seconds - time.monotonic()) > 0:
-        with suppress(queue.Empty):
-            result, error = outcome.get(timeout=left)
-            if error is not None:
-                raise error
-            return result  # type: ignore[no-any-return]
-    raise TimeoutError(f"no answer in {seconds:g} s")
-
-
-def reach(
-    url: ShardURL,
-    act: Callable[[Any, str], Result],
-    seconds: float,
-    alive: Callable[[], float] = lambda: 0.0,
-) -> Result:
-    """The result of `act(FILE SYSTEM, PATH)` on the file or folder of a URL, without what the backend has cached.
-
-    After a refusal, the next call makes the file system anew, which reads the credentials again. Arguments and errors
-    as for `call_within` and `filesystem_of`; the backend's errors are its own.
-    """
-
-    def run() -> Result:
-        system, path = filesystem_of(url)
-        system.invalidate_cache()
-        try:
-            return act(system, path)
-        except Exception as error:
-            if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EINVAL:
-                try:
-                    system.cat_file(path, start=0, end=1)  # the answer to a HEAD, which has no body, tells no reason
-                except Exception as other:
-                    error = other if denial(other) is not None else error
-            if denial(error) is not None:
-                type(system).clear_instance_cache()
-            raise error
-
-    return call_within(run, seconds, alive)
-
-
-def denial(error: BaseException) -> str | None:
-    """`credentials` if a backend's error says that they are expired or invalid, `denied` for another refusal."""
-    if isinstance(error, FileNotFoundError | TimeoutError):
-        return None
-    chain = (error, error.__cause__, error.__context__)
-    if any(_CREDENTIALS.search(f"{type(one).__name__} {one}") or getattr(one, "status", 0) == 401 for one in chain):
-        return "credentials"
-    return "denied" if any(isinstance(one, PermissionError) for one in chain) else None
-
-
-def explain(error: Exception) -> str:
-    """A backend's error in words."""
-    text = redact(str(error)) or type(error).__name__
-    return text if denial(error) is None else f"{text} (the credentials are expired or denied)"
-
-
 def _info(system: Any, path: str) -> FileInfo:
     size = system.info(path).get("size")
     return FileInfo(str(system.ukey(path)), None if size is None else int(size))
 
 
-def progress_of(moved: Callable[[], object]) -> tuple[Any, Callable[[], float]]:
-    """fsspec's callback for an upload, which calls `moved`, and `alive` for `call_within`."""
-    last = [0.0]
+@dataclass
+class Guard(Monitor):
+    """A Monitor that also ends a transfer that cannot become a shard: no tar, too large, or a full disk."""
 
-    def note(*_: Any, **__: Any) -> None:
-        last[0] = time.monotonic()
-        moved()
+    monitor: Monitor  # is called as well
+    url: ShardURL  # for messages
+    part: Path  # the file being written
+    most: int  # bytes that may arrive
+    tar: bool  # whether the content has to be a tar, which may be compressed
+    before: int = 0  # bytes received before this transfer, which `monitor` counts too
 
-    return _fsspec().callbacks.Callback(hooks={"moved": note}), lambda: last[0]
+    def expect(self, size: int) -> None:
+        self._check_size(size)
+        self.monitor.expect(self.before + size)
+
+    def receive(self, size: int) -> None:
+        self._check_size(size)
+        if self.tar:
+            with open(self.part, "rb") as file:
+                head = file.read(BLOCK)
+            if len(head) == BLOCK and (head != ZERO or size > PADDING):
+                self.tar = False
+                fault = None if compression_of(head) else fault_at_start(head)
+                if head == ZERO or fault is not None:
+                    detail = "it begins with zeros only" if fault is None else fault.detail
+                    raise ShardError("not_a_tar", f"{self.url}: {detail}")
+        disk = os.statvfs(self.part.parent)
+        free, kept = disk.f_bavail * disk.f_frsize, min(KEPT_FREE, disk.f_blocks * disk.f_frsize // 20)
+        if free < kept:
+            raise ShardError(
+                "disk",
+                f"{self.part.parent} has {free / GIB:.2g} GiB left, after {size:,} bytes of {self.url}: "
+                "use a --data.cache with more space, limit it by --data.cache-gib, or lower --data.shuffle.shards",
+            )
+        self.monitor.receive(self.before + size)
+
+    def _check_size(self, size: int) -> None:
+        if size > self.most:
+            detail = f"{self.url} is larger than {self.most / GIB:.3g} GiB: if that is intended, raise "
+            raise ShardError("too_large", f"{detail}--data.max-shard-gib")
+
+
+@dataclass
+class Fetcher:
+    """Downloads shards, or copies local ones. Picklable."""
+
+    timeout: float = 60.0  # seconds without a new byte after which a transfer fails
+    retries: int = 3  # of a failed transfer by HTTP or from an object store, which resume if possible
+    backoff: float = 0.5  # seconds before the first retry; doubled each time
+    most: int = MOST  # bytes of a shard, compressed or not
+    _answered: set[str] = field(default_factory=set)  # hosts
+    _silent: set[str] = field(default_factory=set)  # hosts that never answered, which are not waited for again
+
+    def info(self, url: ShardURL) -> FileInfo:
+        """What the source says about a shard, without a download; empty for commands and missing files.
+
+        Also empty if the host does not answer; a host that never did is asked once.
+        """
+        if url.path is not None:
+            try:
+                stat = os.stat(url.path)
+            except OSError:
+                return FileInfo()
+            return FileInfo(f"{stat.st_mtime_ns}-{stat.st_size}", stat.st_size)
+        if url.host in self._silent or url.scheme == "pipe":
+            return FileInfo()
+        try:
+            return info(url, self.timeout)
+        except ShardError:
+            self._note_silence(url.host)
+            return FileInfo()
+
+    def fetch(self, url: ShardURL, part: Path, monitor: Monitor, *, tar: bool = True) -> None:
+        """Write the whole shard to `part`, decompressed. A failure may leave pieces in `part`.
+
+        Args:
+            tar: whether to stop as soon as the content is no tar.
+
+        Raises:
+            ShardError: the shard is missing, unreachable or incomplete, or no shard.
+            OSError: the disk is full.
+        """
+        guard = Guard(monitor, url, part, self.most, tar)
+        if url.path is not None:
+            try:
+                source = open(url.path, "rb")  # noqa: SIM115
+            except OSError as error:
+                raise unreadable(url.path, error) from error
+            with source:
+                _save(source, part, guard)
+        elif url.scheme == "pipe":
+            allow_command(url.full)  # which braces or a data set's root may have made
+            run_pipe(url.full[len("pipe:") :], part, timeout=self.timeout, monitor=guard)
+        else:
+            retries = 0 if url.host in self._silent else self.retries
+            try:
+                fetch(url, part, guard, timeout=self.timeout, retries=retries, backoff=self.backoff)
+            except ShardError as error:
+                if error.reason in ("timeout", "unreachable", "credentials"):
+                    self._note_silence(url.host)
+                raise
+            self._answered.add(url.host)
+            self._silent.discard(url.host)
+        if compression_of(part) is not None:
+            unpacked = part.with_suffix(".unpacked.part")
+            try:
+                self.unpack(url, part, unpacked, monitor, tar=tar, before=part.stat().st_size)
+                unpacked.replace(part)
+            finally:
+                unpacked.unlink(missing_ok=True)
+
+    def unpack(
+        self, url: ShardURL, packed: Path, part: Path, monitor: Monitor, *, tar: bool = True, before: int = 0
+    ) -> None:
+        """Decompress a gzip or zstd file into `part`.
+
+        Raises:
+            ShardError: `bad_gzip` or `bad_zstd`, also for a truncated file; or as `fetch`.
+            OSError: it cannot be read or written.
+        """
+        kind = compression_of(packed)
+        try:
+            with gzip.open(packed) if kind == "gzip" else _open_zstd(packed) as source:
+                _save(source, part, Guard(monitor, url, part, self.most, tar, before))
+        except (EOFError, zlib.error, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # of the disk; damaged content has no number
+                raise
+            window = "; it was written with zstd --long=28 or more: write it again with at most --long=27"
+            hint = window if "too much memory" in str(error) else ""
+            raise ShardError(f"bad_{kind}", f"{packed.name}: {error}{hint}") from error
+
+    def _note_silence(self, host: str) -> None:
+        if host not in self._answered:
+            self._silent.add(host)
+
+
+def compression_of(file: Path | bytes) -> str | None:
+    """'gzip', 'zstd', or None for other files, by the path or the first bytes. Raises OSError."""
+    if isinstance(file, Path):
+        with open(file, "rb") as opened:
+            file = opened.read(4)
+    return found if (found := content.kind(file)) in ("gzip", "zstd") else None
+
+
+def _open_zstd(packed: Path) -> Any:
+    import pyarrow as pa  # on use, as its import takes long
+
+    return pa.input_stream(str(packed), compression="zstd")
+
+
+def _save(source: Any, part: Path, monitor: Monitor) -> None:
+    with open(part, "wb") as file:
+        while data := source.read(CHUNK):
+            file.write(data)
+            monitor.receive(file.tell())

@@ -36,9 +36,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clipstream.errors import SettingsError, errors_as
-from clipstream.storage.download import GIB, Monitor, ShardError, disk_error, unreadable
-from clipstream.storage.schemes import Fetcher, compression_of
+from clipstream.errors import SettingsError, ShardError, errors_as
+from clipstream.storage.backends import Monitor
+from clipstream.storage.download import GIB, Fetcher, compression_of, disk_error, unreadable
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.utils.atomic_write import try_lock
 

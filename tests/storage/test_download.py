@@ -23,10 +23,9 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from clipstream.cli.verbs import stage
-from clipstream.errors import DataError
+from clipstream.errors import DataError, ShardError
 from clipstream.storage import download
-from clipstream.storage.download import ShardError
-from clipstream.storage.schemes import Fetcher
+from clipstream.storage.download import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL
 from clipstream.storage.tar import Shard

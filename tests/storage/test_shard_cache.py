@@ -22,9 +22,9 @@ from threading import get_ident
 
 import pytest
 
-from clipstream.errors import SettingsError
-from clipstream.storage.download import ShardError
-from clipstream.storage.schemes import Fetcher, end_commands
+from clipstream.errors import SettingsError, ShardError
+from clipstream.storage.backends import end_commands
+from clipstream.storage.download import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.ranks import command_ends

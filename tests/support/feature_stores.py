@@ -17,7 +17,7 @@ from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources import Source, SourceContext
-from clipstream.errors import Dropped
+from clipstream.errors import Dropped, ShardError
 from clipstream.features.manifest import (
     IDS,
     SAMPLES,
@@ -29,7 +29,6 @@ from clipstream.features.manifest import (
     sample_dtype,
 )
 from clipstream.features.writer import Chunk, StoreWriter, Texts
-from clipstream.storage.download import ShardError
 from clipstream.storage.shard_cache import ShardCache
 from tests.support.pictures import ByteTokenizer
 

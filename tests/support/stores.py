@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clipstream.storage.download import ShardError
-from clipstream.storage.schemes import Fetcher
+from clipstream.errors import ShardError
+from clipstream.storage.download import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from tests.support.tars import tar_bytes
 

@@ -32,9 +32,8 @@ from clipstream.data.settings import DataSettings
 from clipstream.data.source_settings import JsonCaption
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
-from clipstream.errors import SettingsError
+from clipstream.errors import SettingsError, ShardError
 from clipstream.features.manifest import IDS
-from clipstream.storage.download import ShardError
 
 
 class Taken(NamedTuple):

@@ -37,7 +37,7 @@ from clipstream.data.loader.stage_timing import IDLE, OPEN, StageIntervals, Stag
 from clipstream.data.order.lanes import DataState, Fingerprint, Stream
 from clipstream.data.sources import Source
 from clipstream.errors import ClipstreamError, DataError, Interrupted
-from clipstream.storage.schemes import end_command, end_commands
+from clipstream.storage.backends import end_command, end_commands
 from clipstream.text import lines
 from clipstream.utils.logs import logger
 from clipstream.utils.processes import END, Ended, end, end_with, listen

@@ -21,9 +21,9 @@ from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.data.order.windows import Order, WindowSamples
 from clipstream.data.sources import OpenShard, Source
-from clipstream.errors import DataError, Dropped
-from clipstream.storage.download import ShardError, fault_of
-from clipstream.storage.schemes import end_command
+from clipstream.errors import DataError, Dropped, ShardError
+from clipstream.storage.backends import end_command
+from clipstream.storage.download import fault_of
 from clipstream.storage.shard_url import redact
 from clipstream.storage.tar import SampleRef, ShardIndex
 from clipstream.text import printable

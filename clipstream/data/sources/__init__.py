@@ -23,8 +23,7 @@ from zlib import crc32
 
 from clipstream.data.settings import DataSettings
 from clipstream.data.source_settings import AUTO, IMAGE_KEY, SourceSettings
-from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
-from clipstream.storage.download import ShardError
+from clipstream.errors import ClipstreamError, Dropped, SettingsError, ShardError, errors_as
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import (
     ONLY_NAMED,

@@ -46,7 +46,7 @@ from typing_extensions import NotRequired, TypedDict
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source
 from clipstream.errors import SettingsError
-from clipstream.storage.schemes import compression_of
+from clipstream.storage.download import compression_of
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.storage.tar import BLOCK, LINK, Fault, SampleRefs, ShardIndex, scan
 from clipstream.text import lines, listed, printable

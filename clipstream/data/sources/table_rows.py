@@ -21,7 +21,8 @@ from typing import TypeVar
 import pyarrow as pa
 from pyarrow import parquet
 
-from clipstream.storage.download import GIB, ShardError
+from clipstream.errors import ShardError
+from clipstream.storage.download import GIB
 from clipstream.storage.shard_url import table_format
 from clipstream.utils.content import HEAD, describe, kind, open_text, rows_of
 from clipstream.utils.logs import logger

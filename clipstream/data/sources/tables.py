@@ -28,9 +28,9 @@ from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
 from clipstream.data.sources.file_names import COLUMNS, SPLITS, TRAIN, split_of_cell, splits_to_read
 from clipstream.data.sources.table_rows import FAULT, RAW, RowKeys, to_arrow
-from clipstream.errors import DataError, Dropped, SettingsError, did_you_mean
-from clipstream.storage.download import Monitor, ShardError
-from clipstream.storage.schemes import Guard
+from clipstream.errors import DataError, Dropped, SettingsError, ShardError, did_you_mean
+from clipstream.storage.backends import Monitor
+from clipstream.storage.download import Guard
 from clipstream.storage.shard_cache import ShardCache, cache_root
 from clipstream.storage.shard_url import ShardURL, redact, table_format
 from clipstream.storage.tar import Place, SampleRef, ShardIndex

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from clipstream.data.source_settings import AUTO, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType, indexes
-from clipstream.errors import SettingsError
-from clipstream.storage.download import ShardError
+from clipstream.errors import SettingsError, ShardError
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, redact, with_variables
 from clipstream.storage.tar import BLOCK, Shard

@@ -126,7 +126,7 @@ def test_a_suite_from_the_hub_gives_what_its_copy_gives(hub: tuple[str, Behaviou
 LOOK = """
 import hashlib, sys
 from clipstream.data.sources.tars import of_source
-from clipstream.storage.schemes import Fetcher
+from clipstream.storage.download import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.errors import ClipstreamError
 for name in sys.argv[1:]:

@@ -12,8 +12,7 @@ from clipstream.config.settings import dump, load
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import OpenShard, Source, SourceContext, SourceType, expand
 from clipstream.data.sources.indexes import count_samples
-from clipstream.errors import DataError, Dropped, SettingsError
-from clipstream.storage.download import ShardError
+from clipstream.errors import DataError, Dropped, SettingsError, ShardError
 from clipstream.storage.tar import SampleRef, ShardIndex
 from tests.support.loaders import data, loader
 from tests.support.pictures import make_shards, picture

@@ -16,8 +16,7 @@ from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext, table_rows
 from clipstream.data.sources.table_rows import check_batch, to_arrow
 from clipstream.data.sources.tables import RowShard, open_mapped
-from clipstream.errors import DataError
-from clipstream.storage.download import ShardError
+from clipstream.errors import DataError, ShardError
 from clipstream.storage.tar import SampleRef
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from clipstream.data import pipeline
-from clipstream.storage import schemes
-from clipstream.storage.download import ShardError
-from clipstream.storage.schemes import Fetcher
+from clipstream.errors import ShardError
+from clipstream.storage import download
+from clipstream.storage.download import Fetcher
 from clipstream.storage.shard_cache import ShardCache
 from tests.support.forks import ROOT
 from tests.support.loaders import data, loader
@@ -157,7 +157,7 @@ def test_a_transfer_leaves_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.
         told[1], told[2], told[4] = 4096, 1 << 30, (1 << 30) // 4096 - 1  # f_frsize, f_blocks, f_bavail
         return os.statvfs_result(told)
 
-    monkeypatch.setattr(schemes.os, "statvfs", nearly_full)
+    monkeypatch.setattr(download.os, "statvfs", nearly_full)
     error, _ = ended(ShardCache(str(tmp_path / "cache")), f"pipe:cat {whole}; sleep {TIMEOUT}")
     assert error.reason == "disk" and "GiB left" in str(error) and "--data.cache" in str(error)
 
@@ -172,7 +172,7 @@ WAITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from clipstream.storage.schemes import end_commands, run_pipe
+from clipstream.storage.backends import end_commands, run_pipe
 
 def end(*_):
     end_commands()
@@ -202,7 +202,7 @@ TRACED = """
 import itertools, sys
 from pathlib import Path
 from types import SimpleNamespace
-from clipstream.storage.schemes import run_pipe
+from clipstream.storage.backends import run_pipe
 
 class Ended(BaseException):
     pass
