@@ -140,7 +140,8 @@ class OpenShards:
                 ) from error
             return None, 0, fault_of(error)
         finally:
-            self._ahead.remove(number)
+            if self._ahead.take(number):
+                self._drop(number)
         size, fault = len(shard.index.samples), str(shard.index.fault or "")
         if not size:
             shard.close()
@@ -155,8 +156,8 @@ class OpenShards:
         """The same of a shard whose stored rows are read in its place."""
         if not (size := int(rows.counts[number])):
             return None, 0, rows.fault(number)
-        rows.hold(number)
-        self._ahead.remove(number)
+        if not self._ahead.take(number):
+            rows.hold(number)
         return None, size, ""
 
     def faults(self, numbers: Iterable[int]) -> list[str]:
@@ -200,7 +201,7 @@ class OpenShards:
     def _takes_long(self, number: int) -> bool:
         """Whether a shard is worth a thread that fetches it."""
         if self._rows is not None:
-            return bool(self._rows.counts[number]) and not self._rows.is_held(number)
+            return bool(self._rows.counts[number])
         name = self.source.names[number]
         return self.source.types[name].is_remote(name)
 
@@ -246,12 +247,10 @@ class Ahead:
                 self._thread.start()
             self._state.notify()
 
-    def remove(self, number: int) -> None:
-        """Remove a shard that a lane has opened or failed to open."""
+    def take(self, number: int) -> bool:
+        """Forget a shard that a lane opens; whether it is fetched, and so to be dropped by the caller."""
         with self._state:
-            fetched = self._wanted.pop(number, False)
-        if fetched:
-            self._drop(number)
+            return self._wanted.pop(number, False)
 
     def close(self) -> None:
         """End the thread and the command that it may be running; drop what no lane has opened."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -202,9 +203,8 @@ class StoredSamples:
         self._weights, self._views = weights, stored.views
         self.shard_titles = [source.types[url].title(url) for url in source.names]
         self.shard_names = [source.shard_names[url] for url in source.names]
-        self._holders = [0] * len(shards)
         self._compared: set[int] = set()  # shards of which all stores hold the same samples
-        self._lock, self._mapping = threading.Lock(), threading.Lock()
+        self._checks = threading.Lock()
         self._all: list[_Stored] = []
         self._parts: dict[str, tuple[_Stored, str]] = {}
         self._by_view: _Stored | None = None  # that has the keys of views
@@ -269,45 +269,22 @@ class StoredSamples:
 
         Raises DataError: a chunk is damaged, or the stores hold different samples.
         """
-        if self._hold_again(shard):
-            return
-        with self._mapping:  # checking a shard takes long, and must not stop those who hold another one
-            if self._hold_again(shard):
-                return
-            held: list[_Stored] = []
-            try:
-                for one in self._all:
-                    one.source.hold(one.shards[shard])
-                    held.append(one)
+        with ExitStack() as undo:
+            for one in self._all:
+                one.source.hold(one.shards[shard])
+                undo.callback(one.source.release, one.shards[shard])
+            with self._checks:
                 if shard not in self._compared:
                     self._compare(shard)
                     if self.filter is not None:
                         self._filter_shard(shard)
                     self._compared.add(shard)
-            except BaseException:
-                for one in held:
-                    one.source.release(one.shards[shard])
-                raise
-            with self._lock:
-                self._holders[shard] += 1
-
-    def is_held(self, shard: int) -> bool:
-        """Whether a call of `hold` would return at once."""
-        return self._holders[shard] > 0
-
-    def _hold_again(self, shard: int) -> bool:
-        with self._lock:
-            held = self._holders[shard] > 0
-            self._holders[shard] += held
-        return held
+            undo.pop_all()
 
     def release(self, shard: int) -> None:
         """Undo one `hold`."""
-        with self._lock:
-            self._holders[shard] -= 1
-            if not self._holders[shard]:
-                for one in self._all:
-                    one.source.release(one.shards[shard])
+        for one in self._all:
+            one.source.release(one.shards[shard])
 
     def check_keys(self, shard: int, keys: Sequence[str]) -> None:
         """Compare the keys of an open shard with those whose features are stored. Raises DataError: they differ."""
