@@ -12,11 +12,11 @@ import pytest
 import torch
 from pydantic import Field
 
-from clipstream.config.settings import load
+from clipstream.config.settings import dump, load
 from clipstream.data.decode.captions import RawSample
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.source_settings import CaptionSettings, SourceSettings
-from clipstream.data.sources import SourceContext
+from clipstream.data.sources import SourceContext, expand
 from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext
@@ -69,6 +69,14 @@ class Reversed(TarSource):
         return [shard for path in tars for shard in TarSource.list_shards(self, str(path))]
 
 
+class Few(TarSource):
+    """The first two tars of a folder."""
+
+    def list_shards(self, spec: str) -> Sequence[str]:
+        found = sorted(Path(spec.partition(":")[2]).glob("*.tar"))
+        return [shard for path in found[:2] for shard in super(Few, self).list_shards(str(path))]
+
+
 class Capitals:
     class Settings(CaptionSettings):
         """A text member in capitals."""
@@ -104,7 +112,7 @@ def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
     families: dict[Any, dict[str, type]] = {
         OptimSettings: {"lion": Lion},
         ScheduleSettings: {"halved": Halved},
-        SourceSettings: {"reversed": Reversed},
+        SourceSettings: {"few": Few, "reversed": Reversed},
         CaptionSettings: {"capitals": Capitals},
         EvalSettings: {"rows": Rows},
     }
@@ -128,6 +136,14 @@ def test_a_run_trains_and_evaluates_with_registered_parts(tmp_path: Path, caplog
     assert [line["lr"] for line in lines(tmp_path, "one")] == [5e-4, 5e-4]
     assert "train: 3 shards" in caplog.text
     assert [line["rows"] for line in lines(tmp_path, "one", "rows")] == [40]
+
+
+def test_entries_name_a_registered_source_before_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    settings = load(["--train-data", "few:pairs", "--steps", "1"])
+    assert expand(settings.data.sources["train"].shards) == sorted(map(str, Path("pairs").glob("*.tar")))[:2]
+    assert f"shards: few:{tmp_path}/pairs\n" in dump(settings)
 
 
 def test_help_and_messages_know_registered_parts(capsys: pytest.CaptureFixture[str]) -> None:

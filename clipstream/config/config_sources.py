@@ -93,7 +93,6 @@ class Node:
     place: str = field(default="", compare=False)
     written: str = field(default="", compare=False)  # as `place`, but empty for such a mapping
     text: str | None = field(default=None, compare=False)  # a plain scalar as it was written
-    bare: bool = field(default=False, compare=False)  # set by a flag without a value
     notices: list[str] = field(default_factory=list, compare=False)  # of a whole tree: on flags without effect
 
     @classmethod
@@ -315,18 +314,13 @@ def _merge(annotation: Any, low: Node, high: Node, path: Path) -> Node:
     return Node(found, high.place or low.place, high.written or low.written)
 
 
-def plain(annotation: Any, node: Node, problems: list[str]) -> Any:
+def plain(annotation: Any, node: Node) -> Any:
     """The value of a node with YAML's guesses about types undone.
 
     A plain scalar where text is wanted becomes its text (`name: 00001`, `classes: [yes, no]`). A section without keys
     and a null entry of a named map are removed.
-
-    Args:
-        problems: flags without a value for keys that are no switches are added to it.
     """
     value, section, entries, items = node.value, section_of(annotation), entries_of(annotation), items_of(annotation)
-    if node.bare and annotation is not None and bool not in kinds(annotation):
-        problems.append(f"{node.place}: requires a value")
     wanted: dict[type[Any], bool] = {
         dict: section is not None or entries is not None,
         list: items is not None,
@@ -342,10 +336,10 @@ def plain(annotation: Any, node: Node, problems: list[str]) -> Any:
             inner = child(annotation, typed, key)
             removed = required_section(inner) if section is not None else entries not in (None, Any)
             if part.value is not None or not removed:
-                found[key] = plain(inner, part, problems)
+                found[key] = plain(inner, part)
         return found
     if isinstance(value, list):
-        return [plain(items, item, problems) for item in value]
+        return [plain(items, item) for item in value]
     return {} if value is None and entries not in (None, Any) else value
 
 

@@ -27,7 +27,7 @@ from clipstream.config.config_sources import to_yaml
 from clipstream.config.flags import Own, read_own, usage
 from clipstream.config.help import help_text
 from clipstream.config.plan import choose_by_size, survey
-from clipstream.config.settings import Settings, Written, load, non_defaults, read, secrets
+from clipstream.config.settings import Settings, Written, non_defaults, read, secrets
 from clipstream.distributed.failure import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
@@ -46,6 +46,7 @@ from clipstream.utils.processes import many_files
 
 FLAG, ALL = "--print-config", "all"
 _own_process = False  # whether its signals are handled here
+_debug = False  # whether errors have tracebacks
 
 
 class Printed(Exception):
@@ -69,8 +70,7 @@ class CommandLine(Generic[Own]):
             Printed: by --print-config.
         """
         written = read(self.flags if flags is None else flags, ranks=ranks, run=run)
-        set_level(written.settings.log.level)
-        written.log_notices()
+        begin_log(written)
         self.print_settings(written)
         return written
 
@@ -134,6 +134,14 @@ class Verb(Generic[Own]):
         return self.run(CommandLine(self.name, own, flags, print_all)) or 0
 
 
+def begin_log(written: Written) -> None:
+    """Set the level of messages, and whether errors have tracebacks, and log notices."""
+    global _debug
+    _debug = written.settings.run.debug
+    set_level(written.settings.log.level)
+    written.log_notices()
+
+
 def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:
     """(True for `--print-config all`, False for `--print-config`, None without it; the rest of the command line).
 
@@ -189,7 +197,9 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
         main: the verb: command line without the program's name -> exit code.
         argv: that command line; by default the process's.
     """
+    global _debug
     argv = list(sys.argv[1:] if argv is None else argv)
+    _debug = any(word in ("--debug", "--run.debug", "--run.debug=true") for word in argv)  # until settings are read
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the program that started this one (`>&-`)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -203,7 +213,7 @@ def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None
             code = main(argv)
         sys.stdout.flush()
     except ClipstreamError as error:
-        trace = printable_lines(traceback.format_exc(), 1 << 20) + "\n" if _debug(argv) else ""
+        trace = printable_lines(traceback.format_exc(), 1 << 20) + "\n" if _debug else ""
         said, code = str(error) if isinstance(error, Stopped) else f"error: {error}", error.exit_code
     except WorkInterrupted as error:
         said, code = str(error), error.exit_code
@@ -269,15 +279,6 @@ def _keep_exit_code(code: int, *, alone: bool) -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             ends = number == signal.SIGINT or (number == signal.SIGTERM and alone)
             signal.signal(number, EndProcess(code) if ends else signal.SIG_IGN)
-
-
-def _debug(argv: Sequence[str]) -> bool:
-    """Whether `run.debug` is set; if the settings are invalid, whether its flag is given."""
-    try:
-        return load(argv).run.debug
-    except ClipstreamError:
-        flags = [token for token in argv if token.split("=")[0] == "--run.debug"]
-        return bool(flags) and flags[-1] != "--run.debug=false"
 
 
 class CallableModule(ModuleType):

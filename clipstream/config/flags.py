@@ -116,15 +116,11 @@ def flag_tree(
         elif "." not in flag and flag.removeprefix("--") not in root.model_fields:
             problems.append(f"{flag}: {advice(root, flag)}")
         else:
-            path: Path = ()
-            annotation: Any = root
-            for part in flag.removeprefix("--").split("."):
-                # Kebab case becomes snake case, except in the names that users give to sources and evaluators.
-                name = part if entries_of(annotation) is not None else part.replace("-", "_")
-                path, annotation = (*path, name), child(annotation, None, name)
-            node = Node.of_text("true" if text is None else text, flag)
-            node.bare = text is None
-            tree.put(path, node)
+            path, key = _path_of(root, flag)
+            if text is None and (field := leaf(root, key)) is not None and bool not in kinds(field.annotation):
+                problems.append(f"{flag}: requires a value")
+            else:
+                tree.put(path, Node.of_text("true" if text is None else text, flag))
 
     # Short flags come after all others, so that a key given twice is noticed.
     section = merge_sources(root, [*files, tree]).at(("evals",))
@@ -158,6 +154,20 @@ def flag_tree(
         if sources is not None and tree.at(SOURCE) is not None and tree.at((*SOURCE, "shards")) is None:
             del sources.value[SOURCE[-1]]
     return tree
+
+
+def _path_of(root: type[Section], flag: str) -> tuple[Path, str]:
+    """The path of a dotted flag, and its key with NAME for the names that users give to sources, evaluators and sinks.
+
+    Kebab case becomes snake case, except in these names.
+    """
+    path, key, annotation = list[str](), list[str](), root
+    for part in flag.removeprefix("--").split("."):
+        named = entries_of(annotation) is not None
+        path.append(part if named else part.replace("-", "_"))
+        key.append("NAME" if named else path[-1])
+        annotation = child(annotation, None, path[-1])
+    return tuple(path), ".".join(key)
 
 
 def generic_key(key: str) -> str:
@@ -375,7 +385,7 @@ def read_own(verb: str, own: type[Own], argv: Sequence[str], within: str | None)
     if found and within is None:
         problems.append(f"unexpected argument {found[0]!r}: {usage(verb, own)}")
     rest[:0] = found  # which `split` refuses
-    values = plain(own, tree, problems)
+    values = plain(own, tree)
     try:
         made = own.model_validate(values)
     except ValidationError as error:

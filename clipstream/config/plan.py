@@ -134,7 +134,7 @@ class Survey:
     evaluated: int = 0  # samples of the evaluator `val`
     batch: int | None = None  # global batch of the run that goes on, where --batch-size would make another one
     split: Path | None = None  # names of the samples that `data.val_split` holds out
-    chooses: bool = True  # whether settings follow from the size of the data
+    free: frozenset[str] = frozenset()  # keys that may be chosen by the size of the data
     held_out: SourceSettings | None = None  # what the evaluator `val` reads these samples from
 
 
@@ -178,16 +178,16 @@ def survey(written: Written | Settings, *, count: bool = True) -> Survey:
         except ClipstreamError as found:
             error = error or found
     if not count:
-        return Survey(settings, places, sources, error, chooses=False)
+        return Survey(settings, places, sources, error)
     if error is None and train.steps is train.samples is train.epochs is None:  # else training counts missing shards
         for source in sources.values():
             if missing := source.missing:
                 some = f"{len(missing):,} of {len(source.names):,} shards: " if len(source.names) > 1 else ""
                 error = error or SettingsError(f"{source.context.key}.shards: {some}{absent(missing[0])}")
-    _, free = _free(settings)
+    free = _free(settings)
     samples = None if error is not None or not free else _samples(settings, sources)
     evaluated = _count_evaluated(settings) if samples is not None and EVERY in free else 0
-    return Survey(settings, places, sources, error, samples, evaluated)
+    return Survey(settings, places, sources, error, samples, evaluated, free=free)
 
 
 def draft(found: Survey, ranks: int) -> Plan:
@@ -347,21 +347,24 @@ def keep_batch(found: Survey, world: World) -> Survey:
     return replace(found, batch=kept)
 
 
-def _free(settings: Settings) -> tuple[dict[str, Any], frozenset[str]]:
-    """The values that choices depend on, by key, and the keys that may be chosen."""
+def _choosable(settings: Settings) -> dict[str, tuple[Any, str]]:
+    """By key, the section and the name of each setting that choices depend on."""
     keys = [BATCH, MODE, REMAINDER, WARMUP, LR, *LENGTHS, *([EVERY] if "val" in settings.evals else [])]
-    sections = {key: _section(settings, key) for key in keys}
-    names = {key: key.rpartition(".")[2] for key in keys}
-    values = {key: getattr(sections[key], names[key]) for key in keys}
-    free = {key for key in keys if names[key] not in sections[key].model_fields_set}
-    if any(values[key] is not None for key in LENGTHS):
+    return {key: (_section(settings, key), key.rpartition(".")[2]) for key in keys}
+
+
+def _free(settings: Settings) -> frozenset[str]:
+    """The keys that may be chosen, as the user set nothing."""
+    if settings.data.batch_schedule or settings.train.epoch_samples is not None:
+        return frozenset()
+    free = {key for key, (section, name) in _choosable(settings).items() if name not in section.model_fields_set}
+    if not settings.train.steps is settings.train.samples is settings.train.epochs is None:
         free -= {STEPS}
     if isinstance(settings.train.micro_batch_size, int) or settings.data.lanes != "auto":
         free -= {BATCH}
-    if EVERY in values and settings.evals["val"].every_epochs is not None:
+    if EVERY in free and settings.evals["val"].every_epochs is not None:
         free -= {EVERY}
-    planned = settings.data.batch_schedule or settings.train.epoch_samples is not None
-    return values, frozenset() if planned else frozenset(free)
+    return frozenset(free)
 
 
 def choose_by_size(found: Survey, ranks: int) -> tuple[Settings, tuple[Choice, ...]]:
@@ -375,14 +378,13 @@ def choose_by_size(found: Survey, ranks: int) -> tuple[Settings, tuple[Choice, .
 
 def _choices(settings: Settings, found: Survey, ranks: int) -> Iterator[Choice]:
     """What is chosen by the size of the data."""
-    values, free = _free(settings)
-    share, samples = settings.data.val_split, found.samples
+    free, share, samples = found.free, settings.data.val_split, found.samples
     held, usable = (0, None) if found.split is None else split_counts(found.split)
     if usable is not None:
         samples = usable - held
     elif samples is not None and share is not None:
         samples = round(samples * (1 - share))
-    if not found.chooses or not free or not samples or samples > LARGE:
+    if not free or not samples or samples > LARGE:
         return
     group = settings.data.groups.samples if settings.data.groups.by is not None else 1
     evaluated = 0
@@ -390,6 +392,7 @@ def _choices(settings: Settings, found: Survey, ranks: int) -> Iterator[Choice]:
         most = getattr(settings.evals["val"], "max_samples", None)
         evaluated = found.evaluated if share is None else round(samples * share / (1 - share))
         evaluated = min(evaluated, most or evaluated)
+    values = {key: getattr(section, name) for key, (section, name) in _choosable(settings).items()}
     yield from choose(Facts(samples, ranks, settings.model.is_fresh, values, free, group, evaluated))
 
 

@@ -38,6 +38,7 @@ from clipstream.config.config_sources import (
 from clipstream.config.flags import flag_tree, split
 from clipstream.data.settings import SPLIT_FILE, DataSettings, PathTokenizer, TokenizerSettings
 from clipstream.data.source_settings import SourceSettings
+from clipstream.data.sources import scheme_of, source_type
 from clipstream.distributed.run_record import require_same, software
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
@@ -47,7 +48,7 @@ from clipstream.losses.settings import START, DistillSettings, LossSettings
 from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
-from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, has_secret, parts_of, redact, redact_tree, redact_value
+from clipstream.storage.shard_url import ShardURL, has_secret, parts_of, redact, redact_tree, redact_value
 from clipstream.training.optim import OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
 from clipstream.utils import atomic_write
@@ -186,15 +187,11 @@ def read(
     share = places.at(("data", "val_split"))
     if trains and share is not None and share.value is not None and places.at(("evals", "val")) is None:
         places.put(("evals", "val"), Node.of({}, share.place))
-    bare: list[str] = []
-    tree: Tree = plain(Settings, places, bare)
-    problems += bare
+    tree: Tree = plain(Settings, places)
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
-        said = tuple(line.partition(":")[0] for line in bare)
-        lines = format_errors(Settings, tree, error, places)
-        problems += [line for line in lines if line.partition(":")[0] not in said]
+        problems += format_errors(Settings, tree, error, places)
     if problems:
         raise SettingsError(enumerate_words(problems))
     named, model = places.at(("model", "name")), settings.model
@@ -458,10 +455,12 @@ def _shards(spec: str | list[str]) -> str | list[str]:
         return [str(_shards(item)) for item in spec]
     here, parts = os.getcwd(), parts_of(spec)
     for number, part in enumerate(parts) if not _PATTERN.search(here) else ():
-        scheme = ShardURL(part).scheme
-        prefix = f"{scheme}:" if scheme in PATH_SCHEMES else ""
-        rest = part[len(prefix) :]
-        if (scheme is not None and not prefix) or not rest or ShardURL(rest).scheme is not None:
+        scheme = scheme_of(part)
+        if scheme is not None and source_type(scheme).generated:
+            continue
+        prefix = f"{scheme}:" if scheme is not None else ""
+        rest = part.removeprefix(prefix)
+        if not rest or ShardURL(rest).scheme is not None:
             continue
         try:
             paths = [rest, *braceexpand.braceexpand(rest)]

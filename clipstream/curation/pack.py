@@ -37,7 +37,6 @@ from clipstream.curation.pack_shards import (
     plan_of,
 )
 from clipstream.data.decode.key_lists import build_filter, check_lists
-from clipstream.data.order_plan import reading_of
 from clipstream.data.settings import DataSettings
 from clipstream.data.shard_pass import PARTS, ShardPass, identity, lock_output
 from clipstream.data.sources import Source, SourceContext
@@ -154,7 +153,7 @@ def _begin(asked: Asked, sources: Sequence[Source], extra: Source | None) -> tup
     about: dict[str, Any] = {
         "version": FORM,
         "sources": [
-            {"name": source.context.key.rpartition(".")[2], "shards": _spec_of(source), **reading_of(source.settings),
+            {"name": source.context.key.rpartition(".")[2], "shards": _spec_of(source), **source.settings.reading,
              "keep": source.settings.keep, "drop": source.settings.drop, "identity": identity(source)}
             for source in sources
         ],

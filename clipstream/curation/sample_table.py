@@ -42,7 +42,6 @@ from clipstream.data.decode.images import check_shape, is_transparent, load_imag
 from clipstream.data.decode.key_lists import NOT_KEPT, build_filter, check_lists, storable
 from clipstream.data.decode.sample_profile import Profile
 from clipstream.data.json_path import ABSENT, parse_path, step_of, value_at
-from clipstream.data.order_plan import reading_of
 from clipstream.data.settings import DataSettings
 from clipstream.data.shard_pass import ImageReader, SamplePass, ShardSamples, identity
 from clipstream.data.source_settings import LabelCaption, SourceSettings, rgb
@@ -174,7 +173,7 @@ def sample_table(
         that the source does not have.
     """
     columns.check()
-    how = (FORM, reading_of(source.settings), columns.decode, columns.languages, columns.fields, data.max_image_pixels)
+    how = (FORM, source.settings.reading, columns.decode, columns.languages, columns.fields, data.max_image_pixels)
     name = identity(source, *how)[:32]
     folder = (cache_root() / "samples" if folder is None else folder) / name
     try:

@@ -25,7 +25,6 @@ from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.sample_profile import TRIED, Profile
 from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
-from clipstream.data.order_plan import reading_of
 from clipstream.data.settings import DataSettings, split_counts
 from clipstream.data.shard_pass import SamplePass, ShardSamples, get_or_fill, identity
 from clipstream.data.source_settings import LabelCaption, SourceSettings
@@ -73,7 +72,7 @@ def make_held_out(section: SourceSettings, share: float, data: DataSettings, key
         content = [f"# {len(names)} of {len(seen)} usable samples", *names, ""]
         part.write_text("\n".join(content), encoding="utf-8", errors="surrogateescape")
 
-    how = [FORM, NEAR, share, data.max_image_pixels, reading_of(section)]
+    how = [FORM, NEAR, share, data.max_image_pixels, section.reading]
     path = get_or_fill("data.val_split", "splits", identity(source, *how), fill)
     if not made and World.from_env().is_main:
         held = counted(split_counts(path)[0], "sample", ",")

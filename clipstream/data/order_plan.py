@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from clipstream.data.order.lanes import DataState, Fingerprint, LaneSlots, Mix, 
 from clipstream.data.order.rng import hash_of
 from clipstream.data.order.windows import EpochPlan, IndexedOrder, Order, SourceOrder, SystematicDraws, group_size_for
 from clipstream.data.settings import MAX_AUTO_WORKERS, DataSettings
-from clipstream.data.source_settings import JsonCaption, SourceSettings, TextCaption
 from clipstream.data.sources import Source
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
@@ -227,30 +225,6 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
         except Exception as error:  # a user's own may refuse a text that never occurs in its captions
             ids.append(type(error).__name__)
     return f"{tokenizer.vocab_size} tokens, {tokenizer.context_length} a text, of kind {digest_of(ids)}"
-
-
-def reading_of(source: SourceSettings) -> dict[str, object]:
-    """The settings of a source that its captions and images depend on, as JSON values; its shards are not among them.
-
-    Stored features keep them beside the names of the shards.
-    """
-    chosen = (
-        "image_key",
-        "caption",
-        "transform",
-        "image_transform",
-        "background",
-        "orientation",
-        "separator",
-        "quoting",
-    )
-    found: dict[str, Any] = json.loads(source.model_dump_json(include=set(chosen)))
-    if found["caption"].get("lines") == "all":  # stores that were made before there was this setting are the same
-        del found["caption"]["lines"]
-    if isinstance(source.caption, TextCaption | JsonCaption):  # what a step draws of the texts, not what they are
-        for key in ("per_image", "negatives", "short"):
-            del found["caption"][key]
-    return found
 
 
 def views_of(settings: DataSettings, views: int, seed: int) -> dict[str, object]:

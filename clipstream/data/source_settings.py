@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -296,6 +297,21 @@ class SourceSettings(PluginSection):
         if is_plugin(self.type):
             return [self.shards] if isinstance(self.shards, str) else self.shards
         return parts_of(self.shards)
+
+    @property
+    def reading(self) -> dict[str, object]:
+        """The settings that captions and images depend on, as JSON values; shards are not among them.
+
+        Stored features keep them beside the names of the shards.
+        """
+        keys = {"image_key", "caption", "transform", "image_transform", "background", "orientation"}
+        found: dict[str, Any] = json.loads(self.model_dump_json(include={*keys, "separator", "quoting"}))
+        if found["caption"].get("lines") == "all":  # stores that were made before there was this setting are the same
+            del found["caption"]["lines"]
+        if isinstance(self.caption, TextCaption | JsonCaption):  # what a step draws of the texts, not what they are
+            for key in SeveralTexts.model_fields.keys() - CaptionSettings.model_fields:
+                del found["caption"][key]
+        return found
 
     @field_validator("upsampling_factors", mode="before")
     @classmethod

@@ -36,7 +36,7 @@ from clipstream.data.loader.health import BatchPart, FilledPart, SourceHealth
 from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
-from clipstream.data.order_plan import auto_workers, reading_of, stable_names, tokenizer_identity, views_of
+from clipstream.data.order_plan import auto_workers, stable_names, tokenizer_identity, views_of
 from clipstream.data.pipeline import SampleBatches
 from clipstream.data.settings import TokenizerSettings
 from clipstream.data.source_settings import JsonCaption
@@ -210,7 +210,7 @@ def _manifest(job: Job, models: Sequence[PrecomputeModel], sources: Mapping[str,
         found[name] = SourceInfo(
             shards=tuple(ShardInfo(shard) for shard in stable_names(source.names)),
             weights=None if weights is None else tuple(weights),
-            settings=reading_of(section),
+            settings=section.reading,
             paths=paths,
         )
     infos = {part: info for model in models for part, info in model.infos.items()}

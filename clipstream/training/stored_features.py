@@ -14,7 +14,7 @@ import torch
 
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.loader.stored import StoredData
-from clipstream.data.order_plan import reading_of, resolve_workers, tokenizer_identity, views_of
+from clipstream.data.order_plan import resolve_workers, tokenizer_identity, views_of
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
@@ -65,7 +65,7 @@ def check_stores(stored: StoredData, data: DataSettings, towers: Towers, tokeniz
     for store, _ in stored.parts:
         for name, source in data.sources.items():
             if name in store.manifest.sources:
-                _compare(store, f"data.sources.{name}", store.manifest.sources[name].settings, reading_of(source))
+                _compare(store, f"data.sources.{name}", store.manifest.sources[name].settings, source.reading)
     identity = tokenizer_identity(tokenizer)
     if stored.ids is not None:
         then = stored.ids.manifest.parts[IDS].fingerprint

@@ -20,7 +20,7 @@ from clipstream import __version__
 from clipstream.cli import main
 from clipstream.config import entry
 from clipstream.config.help import help_text
-from clipstream.config.settings import Settings
+from clipstream.config.settings import Settings, read
 from clipstream.config.short_flags import ALIASES
 from clipstream.errors import DataError, DivergedError, SettingsError, Stopped
 from clipstream.utils.section import leaves
@@ -149,6 +149,7 @@ def test_errors_end_with_their_code(
     error: type[Exception], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def verb(argv: list[str]) -> int:
+        entry.begin_log(read(argv))
         raise error("what and how")
 
     assert entry.run_main(verb, []) == code

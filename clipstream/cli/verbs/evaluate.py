@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, resolve_model_name
 from clipstream.config.config_sources import enumerate_words
-from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.entry import CommandLine, Verb, begin_log
 from clipstream.config.flags import argument, flag, output_file, split
 from clipstream.config.settings import Config, Settings, Written, load, non_defaults, read, require_equal, settings_from
 from clipstream.config.validate import validate_evals
@@ -39,7 +39,7 @@ from clipstream.report.sinks import Page
 from clipstream.report.terminal import table
 from clipstream.storage.shard_url import ShardURL, in_braces
 from clipstream.text import lines, listed, printable
-from clipstream.utils.logs import announce, logger, on_terminal, set_level
+from clipstream.utils.logs import announce, logger, on_terminal
 from clipstream.utils.section import SET, UNSET, Conflict, PathText, Section
 
 if TYPE_CHECKING:
@@ -162,8 +162,7 @@ def load_suites(own: EvaluateFlags, run: Path | None, flags: Sequence[str]) -> W
     configs = [word for file in own.suite for word in ("--config", file)]
     written = read([*configs, *flags], trains=False, run=run)
     settings, place_of = written.settings, written.places.place_of
-    set_level(settings.log.level)
-    written.log_notices()
+    begin_log(written)
     of_run = () if run is None else (f"{run / 'config.yaml'}:",)
     if not own.suite:  # beside evaluators with data of the command line, those of the run are not wanted
         data = {name: place_of(("evals", name, "data", "shards")) for name in settings.evals}

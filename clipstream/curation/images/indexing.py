@@ -30,7 +30,6 @@ from clipstream.curation.gallery import Card
 from clipstream.curation.gallery import render_gallery as render_gallery
 from clipstream.curation.images.image_index import ImageRow, ImageSearch, root
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
-from clipstream.data.order_plan import reading_of
 from clipstream.data.shard_pass import ImageReader
 from clipstream.data.source_settings import CaptionSettings
 from clipstream.data.sources import OpenShard, SampleRef, Source
@@ -88,7 +87,7 @@ def open_call(call: ImageSearch) -> tuple[Settings, Source]:
         configs = [word for file in split(call.flags, [])[0] for word in ("--config", file)]
         run, tree = Settings() if subject.run is None else load(configs, run=subject.run), Node()
         for trained in [*run.data.sources.values()][:1]:
-            tree.put_keys(SOURCE, Node.of(reading_of(trained), ""))
+            tree.put_keys(SOURCE, Node.of(trained.reading, ""))
         own = {"model": model_in(subject.checkpoint, run.model, subject.run is not None), "tokenizer": run.tokenizer}
         settings = load(argv, trees=[tree]).model_copy(update=own)
     else:
@@ -123,7 +122,7 @@ def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
         "model": [files.model_cfg, files.preprocess_cfg, model.model_dump(mode="json", exclude={*OWN_NAMES})],
         "tokenizer": settings.tokenizer.model_dump(mode="json"),
         "precision": settings.train.precision,
-        "reading": reading_of(section),
+        "reading": section.reading,
         "shards": [ShardURL(name).unsigned for name in source.names],
         "files": [(os.path.abspath(path), file_state(path)) for path in listed],
     }

@@ -115,6 +115,7 @@ class SourceType(Protocol):
     writes: bool = False  # listing writes the shards, if they do not exist
     cheap: bool = False  # `open` neither transfers nor scans a file
     has_files: bool = False  # a sample has files of its own, see `OpenShard.files`
+    generated: bool = False  # what follows `TYPE:` is no path
     columns: bool = False  # members are columns of a table, which the member `json` has as well
 
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
@@ -196,6 +197,12 @@ def source_type(name: str) -> type[SourceType]:
     return found
 
 
+def scheme_of(part: str) -> str | None:
+    """The registered type that a part of `shards` names as `TYPE:`; None without one."""
+    name, colon, _ = part.partition(":")
+    return name if colon and name not in (AUTO, "tar", "table") and name in builtin_parts(SourceSettings) else None
+
+
 def entries(
     spec: str | list[str], type: str = AUTO, *, evaluates: bool = False, image_key: str = IMAGE_KEY
 ) -> Iterator[tuple[str, str]]:
@@ -213,7 +220,7 @@ def entries(
     named, or a command is named although WDS_SECURE forbids commands.
     """
     parts = parts_of(spec) if ":" not in type else [spec] if isinstance(spec, str) else spec
-    types = {name: found for name, found in builtin_parts(SourceSettings).items() if name != AUTO}
+    types = dict.fromkeys(found for name, found in builtin_parts(SourceSettings).items() if name != AUTO)
     if not parts:
         raise SettingsError(f"{spec!r} matches no shard")
     for part in parts:
@@ -224,10 +231,10 @@ def entries(
             raise SettingsError(f"{place}: these shards are {ONLY_NAMED.format(place.rpartition(':')[0])}")
         elif part.startswith("pipe:"):
             yield from (("tar", command) for command in expand_pipe(part))
-        elif held := [one for cls in {*types.values()} for one in cls.entries(part, type, evaluates, image_key)]:
+        elif held := [one for cls in types for one in cls.entries(part, type, evaluates, image_key)]:
             yield from held
-        elif (scheme := ShardURL(text := with_home(with_variables(part))).scheme) in types:
-            yield str(scheme), text
+        elif (scheme := scheme_of(text := with_home(with_variables(part)))) is not None:
+            yield scheme, text
         elif type not in (AUTO, "tar", "table"):
             yield type, f"{type}:{text}"
         else:
@@ -256,7 +263,8 @@ def typed_shards(
         if name in ("tar", "table") or ":" in name:
             yield entry, cls
         elif write or not cls.writes:
-            made = cls(SourceSettings(shards=entry, image_key=image_key), SourceContext())
+            own = {"type": name, "shards": entry, "image_key": image_key}
+            made = cls(SourceSettings.model_validate(own), SourceContext())
             yield from ((shard, cls) for shard in made.list_shards(entry))
 
 

@@ -319,6 +319,7 @@ class ToySource(TarSource):
 
     staged = False
     writes = True
+    generated = True
 
     def list_shards(self, spec: str) -> Sequence[str]:
         """Their paths; see `shards`."""
@@ -379,6 +380,8 @@ SYNTHETIC_SHARDS, SYNTHETIC_SAMPLES = 100, 1000  # samples of a shard
 @part(SourceSettings, "synthetic")
 class SyntheticSource(SourceType):
     """The shards of `synthetic:` or `synthetic:PIXELS`, named `synthetic:PIXELS/NUMBER`."""
+
+    generated = True
 
     def __init__(self, settings: SourceSettings, context: SourceContext) -> None:
         return

@@ -38,7 +38,6 @@ from clipstream.data.decode.labels import (
     LabelsField,
 )
 from clipstream.data.order.rng import SampleRNG, SampleRNGs, mix
-from clipstream.data.order_plan import reading_of
 from clipstream.data.settings import DataSettings
 from clipstream.data.source_settings import CSV_CAPTION, CaptionSettings, JsonCaption, SourceSettings, TextCaption
 from clipstream.errors import DataError, Dropped, SettingsError
@@ -259,8 +258,8 @@ def test_what_a_step_draws_is_no_other_caption() -> None:
     several = {"per_image": 2, "negatives": "swap", "short": "sentence"}
     plain, drawing = (SourceSettings.model_validate({"shards": "a.csv", "caption": one}) for one in ({}, several))
     assert isinstance(drawing.caption, TextCaption) and drawing.caption.key == CSV_CAPTION
-    assert reading_of(plain) == reading_of(drawing)  # so that stores from before these settings fit
-    assert reading_of(plain)["caption"] == {"type": "text", "key": CSV_CAPTION}
+    assert plain.reading == drawing.reading  # so that stores from before these settings fit
+    assert plain.reading["caption"] == {"type": "text", "key": CSV_CAPTION}
     data = DataSettings.model_validate({"sources": {"a": plain, "b": drawing}})
     assert data.texts == 4 and data.model_copy(update={"sources": {"a": plain}}).texts == 1
 
