@@ -27,11 +27,7 @@ from clipstream.checkpoint.async_writer import AsyncWriter, Content
 from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.resume import agree as agree_checkpoint
 from clipstream.checkpoint.state import CheckpointMeta, Tensors
-from clipstream.config.entry import make_callable
-from clipstream.config.plan import Plan, Survey, agree, draft, plan, with_value
-from clipstream.config.settings import (
-    SHIPPED,
-    Settings,
+from clipstream.config.config_file import (
     by_key,
     changes,
     redact_settings,
@@ -39,6 +35,9 @@ from clipstream.config.settings import (
     settings_of_weights,
     write_config,
 )
+from clipstream.config.entry import make_callable
+from clipstream.config.plan import Plan, Survey, agree, draft, plan, with_value
+from clipstream.config.settings import SHIPPED, Settings
 from clipstream.config.validate import log_ignored_with_store
 from clipstream.data.batch import Batch
 from clipstream.data.decode import tokenizers

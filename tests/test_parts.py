@@ -12,7 +12,8 @@ import pytest
 import torch
 from pydantic import Field
 
-from clipstream.config.settings import dump, load
+from clipstream.config.config_file import dump
+from clipstream.config.settings import load
 from clipstream.data.decode.captions import RawSample
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.source_settings import CaptionSettings, SourceSettings

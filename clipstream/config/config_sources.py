@@ -1,24 +1,26 @@
-"""The sources of settings, YAML files and flags, and their merge into one tree in which each value has its place.
+"""YAML files and values of flags as a tree in which each value has its place, and messages about wrong ones.
 
-Files and texts enter; a tree of `Node` leaves, and from it nested mappings, not yet validated. A later source is merged
-over an earlier one. What pydantic says about the result becomes sentences, each with file and line, or flag, and a
-suggestion (`format_errors`).
+Files and texts enter; a tree of `Node` leaves. What pydantic says about the settings made of it becomes sentences, each
+with file and line, or flag, and a suggestion (`format_errors`); an unknown flag becomes advice.
 """
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from clipstream.config.short_flags import BY_FLAG
-from clipstream.errors import absent, did_you_mean
+from clipstream.config.short_flags import BY_FLAG, FlagAlias, refusal
+from clipstream.errors import absent, did_you_mean, nearest
 from clipstream.storage.shard_url import GENERATED, ONLY_NAMED, PATH_SCHEMES, WITHHELD
 from clipstream.text import Lines, listed, message, printable
 from clipstream.utils.atomic_write import note_input
@@ -32,11 +34,9 @@ from clipstream.utils.section import (
     child,
     class_of_value,
     dotted,
-    entries_of,
-    items_of,
     kinds,
+    leaf,
     leaves,
-    required_section,
     section_of,
     types_of,
 )  # fmt: skip
@@ -51,12 +51,6 @@ NULLS = ("", "~", "null", "Null", "NULL")
 
 _LOCAL = re.compile(rf"(?:{'|'.join(('file', *PATH_SCHEMES, *GENERATED))}):(?://)?")
 _ELSEWHERE = re.compile(r"pipe:|[\w+.-]+://")
-
-# Keys that exclude each other: a later source that sets one removes the others.
-EXCLUSIVE: dict[Path, tuple[str, ...]] = {
-    ("train",): ("steps", "samples", "epochs"),
-    ("model",): ("name", "config"),
-}
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -279,75 +273,6 @@ def harmless(node: Node, file: str, problems: list[str], path: Path = ()) -> Nod
     return Node.of(f"{WITHHELD}{node.place}", node.place) if leaves_it else node
 
 
-def merge_sources(root: type[Section], sources: Sequence[Node]) -> Node:
-    """All sources, given from lowest to highest, as one tree."""
-    tree = Node()
-    for source in reversed(sources):
-        tree = _merge(root, source, tree, ())
-    return tree
-
-
-def _merge(annotation: Any, low: Node, high: Node, path: Path) -> Node:
-    """The mapping `low` with `high` merged over it, without keys that `high` excludes.
-
-    Where `high` has another `type`, only the keys of the whole family are kept, as the others belong to the old type.
-    """
-    section, found, over = section_of(annotation), dict(low.value), high.value
-    given = [node.value for node in (over.get("type"), found.get("type")) if node is not None]
-    typed = {"type": given[0]} if given else {}
-    if section is not None and issubclass(section, PluginSection) and "type" in over:
-        before = given[1] if len(given) > 1 else section.model_fields["type"].default
-        if given[0] != before:
-            # EvalSettings keeps `data` and `every`; the `key` of a text caption must not become a JSON caption's.
-            found = {key: node for key, node in found.items() if key in section.model_fields and key != "type"}
-    group = EXCLUSIVE.get(path, ())
-    if any(key in over and over[key].value is not None for key in group):
-        found = {key: node for key, node in found.items() if key not in group}
-    for key, node in over.items():
-        under, inner = found.get(key), child(annotation, typed, key)
-        found[key] = node
-        if under is not None and isinstance(under.value, dict):
-            if isinstance(node.value, dict):
-                found[key] = _merge(inner, under, node, (*path, key))
-            elif node.value is None and section is not None and required_section(inner):
-                found[key] = under
-    return Node(found, high.place or low.place, high.written or low.written)
-
-
-def plain(annotation: Any, node: Node) -> Any:
-    """The value of a node with YAML's guesses about types undone.
-
-    A plain scalar where text is wanted becomes its text (`name: 00001`, `classes: [yes, no]`). A section without keys
-    and a null entry of a named map are removed.
-    """
-    value, section, entries, items = node.value, section_of(annotation), entries_of(annotation), items_of(annotation)
-    wanted: dict[type[Any], bool] = {
-        dict: section is not None or entries is not None,
-        list: items is not None,
-        str: True,
-    }
-    optional = value is None and NoneType in kinds(annotation)
-    if node.text is not None and not wanted.get(type(value), optional) and accepts_text(annotation, node.text):
-        return node.text
-    if isinstance(value, dict):
-        typed = {"type": value["type"].value} if section is not None and "type" in value else {}
-        found = {}
-        for key, part in value.items():
-            inner = child(annotation, typed, key)
-            removed = required_section(inner) if section is not None else entries not in (None, Any)
-            if part.value is not None or not removed:
-                found[key] = plain(inner, part)
-        return found
-    if isinstance(value, list):
-        return [plain(items, item) for item in value]
-    return {} if value is None and entries not in (None, Any) else value
-
-
-def accepts_text(annotation: Any, text: str) -> bool:
-    """Whether the string `text` is itself a valid value of this annotation."""
-    return any(kind is str or (get_origin(kind) is Literal and text in get_args(kind)) for kind in kinds(annotation))
-
-
 _EXPECTED = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
@@ -496,3 +421,74 @@ def _unknown_key(root: type[Section], tree: Tree, path: Path) -> str:
 def enumerate_words(problems: Iterable[str]) -> str:
     """All problems as one message, in which each line starts with 'error: ' when it is printed."""
     return Lines("\nerror: ".join(map(message, dict.fromkeys(problems))))
+
+
+def generic_key(key: str) -> str:
+    """A short flag's key, with NAME for the name of a source or evaluator."""
+    return re.sub(r"^(data\.sources|evals)\.\w+", r"\1.NAME", key)
+
+
+def plain_field(root: type[Section], alias: FlagAlias) -> FieldInfo | None:
+    """The setting that a short flag is another name of; None where it means something else."""
+    plain = not (alias.words or alias.convert or alias.sets or alias.together or alias.keys[1:])
+    return leaf(root, generic_key(alias.keys[0])) if plain else None
+
+
+def meaning_of(root: type[Section], alias: FlagAlias) -> str:
+    """What a short flag means: its own text, or that of its setting."""
+    field = plain_field(root, alias)
+    return alias.meaning or (field and field.description) or ""
+
+
+def advice(root: type[Section], flag: str) -> str:
+    """Advice for an unknown flag: on one of open_clip's, the keys with this name in some section, or a near flag."""
+    if (text := refusal(flag.replace("_", "-"))) is not None:
+        return text
+    name = flag.removeprefix("--").replace("-", "_")
+    fields = {key: field for key, field in leaves(root) if "NAME" not in key}
+    flags = {key: f"--{key.replace('_', '-')}" for key in fields}
+    if same := [known for key, known in flags.items() if key.rpartition(".")[2] == name]:
+        return f"unknown flag; did you mean {' or '.join(map(repr, same))}?"
+    names = {known.rpartition(".")[2]: known for known in flags.values()}
+    names |= {known.removeprefix("--"): known for known in (*BY_FLAG, "--config", "--help", "--print-config")}
+    about = {flag: f"{flag} {alias.value} {meaning_of(root, alias)}" for flag, alias in BY_FLAG.items()}
+    short = {key for alias in BY_FLAG.values() for key in alias.keys}
+    about |= {flags[key]: f"{flags[key]} {field.description}" for key, field in fields.items() if key not in short}
+    typed = [names[one] for one in difflib.get_close_matches(name.replace("_", "-"), names, 1, 0.85)]
+    near = [names[one] for one in nearest(name, names)]
+    if found := typed or list(dict.fromkeys([*flags_like(name, about), *near])):
+        return f"unknown flag; did you mean {' or '.join(map(repr, found))}?"
+    return "unknown flag; see --help all"
+
+
+def flags_like(name: str, about: Mapping[str, str]) -> list[str]:
+    """Up to two flags whose names and descriptions have the words of `name`, or most of them: those of other trainers.
+
+    A word is found if one begins as the other, by at least three letters; rare words count more (inverse document
+    frequency), and words of a flag's own name twice.
+
+    Args:
+        about: flag -> its name and description.
+    """
+
+    def words(text: str) -> set[str]:
+        return {word[:6] for word in re.findall(r"[a-z]{2,}[0-9]*", text.lower().replace("_", " "))}
+
+    def hits(wanted: set[str], there: set[str]) -> set[str]:
+        longer = tuple(word for word in there if len(word) > 2)
+        begun = {word[:size] for word in there for size in range(3, len(word) + 1)}
+        return {word for word in wanted if word in there or word in begun or word.startswith(longer)}
+
+    if not (wanted := words(name)):
+        return []
+    found = {flag: hits(wanted, words(text)) for flag, text in about.items()}
+    count = Counter(word for there in found.values() for word in there)
+    weight = {word: min(math.log(len(about) / count[word]) if count[word] else 3, 3) for word in wanted}
+
+    def score(flag: str) -> float:
+        share = sum(weight[word] for word in found[flag]) / sum(weight.values())
+        own = sum(weight[word] for word in hits(found[flag], words(flag))) / sum(weight.values())
+        return share + own / 2 - len(about[flag]) / 1000 - 0.2 * ("." in flag) if share > 0.65 else 0
+
+    best = sorted(about, key=score, reverse=True)
+    return [flag for flag in best[:2] if score(flag) > 0.8 * score(best[0])]

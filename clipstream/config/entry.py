@@ -6,28 +6,33 @@ A `Verb` and a command line enter; an exit code leaves. Imports no torch: a verb
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import inspect
 import io
 import itertools
+import math
 import os
 import pkgutil
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, Generic
+from typing import Annotated, Any, Generic, TypeVar
 
-from clipstream.config.config_sources import to_yaml
-from clipstream.config.flags import Own, read_own, usage
-from clipstream.config.help import help_text
+from pydantic import AfterValidator, Field, ValidationError
+
+from clipstream.config.config_file import non_defaults, secrets
+from clipstream.config.config_sources import Node, enumerate_words, format_errors, to_yaml
+from clipstream.config.help import help_text, is_list, spellings, trait, usage
 from clipstream.config.plan import choose_by_size, survey
-from clipstream.config.settings import Settings, Written, non_defaults, read, secrets
+from clipstream.config.settings import Settings, Written, plain, read
+from clipstream.config.short_flags import BY_FLAG
 from clipstream.distributed.failure import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World
@@ -38,12 +43,17 @@ from clipstream.errors import (
     Stopped,
     WorkInterrupted,
     did_you_mean,
+    errors_as,
 )
 from clipstream.text import counted, printable, printable_lines
+from clipstream.utils import atomic_write
 from clipstream.utils.atomic_write import keep_inputs
 from clipstream.utils.logs import drop_output, loading, logger, on_terminal, set_level
 from clipstream.utils.processes import many_files
+from clipstream.utils.section import Section, own_path
 
+Own = TypeVar("Own", bound=Section)
+OutPath = Annotated[str, AfterValidator(own_path)]
 FLAG, ALL = "--print-config", "all"
 _own_process = False  # whether its signals are handled here
 _debug = False  # whether errors have tracebacks
@@ -132,6 +142,129 @@ class Verb(Generic[Own]):
         print_all, rest = take_flag(argv) if self.themes else (None, argv)
         own, flags = read_own(self.name, self.own, rest, self.within if self.themes else None)
         return self.run(CommandLine(self.name, own, flags, print_all)) or 0
+
+
+def flag(
+    meaning: str,
+    default: Any = None,
+    *,
+    form: str = "",
+    also: str = "",
+    many: bool = False,
+    bare: Any = None,
+    **more: Any,
+) -> Any:
+    """A field of a verb's flags: `--NAME VALUE`, by its name with dashes.
+
+    Args:
+        form: its value in the help, where the annotation says too little.
+        also: another spelling, such as '-k'.
+        many: of a list, several values may follow the flag; else each has a flag of its own.
+        bare: the value of the flag alone.
+        more: arguments of pydantic's `Field`.
+    """
+    extra = {"form": form, "also": also, "many": many, "bare": bare}
+    return Field(default, description=meaning, json_schema_extra=extra, **more)
+
+
+def switch(meaning: str) -> Any:
+    """A field of a verb that its flag alone makes true."""
+    return flag(meaning, False, bare=True)
+
+
+def argument(meaning: str, default: Any = ...) -> Any:
+    """A field of a verb that is given by its position, and shown in capitals; a list takes all words that are left."""
+    return Field(default, description=meaning, json_schema_extra={"argument": True})
+
+
+def read_own(verb: str, own: type[Own], argv: Sequence[str], within: str | None) -> tuple[Own, list[str]]:
+    """A verb's own flags and arguments, and the rest of the command line: flags of settings, with what follows each.
+
+    Args:
+        within: the beginning of the keys of settings whose flags the verb takes, '' for all; None: it takes none.
+
+    Raises SettingsError: with one line for each mistake.
+    """
+    flags = {
+        word: name for name, field in own.model_fields.items() for word in spellings(name, field) if word[0] == "-"
+    }
+    tree, problems, found, rest, words = Node(), list[str](), list[str](), list[str](), list(argv)
+
+    def following(most: float = math.inf) -> list[str]:
+        taken: list[str] = []
+        while words and len(taken) < most and not words[0].startswith("--") and words[0].partition("=")[0] not in flags:
+            taken.append(words.pop(0))
+        return taken
+
+    while words:
+        word, equals, text = (token := words.pop(0)).partition("=")
+        if word in flags:
+            field = own.model_fields[flags[word]]
+            several, bare = is_list(field), trait(field, "bare")
+            given = [text] if equals else []
+            kind = bool if bare is True else (int, float)  # a value may follow such a flag
+            if not equals and (bare is None or (words and isinstance(Node.of_text(words[0], "").value, kind))):
+                given = following(math.inf if trait(field, "many") else 1)
+            nodes = [Node.of_text(one, word) for one in given] or [Node.of(bare, word)]
+            if not all(given) or (bare is None and not given):
+                problems.append(f"{word}: requires a value: {field.description}")
+            elif several:
+                before = tree.at((flags[word],))
+                tree.put((flags[word],), Node([*([] if before is None else before.value), *nodes], word, word))
+            else:
+                tree.put((flags[word],), nodes[0])
+        elif not token.startswith("-"):
+            found.append(token)
+        elif (
+            within is not None
+            and _sets(word, within)
+            and (word in BY_FLAG or not difflib.get_close_matches(word, flags, 1, 0.85))
+        ):
+            rest += [token, *([] if equals else following())]
+        else:
+            near = did_you_mean(word, flags) or f"; see clipstream {verb} --help"
+            problems.append(f"{word}: unknown flag{near}")
+            following()
+    for name, field in own.model_fields.items():
+        if trait(field, "argument") and found:
+            several, place = is_list(field), name.upper()
+            nodes = [Node.of_text(one, place) for one in found]
+            tree.put((name,), Node(nodes, place, place) if several else nodes[0])
+            found = [] if several else found[1:]
+    if found and within is None:
+        problems.append(f"unexpected argument {found[0]!r}: {usage(verb, own)}")
+    rest[:0] = found  # which `split` refuses
+    values = plain(own, tree)
+    try:
+        made = own.model_validate(values)
+    except ValidationError as error:
+        lacks = [str(one["loc"][0]) for one in error.errors() if one["type"] == "missing" and not problems]
+        problems += [f"missing {spellings(name, own.model_fields[name])[0]}: {usage(verb, own)}" for name in lacks]
+        problems += [line for line in format_errors(own, values, error, tree) if not line.endswith("missing: required")]
+    if problems:
+        raise SettingsError(enumerate_words(problems))
+    return made, rest
+
+
+def _sets(flag: str, within: str) -> bool:
+    """Whether a flag sets keys that begin with `within` only."""
+    alias = BY_FLAG.get(flag)
+    keys = (flag.removeprefix("--").replace("-", "_"),) if alias is None else alias.keys
+    return all(f"{key}.".startswith(within) for key in keys)
+
+
+def output_file(path: str | Path | None, flag: str, words: Iterable[bytes] = ()) -> Path | None:
+    """The file that a flag names; None if the flag is not given.
+
+    Raises SettingsError: the file cannot be written, or as `claim_output`, which takes the words.
+    """
+    if not path:
+        return None
+    atomic_write.claim_output(path, flag, words=words)
+    with errors_as(SettingsError, f"{flag}: cannot write {path}", OSError):
+        if World.from_env().is_main:
+            atomic_write.probe(Path(path))
+    return Path(path)
 
 
 def begin_log(written: Written) -> None:

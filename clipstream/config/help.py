@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from clipstream.config.flags import generic_key, meaning_of, plain_field, spellings, trait, usage
+from clipstream.config.config_sources import generic_key, meaning_of, plain_field
 from clipstream.config.short_flags import ALIASES, BY_FLAG, FlagAlias
 from clipstream.errors import SettingsError, did_you_mean
 from clipstream.text import row, terminal_width
@@ -107,6 +107,39 @@ def help_text(root: type[Section], verb: Any, topic: str = "", width: int | None
     elif verb.themes:
         lines += ["", *(page.everything() if topic == ALL else page.everyday(verb.themes))]
     return "\n".join(lines) + "\n"
+
+
+def trait(field: FieldInfo, name: str) -> Any:
+    """What `flag` or `argument` was told about the field."""
+    extra = field.json_schema_extra
+    return extra.get(name) if isinstance(extra, dict) else None
+
+
+def spellings(name: str, field: FieldInfo) -> list[str]:
+    """The flags, or the argument in capitals, by which a field of a verb is given."""
+    if trait(field, "argument"):
+        return [name.upper()]
+    return [f"--{name.strip('_').replace('_', '-')}", *filter(None, [trait(field, "also")])]
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Whether values are collected; a value of any other field replaces an earlier one."""
+    return any(get_origin(kind) is list for kind in kinds(field.annotation))
+
+
+def usage(verb: str, own: type[Section]) -> str:
+    """A verb with its arguments and the flags that it requires, as in `clipstream export MODEL [OUT] --to NAME`."""
+    words = [f"clipstream {verb}"]
+    for name, field in own.model_fields.items():
+        word = spellings(name, field)[0]
+        if trait(field, "argument"):
+            if get_origin(field.annotation) is Literal:
+                word = "|".join(get_args(field.annotation))
+            word += "..." * (is_list(field))
+            words.append(word if field.is_required() else f"[{word}]")
+        elif field.is_required():
+            words.append(f"{word} {trait(field, 'form')}")
+    return " ".join(words)
 
 
 def own_form(field: FieldInfo) -> str:

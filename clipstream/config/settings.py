@@ -1,87 +1,88 @@
-"""The tree of all settings: how it is read, compared between ranks, and written as YAML that `--config` reads back.
+"""The tree of all settings, and how it is read: files and flags, one over the other, as `read` has them in order.
 
 A command line, or what Python gives (files, mappings, `Settings` and keyword arguments, which are the short flags),
 enters; a frozen `Settings` leaves, `Written` with the place of each value.
 
-config.yaml repeats the run from any folder: paths are made absolute, and the model's JSON config is included. Commands
-(`pipe:`, `evals.NAME.fetch`) and settings of plug-ins stay as they are. `--print-config` prints settings
-as they were given, and writes no file.
+A flag is `--section.key VALUE`, or a short one. A value is a YAML scalar, list or mapping; where text is wanted it is
+the text itself. Lists are written `'[a, b]'`; a flag given again replaces its earlier value. A flag without a value
+means true. Unknown keys are found when the whole tree is validated.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
 
-import braceexpand
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError
-from pydantic_core import InitErrorDetails, PydanticUndefined
+from pydantic_core import InitErrorDetails
 
 from clipstream.checkpoint.store import resolve_model_name, with_own_config
 from clipstream.config.config_sources import (
     Node,
+    advice,
     enumerate_words,
     format_errors,
     harmless,
-    merge_sources,
-    plain,
+    plain_field,
     read_yaml,
-    to_yaml,
 )
-from clipstream.config.flags import flag_tree, split
-from clipstream.data.settings import SPLIT_FILE, DataSettings, PathTokenizer, TokenizerSettings
-from clipstream.data.source_settings import SourceSettings
-from clipstream.data.sources import scheme_of, source_type
-from clipstream.distributed.run_record import require_same, software
+from clipstream.config.short_flags import (
+    BY_FLAG,
+    CAPTION,
+    DEFAULTS,
+    INTERVALS,
+    READING_FLAGS,
+    SOURCE,
+    Around,
+    FlagAlias,
+    Typed,
+    notice,
+    refusal,
+    translate,
+)
+from clipstream.data.settings import SPLIT_FILE, DataSettings, TokenizerSettings
 from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, each, errors_as, wrong_type
-from clipstream.evals.settings import EvalSettings, FrozenSettings
+from clipstream.evals.settings import EvalSettings
 from clipstream.losses.settings import START, DistillSettings, LossSettings
-from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
-from clipstream.storage.shard_url import ShardURL, has_secret, parts_of, redact, redact_tree, redact_value
 from clipstream.training.optim import OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, TrainSettings
-from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
-from clipstream.utils.plugins import is_plugin
 from clipstream.utils.section import (
     PACKAGE,
+    Path,
     PluginSection,
     Section,
     Tree,
+    child,
+    dotted,
     entries_of,
-    is_family,
+    items_of,
+    kinds,
+    leaf,
     map_leaves,
-    names_path,
+    required_section,
     section_of,
+    with_home,
+    with_shipped,
 )
 
 SHIPPED = f"{PACKAGE}/configs/"
-SPLIT_KEYS = re.compile(r"evals\.val\.data\.|data\.sources\..*\.drop$")
-ELSEWHERE = re.compile(r"(run|log|model|distill|tokenizer|checkpoint)\.|.*\.shards$")  # no files, or compared elsewhere
-OF_A_NODE = re.compile(
-    r"run\.(device|threads|debug)|model\.cache_dir|data\.(cache|cache_gib)|data\.sources\..*\.(shards|folder)"
-)
-S = TypeVar("S", bound=Section)
-_ANCHORED = ("/", "~", "$")  # absolute, in the home folder, or from the environment
-# Keys whose values may be names as well.
-_NAMES = ("name", "pretrained", "image_pretrained", "model", "classes", "templates", "probability", "resume")
-_PATTERN = re.compile(r"[{}\[\]*?$]|::")  # characters with a meaning in a specification of shards
-TRAINS = re.compile(r"(model|tokenizer|data|loss|distill|optim|schedule|train)\.|run\.(seed|deterministic)$")
-BESIDES = re.compile(
-    r"model\.cache_dir|data\.(cache|cache_gib|workers|trace|\w+_timeout|max_\w+_failures)"
-    r"|data\.sources\..*\.(shards|folder)"
-)
+
+
+# Keys that exclude each other: a later source that sets one removes the others.
+EXCLUSIVE: dict[Path, tuple[str, ...]] = {
+    ("train",): ("steps", "samples", "epochs"),
+    ("model",): ("name", "config"),
+}
 
 
 def _resolve_names(section: Any, name: str) -> Any:
@@ -202,71 +203,209 @@ def read(
     return Written(settings, places)
 
 
-def by_key(settings: Settings) -> dict[str, object]:
-    """The value of every dotted key, JSON-able."""
-
-    def below(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(tree, dict) and tree:
-            for key, value in tree.items():
-                yield from below(f"{prefix}.{key}", value)
-        else:
-            yield prefix[1:], tree
-
-    text = json.dumps(settings.model_dump(mode="json"))
-    return dict(below("", json.loads(text, parse_constant=str)))  # JSON has no infinity
-
-
-def non_defaults(section: Section) -> Tree:
-    """The settings that differ from the defaults, as a tree for YAML; plug-ins always have their `type`."""
-    dumped = section.model_dump(mode="json")
-    tree: Tree = {}
-    for name, info in type(section).model_fields.items():
-        value, default = getattr(section, name), info.get_default(call_default_factory=True)
-        # The types of a source share its class, and so need not be named.
-        typed = name == "type" and isinstance(section, PluginSection) and not is_family(type(section))
-        if value == default and default is not PydanticUndefined and not typed:
+def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """The `--config` files in order, and the other flags as typed, with None for the text of those without a value."""
+    configs: list[str] = []
+    given: list[tuple[str, str | None]] = []
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--") or token == "--":
+            problems.append(
+                f"unexpected argument {token!r}: quote patterns, and write several values as one list, '[a, b]'"
+            )
             continue
-        if isinstance(value, Section):
-            tree[name] = non_defaults(value)
-        elif section_of(entries_of(info.annotation)) is not None:
-            tree[name] = {key: non_defaults(part) for key, part in value.items()}
+        flag, equals, text = token.partition("=")
+        value = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else None
+        alias = BY_FLAG.get(flag)
+        many = alias.many if alias is not None else (notice(flag) or refusal(flag)) is not None
+        if value is not None and not equals and many:
+            while rest and not rest[0].startswith("--"):
+                value = f"{value}\n{rest.pop(0)}"
+        if flag != "--config":
+            given.append((flag, value))
+        elif value:
+            configs.append(with_shipped(with_home(value)))
         else:
-            tree[name] = dumped[name]
+            problems.append("--config: requires a file")
+    return configs, given
+
+
+def flag_tree(
+    root: type[Section],
+    given: Iterable[tuple[str, str | None]],
+    files: Sequence[Node],
+    ranks: int,
+    problems: list[str],
+    *,
+    trains: bool = True,
+) -> Node:
+    """The tree of all flags except `--config`, with notices about those that have no effect.
+
+    Args:
+        files: the trees of the YAML files.
+        ranks: processes of the run, for `--batch-size`.
+        problems: mistakes are added to it.
+        trains: whether there is a source to train on; if not, flags of the training source describe --val-data.
+    """
+    tree = Node()
+    aliased: dict[str, str] = {}
+    for flag, text in given:
+        alias = BY_FLAG.get(flag) or BY_FLAG.get(flag.replace("_", "-"))
+        if alias is not None and text is None and not is_switch(root, alias):
+            problems.append(f"{alias.flag}: requires a value")
+        elif alias is not None:
+            aliased[alias.flag] = "true" if text is None else text
+            if (alias.flag, (text or "").lower()) == ("--precision", "amp"):
+                why = "amp is bfloat16 without a scaler where the device supports it; fp16 is float16 with a scaler"
+                tree.notices.append(f"{alias.flag}: {why}")
+        elif "." not in flag and (told := notice(flag.replace("_", "-"))) is not None:
+            tree.notices.append(f"{flag}: {told}")
+        elif "." not in flag and flag.removeprefix("--") not in root.model_fields:
+            problems.append(f"{flag}: {advice(root, flag)}")
+        else:
+            path, key = _path_of(root, flag)
+            if text is None and (field := leaf(root, key)) is not None and bool not in kinds(field.annotation):
+                problems.append(f"{flag}: requires a value")
+            else:
+                tree.put(path, Node.of_text("true" if text is None else text, flag))
+
+    # Short flags come after all others, so that a key given twice is noticed.
+    section = merge_sources(root, [*files, tree]).at(("evals",))
+    evaluators = set(section.value) if section is not None and isinstance(section.value, dict) else set()
+    aliased = _with_defaults(aliased, tree, files, problems)
+    for flag, path, value in translate(aliased, Around(evaluators, ranks, tree.notices), problems):
+        node = Node.of_text(str(value), flag) if isinstance(value, Typed) else Node.of(value, flag)
+        before = tree.at(path)
+        if before is not None and path not in (CAPTION, ("tokenizer",)) and before.place != flag:
+            problems.append(f"{flag} and {before.place} both set {dotted(path)}: use one of them")
+        tree.put_keys(path, node)
+    # The data of --val-data, and without training those of each evaluator of the command line, are read as the training
+    # source, unless their own settings say otherwise.
+    train = merge_sources(root, [*files, tree])
+    read = [name for name in evaluators if not trains and tree.at(("evals", name, "data", "shards")) is not None]
+    for name in [*read, *(["val"] if "--val-data" in aliased else [])]:
+        for key in ("caption", "image_key", "folder", "separator", "background"):
+            path, found = ("evals", name, "data", key), train.at((*SOURCE, key))
+            if found is not None and not any(one.at(path) for one in (*files, tree)):
+                tree.put(path, found)
+    if "--val-data" in aliased:
+        keep = ("evals", "val", "data", "keep")
+        kept = None if tree.at(keep) else train.at(keep)
+        if kept is not None and str(kept.value).endswith(f"/{SPLIT_FILE}"):  # of the run's own training data
+            tree.put(keep, Node.of(None, "--val-data"))
+    used = [flag for flag in READING_FLAGS if flag in aliased]
+    if used and not trains:  # flags of the training source describe --val-data
+        if "--val-data" not in aliased:
+            problems.append(f"{used[0]}: requires --val-data")
+        sources = tree.at(SOURCE[:-1])
+        if sources is not None and tree.at(SOURCE) is not None and tree.at((*SOURCE, "shards")) is None:
+            del sources.value[SOURCE[-1]]
     return tree
 
 
-def format_value(value: Any) -> str:
-    return redact(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+def _path_of(root: type[Section], flag: str) -> tuple[Path, str]:
+    """The path of a dotted flag, and its key with NAME for the names that users give to sources, evaluators and sinks.
 
-
-def require_equal(settings: Settings, world: World, split: FilePath | None = None) -> None:
-    """Check that all ranks have the same settings, files that these name, and software. Collective.
-
-    Args:
-        split: names of the held-out samples, of which each node has the list in its own cache.
-
-    What may differ between nodes is left out. The names and sizes of shards are compared when the data order is known,
-    the files of a model when they are downloaded.
-
-    Raises SettingsError: they differ; names the keys, both values, and the hosts.
+    Kebab case becomes snake case, except in these names.
     """
+    path, key, annotation = list[str](), list[str](), root
+    for part in flag.removeprefix("--").split("."):
+        named = entries_of(annotation) is not None
+        path.append(part if named else part.replace("-", "_"))
+        key.append("NAME" if named else path[-1])
+        annotation = child(annotation, None, path[-1])
+    return tuple(path), ".".join(key)
 
-    def own() -> dict[str, object]:
-        found = {key: value for key, value in by_key(settings).items() if not OF_A_NODE.fullmatch(key)}
-        if split is not None:
-            found = {key: value for key, value in found.items() if not SPLIT_KEYS.match(key)}
-            found["data.val_split"] = hashlib.sha256(split.read_bytes()).hexdigest()
-        named = [
-            (key, text) for key, value in found.items() for text in (value if isinstance(value, list) else [value])
-        ]
-        texts = [(key, text) for key, text in named if isinstance(text, str)]
-        files = {f"{key} ({text})": FilePath(text) for key, text in texts if not ELSEWHERE.match(key)}
-        files |= {f"{key} ({text})": FilePath(text) / "store.json" for key, text in texts if key.endswith("_features")}
-        sums = {key: atomic_write.checksum(file) for key, file in files.items() if os.path.isfile(file)}
-        return {**found, **sums, **software(found.values())}
 
-    advice = "start all ranks with the same command line, files and software"
-    require_same(world, own, "settings or software", advice, format_value)
+def is_switch(root: type[Section], alias: FlagAlias) -> bool:
+    """Whether the flag alone means true."""
+    field = plain_field(root, alias)
+    return alias.switch or "true" in alias.words or (field is not None and bool in kinds(field.annotation))
+
+
+def _with_defaults(aliased: dict[str, str], tree: Node, files: Sequence[Node], problems: list[str]) -> dict[str, str]:
+    """The short flags, with open_clip's defaults for other ones, if --open-clip-defaults asks for them."""
+    if aliased.pop(flag := "--open-clip-defaults", "false").lower() == "false":
+        return aliased
+    if files:
+        problems.append(f"{flag}: not supported with --config")
+    without = {one for one, (data, _) in INTERVALS.items() if not any(name in aliased for name in data)}
+    if "--steps" in aliased or any(tree.at(("train", key)) is not None for key in ("steps", "samples", "epochs")):
+        without.add("--epochs")
+    if "--train-data-upsampling-factors" in aliased:  # which open_clip takes with replacement only
+        without.add("--dataset-resampled")
+    without |= {one for one in DEFAULTS if any(tree.at(tuple(key.split("."))) for key in BY_FLAG[one].keys)}
+    return {**{one: text for one, text in DEFAULTS.items() if one not in without}, **aliased}
+
+
+def merge_sources(root: type[Section], sources: Sequence[Node]) -> Node:
+    """All sources, given from lowest to highest, as one tree."""
+    tree = Node()
+    for source in reversed(sources):
+        tree = _merge(root, source, tree, ())
+    return tree
+
+
+def _merge(annotation: Any, low: Node, high: Node, path: Path) -> Node:
+    """The mapping `low` with `high` merged over it, without keys that `high` excludes.
+
+    Where `high` has another `type`, only the keys of the whole family are kept, as the others belong to the old type.
+    """
+    section, found, over = section_of(annotation), dict(low.value), high.value
+    given = [node.value for node in (over.get("type"), found.get("type")) if node is not None]
+    typed = {"type": given[0]} if given else {}
+    if section is not None and issubclass(section, PluginSection) and "type" in over:
+        before = given[1] if len(given) > 1 else section.model_fields["type"].default
+        if given[0] != before:
+            # EvalSettings keeps `data` and `every`; the `key` of a text caption must not become a JSON caption's.
+            found = {key: node for key, node in found.items() if key in section.model_fields and key != "type"}
+    group = EXCLUSIVE.get(path, ())
+    if any(key in over and over[key].value is not None for key in group):
+        found = {key: node for key, node in found.items() if key not in group}
+    for key, node in over.items():
+        under, inner = found.get(key), child(annotation, typed, key)
+        found[key] = node
+        if under is not None and isinstance(under.value, dict):
+            if isinstance(node.value, dict):
+                found[key] = _merge(inner, under, node, (*path, key))
+            elif node.value is None and section is not None and required_section(inner):
+                found[key] = under
+    return Node(found, high.place or low.place, high.written or low.written)
+
+
+def plain(annotation: Any, node: Node) -> Any:
+    """The value of a node with YAML's guesses about types undone.
+
+    A plain scalar where text is wanted becomes its text (`name: 00001`, `classes: [yes, no]`). A section without keys
+    and a null entry of a named map are removed.
+    """
+    value, section, entries, items = node.value, section_of(annotation), entries_of(annotation), items_of(annotation)
+    wanted: dict[type[Any], bool] = {
+        dict: section is not None or entries is not None,
+        list: items is not None,
+        str: True,
+    }
+    optional = value is None and NoneType in kinds(annotation)
+    if node.text is not None and not wanted.get(type(value), optional) and accepts_text(annotation, node.text):
+        return node.text
+    if isinstance(value, dict):
+        typed = {"type": value["type"].value} if section is not None and "type" in value else {}
+        found = {}
+        for key, part in value.items():
+            inner = child(annotation, typed, key)
+            removed = required_section(inner) if section is not None else entries not in (None, Any)
+            if part.value is not None or not removed:
+                found[key] = plain(inner, part)
+        return found
+    if isinstance(value, list):
+        return [plain(items, item) for item in value]
+    return {} if value is None and entries not in (None, Any) else value
+
+
+def accepts_text(annotation: Any, text: str) -> bool:
+    """Whether the string `text` is itself a valid value of this annotation."""
+    return any(kind is str or (get_origin(kind) is Literal and text in get_args(kind)) for kind in kinds(annotation))
 
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
@@ -354,140 +493,3 @@ def _text(name: str, value: Any) -> str:
         return "::".join(map(str, value))
     with errors_as(SettingsError, f"{name}: invalid value of type {type(value).__name__}", TypeError):
         return json.dumps(value)
-
-
-def dump(settings: Settings) -> str:
-    """The settings as YAML that, given as `--config` in any folder, repeats the run.
-
-    `checkpoint.resume` and `resume_approximate` are left out, as they belong to this process and not to the run.
-    `${NAME}` references stay.
-    """
-    exclude = {"checkpoint": {"resume", "resume_approximate"}}
-    return to_yaml(portable(settings).model_dump(mode="json", exclude=exclude))
-
-
-def secrets(settings: Settings) -> list[str]:
-    """The keys whose values contain a credential; references to the environment do not count."""
-    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in by_key(settings).items()}
-    return [key for key, text in texts.items() if has_secret(text)]
-
-
-def write_config(settings: Settings, split: FilePath | None) -> None:
-    """Write config.yaml and the list of held-out samples; with mode 0600 and a warning if it holds a credential.
-
-    Args:
-        settings: `Plan.repeatable`.
-        split: the list.
-    """
-    keys, copied = secrets(settings), settings.checkpoint.remote_sync
-    if keys:
-        synced = "" if copied is None else f", and --remote-sync copies it to {redact(copied)}"
-        logger.warning(
-            f"{', '.join(keys)} has a password or key, which is written to config.yaml (mode 0600{synced}): use an "
-            f"environment variable, ${{NAME}}, instead"
-        )
-    if split is not None and split != (own := settings.run_folder / SPLIT_FILE):
-        atomic_write.replace(own, split.read_bytes())
-    atomic_write.replace(settings.run_folder / "config.yaml", dump(settings).encode(), private=bool(keys))
-
-
-def redact_settings(settings: Settings) -> Tree:
-    """The settings as nested mappings without credentials, for the files and services that show a run."""
-    tree: Tree = redact_tree(settings.model_dump(mode="json"))
-    return tree
-
-
-def portable(section: S) -> S:
-    """A copy of the settings with absolute paths and the content of the model's JSON config.
-
-    Raises SettingsError: the model's config cannot be read.
-    """
-    changed: dict[str, Any] = {}
-    for key in type(section).model_fields:
-        value = getattr(section, key)
-        if isinstance(value, Section):
-            changed[key] = portable(value)
-        elif isinstance(value, dict):
-            changed[key] = {k: portable(v) if isinstance(v, Section) else v for k, v in value.items()}
-        elif value is not None and (made := _absolute(section, key, value)) != value:
-            changed[key] = made
-    if isinstance(section, ModelSettings) and section.config is None and _is_file(section.name, ".json"):
-        changed["config"] = asdict(ModelConfig.read(FilePath(section.name)))
-        text = changed["config"]["model_cfg"]["text_cfg"]
-        for key in ("hf_model_name", "hf_tokenizer_name"):
-            if text.get(key) and FilePath(text[key]).is_dir():
-                text[key] = _path(text[key])
-    return section.model_copy(update=changed)
-
-
-def _path(text: str) -> str:
-    return text if text.startswith(_ANCHORED) or ShardURL(text).scheme is not None else os.path.abspath(text)
-
-
-def _absolute(section: Section, key: str, value: Any) -> Any:
-    """The value of a setting, with absolute paths where it names shards, files or folders."""
-    if isinstance(section, SourceSettings) and key == "shards" and is_plugin(section.type):
-        found = [_path(item) if _is_file(item) else item for item in ([value] if isinstance(value, str) else value)]
-        return found[0] if isinstance(value, str) else found
-    if isinstance(section, SourceSettings | FrozenSettings) and key in ("shards", "train_shards"):
-        return _shards(value)
-    if not names_path(type(section).model_fields[key]):
-        return value
-    if key in _NAMES and not isinstance(section, PathTokenizer):
-        return _absolute_name(value)
-    return [_path(item) for item in value] if isinstance(value, list) else _path(value)
-
-
-def _absolute_name(text: str | list[str]) -> str | list[str]:
-    """The absolute path of an existing file or a model's folder; lists and other texts stay."""
-    if isinstance(text, str) and text.startswith(LOCAL):
-        return LOCAL + _path(text[len(LOCAL) :])
-    return _path(text) if isinstance(text, str) and _is_file(text, ".json") else text
-
-
-def _is_file(text: str, ending: str = "\0") -> bool:
-    return ShardURL(text).scheme is None and (text.endswith(ending) or FilePath(text).is_file())
-
-
-def _shards(spec: str | list[str]) -> str | list[str]:
-    """A specification of shards, with the working folder before its relative paths."""
-    if isinstance(spec, list):
-        return [str(_shards(item)) for item in spec]
-    here, parts = os.getcwd(), parts_of(spec)
-    for number, part in enumerate(parts) if not _PATTERN.search(here) else ():
-        scheme = scheme_of(part)
-        if scheme is not None and source_type(scheme).generated:
-            continue
-        prefix = f"{scheme}:" if scheme is not None else ""
-        rest = part.removeprefix(prefix)
-        if not rest or ShardURL(rest).scheme is not None:
-            continue
-        try:
-            paths = [rest, *braceexpand.braceexpand(rest)]
-        except ValueError:  # reported where the shards are listed
-            paths = [rest]
-        if not any(path.startswith(_ANCHORED) for path in paths):
-            parts[number] = f"{prefix}{here.rstrip('/')}/{rest}"
-    return "::".join(parts)
-
-
-def settings_of_weights(settings: Settings) -> dict[str, object]:
-    """The settings that determine the weights, by dotted key, for a checkpoint's state.
-
-    Args:
-        settings: `Plan.recorded`.
-    """
-    return {
-        key: redact_value(value) if isinstance(value, str) else value
-        for key, value in by_key(portable(settings)).items()
-        if TRAINS.match(key) and not BESIDES.fullmatch(key)
-    }
-
-
-def changes(settings: Settings, before: Mapping[str, object]) -> list[str]:
-    """Differences of `settings_of_weights` from a checkpoint: 'KEY OLD -> NEW'; keys that it lacks are left out."""
-    return [
-        f"{key} {format_value(before[key])} -> {format_value(value)}"
-        for key, value in settings_of_weights(settings).items()
-        if key in before and before[key] != value
-    ]

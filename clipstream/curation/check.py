@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from clipstream.config.config_file import non_defaults, portable, secrets
 from clipstream.config.config_sources import to_yaml
-from clipstream.config.flags import output_file
+from clipstream.config.entry import output_file
 from clipstream.config.plan import LARGE, batch_of
-from clipstream.config.settings import PathLike, Settings, load, non_defaults, portable, secrets, tree_of
+from clipstream.config.settings import PathLike, Settings, load, tree_of
 from clipstream.config.short_flags import READING_FLAGS
 from clipstream.curation.problems import CONTEXT, Examined, ReportTable, examine, large_note, write_page
 from clipstream.curation.sample_table import Columns, Row, RowReader

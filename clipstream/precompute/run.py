@@ -27,8 +27,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from clipstream.config.config_file import require_equal
 from clipstream.config.plan import Survey
-from clipstream.config.settings import Settings, require_equal
+from clipstream.config.settings import Settings
 from clipstream.data.batch import Batch
 from clipstream.data.build import ChunkPlan, chunk_loader
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer

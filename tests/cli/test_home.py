@@ -10,8 +10,7 @@ from pydantic import create_model
 
 from clipstream.cli.main import VERBS, verb_of
 from clipstream.cli.verbs import check, compare, index
-from clipstream.config.config_sources import accepts_text
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, accepts_text, load
 from clipstream.data.settings import PathTokenizer
 from clipstream.data.sources import expand
 from clipstream.utils.section import items_of, leaves, names_path

@@ -12,7 +12,8 @@ import yaml
 
 from clipstream.cli.verbs.evaluate import main as evaluate
 from clipstream.cli.verbs.train import main
-from clipstream.config.settings import dump, load, portable, secrets
+from clipstream.config.config_file import dump, portable, secrets
+from clipstream.config.settings import load
 from clipstream.errors import SettingsError
 from clipstream.models.pretrained import ModelFiles, look_up
 from clipstream.storage.shard_url import has_secret

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from clipstream.config.flags import advice
-from clipstream.config.settings import Settings, dump, load, read
+from clipstream.config.config_file import dump
+from clipstream.config.config_sources import advice
+from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_run
 from clipstream.data.source_settings import JsonCaption, TextCaption
 from clipstream.distributed.world import World

@@ -11,6 +11,7 @@ from PIL import Image
 
 from clipstream.cli import main
 from clipstream.config import plan as plan_module
+from clipstream.config.config_file import dump
 from clipstream.config.plan import (
     BATCH,
     EVERY,
@@ -28,7 +29,7 @@ from clipstream.config.plan import (
     draft,
     survey,
 )
-from clipstream.config.settings import dump, load, read
+from clipstream.config.settings import load, read
 from clipstream.config.validate import prepare_run
 from clipstream.data.order_plan import epoch_plan
 from clipstream.data.sources import indexes

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipstream.config.settings import load, require_equal
+from clipstream.config.config_file import require_equal
+from clipstream.config.settings import load
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import PROBED, Source, SourceContext
 from clipstream.distributed import run_record

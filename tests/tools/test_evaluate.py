@@ -18,7 +18,8 @@ from PIL import Image
 from clipstream.checkpoint.store import locate, resolve_model_name
 from clipstream.cli.verbs.evaluate import main
 from clipstream.cli.verbs.train import main as train
-from clipstream.config.settings import Settings, dump, load
+from clipstream.config.config_file import dump
+from clipstream.config.settings import Settings, load
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import of_weights

@@ -15,7 +15,8 @@ import torch
 
 from clipstream.cli.verbs.evaluate import ROOT as VARIABLE
 from clipstream.cli.verbs.evaluate import main
-from clipstream.config.settings import Settings, dump, load, read
+from clipstream.config.config_file import dump
+from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_run
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError

@@ -17,8 +17,8 @@ import yaml
 
 from clipstream.checkpoint.store import Subject
 from clipstream.cli.main import VERBS, main, verb_of
-from clipstream.config.flags import spellings as flag_spellings
-from clipstream.config.flags import trait
+from clipstream.config.help import spellings as flag_spellings
+from clipstream.config.help import trait
 from clipstream.config.settings import Settings
 from clipstream.export.proof import read
 from clipstream.export.run import Exported

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from clipstream.config.entry import CommandLine, Verb
-from clipstream.config.flags import OutPath, argument, flag, output_file
+from clipstream.config.config_file import require_equal
+from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, output_file
 from clipstream.config.help import READING
 from clipstream.config.plan import Survey, survey
-from clipstream.config.settings import Settings, Written, require_equal
+from clipstream.config.settings import Settings, Written
 from clipstream.config.validate import preflight_models, validate_sources
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.launch import run_ranks

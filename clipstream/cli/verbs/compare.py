@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from clipstream.config.config_sources import enumerate_words
-from clipstream.config.entry import CommandLine, Verb
-from clipstream.config.flags import OutPath, argument, flag
+from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag
 from clipstream.errors import SettingsError, errors_as
 from clipstream.report.html_report import read_run, write_page
 from clipstream.utils.atomic_write import claim_output

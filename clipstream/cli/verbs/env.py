@@ -8,8 +8,7 @@ import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 
-from clipstream.config.entry import CommandLine, Verb
-from clipstream.config.flags import switch
+from clipstream.config.entry import CommandLine, Verb, switch
 from clipstream.distributed.run_record import hardware, versions
 from clipstream.utils.section import Section
 

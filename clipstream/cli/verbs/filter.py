@@ -5,8 +5,7 @@ The flags; `run` does the work.
 
 from __future__ import annotations
 
-from clipstream.config.entry import CommandLine, Verb
-from clipstream.config.flags import OutPath, argument, flag
+from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag
 from clipstream.config.help import READING
 from clipstream.curation.filter_recipes import RECIPES
 from clipstream.errors import SettingsError, did_you_mean

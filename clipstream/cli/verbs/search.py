@@ -9,8 +9,7 @@ import sys
 from shutil import get_terminal_size
 from typing import Any, Literal
 
-from clipstream.config.entry import CommandLine, Verb
-from clipstream.config.flags import OutPath, argument, flag, output_file
+from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, output_file
 from clipstream.config.help import READING
 from clipstream.curation.images import search as images
 from clipstream.curation.images.image_index import ImageSearch

@@ -17,10 +17,9 @@ from typing import Any
 from rich.filesize import decimal
 
 from clipstream.config.config_sources import Node, to_yaml
-from clipstream.config.entry import CommandLine, Verb
-from clipstream.config.flags import OutPath, argument, flag, split
+from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag
 from clipstream.config.help import READING
-from clipstream.config.settings import Settings, load
+from clipstream.config.settings import Settings, load, split
 from clipstream.data.shard_pass import PARTS, lock_output
 from clipstream.data.sources import expand
 from clipstream.data.sources.tars import SIZES

@@ -22,8 +22,7 @@ from pydantic import SerializeAsAny
 
 from clipstream.checkpoint.store import locate, model_at, model_in
 from clipstream.config.config_sources import Node
-from clipstream.config.flags import split
-from clipstream.config.settings import Settings, Written, load
+from clipstream.config.settings import Settings, Written, load, split
 from clipstream.config.short_flags import SOURCE
 from clipstream.config.validate import validate_sources
 from clipstream.curation.gallery import Card

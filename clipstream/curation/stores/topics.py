@@ -23,8 +23,7 @@ import pyarrow as pa
 import torch
 
 from clipstream.api.model import Model, usable_device
-from clipstream.config.entry import CommandLine
-from clipstream.config.flags import output_file
+from clipstream.config.entry import CommandLine, output_file
 from clipstream.config.plan import survey
 from clipstream.curation.gallery import Card, render_gallery
 from clipstream.curation.images.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from clipstream.config.config_file import dump
 from clipstream.config.plan import draft, survey
-from clipstream.config.settings import dump, load, load_settings, read
+from clipstream.config.settings import load, load_settings, read
 from clipstream.config.validate import validate_run
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source

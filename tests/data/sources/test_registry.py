@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from clipstream.config.settings import dump, load
+from clipstream.config.config_file import dump
+from clipstream.config.settings import load
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import OpenShard, Source, SourceContext, SourceType, expand
 from clipstream.data.sources.indexes import count_samples

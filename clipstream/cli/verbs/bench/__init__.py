@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator
 from rich.console import Console
 
-from clipstream.config.entry import CommandLine, Verb
-from clipstream.config.flags import OutPath, flag, output_file
+from clipstream.config.entry import CommandLine, OutPath, Verb, flag, output_file
 from clipstream.config.help import READING
 from clipstream.config.plan import with_lanes
 from clipstream.config.settings import Written
