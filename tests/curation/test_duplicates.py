@@ -81,7 +81,7 @@ def messages(world: World, kind: str, loss: AutoLoss, copies: int) -> list[str]:
         sources=torch.zeros(len(mine), dtype=torch.uint8),
         step=0,
         global_size=48 * copies,
-        pictures=torch.tensor([n % 48 % images - (1 << 62) for n in mine]),
+        checksums=torch.tensor([n % 48 % images - (1 << 62) for n in mine]),
         groups=torch.tensor([n % 6 * 2 for n in mine]),
     )
     found: list[str] = []
