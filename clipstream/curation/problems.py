@@ -32,7 +32,7 @@ from clipstream.storage.shard_cache import ShardCache
 from clipstream.text import counted, listed, percent, printable, shortened
 from clipstream.utils import atomic_write
 from clipstream.utils.content import IMAGE_NAME
-from clipstream.utils.cores import cores
+from clipstream.utils.processes import cores
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -29,8 +29,8 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_url import ShardURL, redact, stable_name, whole_file
 from clipstream.text import counted, lines
-from clipstream.utils.cores import cores
 from clipstream.utils.logs import logger
+from clipstream.utils.processes import cores
 
 ORDER_VERSION = 2  # of the algorithm; another number is another order
 MIXED_ORDER_VERSION = 3  # the same, of several sources and of the mode `epoch`

@@ -22,9 +22,8 @@ from clipstream.distributed.settings import RunSettings
 from clipstream.distributed.signals import SIGNALS, ending_on_signals
 from clipstream.distributed.world import DUMP, World, resolve_device
 from clipstream.text import counted
-from clipstream.utils.cores import cores
 from clipstream.utils.logs import logger, on_terminal
-from clipstream.utils.processes import many_files
+from clipstream.utils.processes import cores, many_files
 from clipstream.utils.torch_state import restore_matmul_precision
 
 PR_SET_PDEATHSIG = 1

@@ -29,8 +29,8 @@ from clipstream.distributed.world import World
 from clipstream.errors import INTERRUPTED, CopyError, DivergedError, SettingsError, Stopped
 from clipstream.text import listed, shortened
 from clipstream.utils.atomic_write import checksum
-from clipstream.utils.cores import cores
 from clipstream.utils.plugins import OURS, is_library, is_plugin
+from clipstream.utils.processes import cores
 
 GIT_SECONDS = 10.0  # limit for one git command: a work tree may be on a slow network disk
 PACKAGES = ("open_clip_torch", "timm", "transformers", "webdataset", "huggingface_hub", "numpy", "pillow")

@@ -25,7 +25,7 @@ from zlib import crc32
 
 from clipstream.distributed.shared_keys import Socket, connections_since, open_sockets
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.utils.cores import capabilities
+from clipstream.utils.processes import capabilities
 
 if TYPE_CHECKING:
     import torch

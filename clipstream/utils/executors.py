@@ -30,8 +30,7 @@ from clipstream import __version__
 from clipstream.errors import DataError, SettingsError
 from clipstream.text import counted, lines, listed_lines
 from clipstream.utils import processes
-from clipstream.utils.cores import cores
-from clipstream.utils.processes import PATIENCE, PULSE, RETRIES, Ended, TaskFailure
+from clipstream.utils.processes import PATIENCE, PULSE, RETRIES, Ended, TaskFailure, cores
 
 Result = TypeVar("Result")
 FLAG = "--executor"

@@ -1,4 +1,8 @@
-"""Child processes: their end, on the parent's request or when it dies, and a pool of them for independent tasks.
+"""What a process may use, cores and open files; and child processes: their end, on the parent's request or when it
+dies, and a pool of them for independent tasks.
+
+`CLIPSTREAM_CAPABILITIES` overrides what is found of the machine, as `bf16,cores=4` or `no-bf16`; what it does not name
+is as it was found. A run can so be repeated as on another machine, and tests can have both answers.
 
 `Ended` runs a child's `finally` blocks; a clean-up that hangs is cut short. The processes of a pool share the parent's
 memory, and one that the system kills loses only its current task, which is done again: `concurrent.futures` gives up
@@ -9,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
@@ -22,11 +28,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from clipstream.errors import SettingsError
 from clipstream.text import printable
 
 Result = TypeVar("Result")
+CAPABILITIES = "CLIPSTREAM_CAPABILITIES"
 _PR_SET_PDEATHSIG = 1
 END = signal.SIGUSR2
 _LAST_SECONDS = 2  # for a child to clean up
@@ -190,6 +199,32 @@ def _work(
             connection.send(answer)
     except (Ended, EOFError, BrokenPipeError, ConnectionResetError):
         return  # requested by the parent, or because it died
+
+
+def cores() -> int:
+    """Cores that this process may use: its affinity, and the limit of its control group (containers, Slurm)."""
+    if (number := capabilities().get("cores")) is not None:
+        return int(number)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(allowed, _quota())))
+
+
+def _quota() -> float:
+    """The control group's limit in cores; cgroup v2 writes 'max 100000' or '200000 100000'."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return math.inf if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return math.inf
+
+
+def capabilities() -> dict[str, str]:
+    """What the variable says, as name -> value. Raises SettingsError: it is not written as 'bf16,cores=4'."""
+    text = os.environ.get(CAPABILITIES, "")
+    parts = {part.strip() for part in text.split(",")}
+    if {"bf16", "no-bf16"} <= parts or not all(re.fullmatch("|(no-)?bf16|cores=[1-9][0-9]*", part) for part in parts):
+        raise SettingsError(f"{CAPABILITIES} is {text!r}: expected bf16 or no-bf16, and cores=N, separated by commas")
+    return {name: value for name, _, value in (part.partition("=") for part in parts)}
 
 
 @contextlib.contextmanager

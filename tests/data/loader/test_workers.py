@@ -28,7 +28,7 @@ from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed import world
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
-from clipstream.utils import cores as machine
+from clipstream.utils import processes as machine
 from tests.support.clocks import START, Clock
 from tests.support.forks import TIMEOUT, wait_until
 from tests.support.loaders import data, evaluation_of, is_filled, loader
@@ -213,12 +213,12 @@ def test_a_core_of_each_rank_is_left_to_training(
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(machine.VARIABLE, raising=False)
+    monkeypatch.delenv(machine.CAPABILITIES, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
     for quota, count in [(float("inf"), 12), (2.5, 3), (0.5, 1), (64, 12)]:
         monkeypatch.setattr(machine, "_quota", lambda quota=quota: quota)
         assert machine.cores() == count
-    monkeypatch.setenv(machine.VARIABLE, "cores=40")
+    monkeypatch.setenv(machine.CAPABILITIES, "cores=40")
     assert machine.cores() == 40
 
 
@@ -227,10 +227,10 @@ def test_bfloat16_is_found_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) ->
     for allowed in (True, False):  # to oneDNN, by $ONEDNN_MAX_CPU_ISA
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda allowed=allowed: allowed)
         for text, computed in {"cores=4": allowed, "": allowed, "bf16": True, "no-bf16,cores=4": False}.items():
-            monkeypatch.setenv(machine.VARIABLE, text)
+            monkeypatch.setenv(machine.CAPABILITIES, text)
             assert world.computes_bf16("cpu") == computed
     for text in ("fast", "bf16,no-bf16", "bf16=no", "cores=0", "cores=x", "cores"):
-        monkeypatch.setenv(machine.VARIABLE, text)
+        monkeypatch.setenv(machine.CAPABILITIES, text)
         with pytest.raises(SettingsError, match=f"is '{text}': expected bf16 or no-bf16, and cores=N"):
             world.computes_bf16("cpu")
 

@@ -31,7 +31,7 @@ from clipstream.models.pretrained import preflight
 from clipstream.report.records import json_line
 from clipstream.text import counted, duration, milliseconds, percent
 from clipstream.utils.console import ResultConsole, result_table
-from clipstream.utils.cores import cores
+from clipstream.utils.processes import cores
 from clipstream.utils.section import Section
 
 if TYPE_CHECKING:
