@@ -54,24 +54,19 @@ class FeaturesFlags(Section):
     cache: OutPath | None = flag("folder for downloads of a remote store", form="FOLDER")
 
 
-def export_model(command: CommandLine[ModelFlags]) -> None:
+def export(command: CommandLine[ModelFlags] | CommandLine[FeaturesFlags]) -> None:
     from clipstream.export import run  # on use: --help imports no torch
 
-    run.export_model(command.own)
-
-
-def export_features(command: CommandLine[FeaturesFlags]) -> None:
-    from clipstream.export import run
-
-    run.export_features(command.own)
+    own = command.own
+    run.export_model(own) if isinstance(own, ModelFlags) else run.export_features(own)
 
 
 main = Verb(
     "export",
     ModelFlags,
-    export_model,
+    export,
     topics=(
-        Verb("export model", ModelFlags, export_model),
-        Verb("export features", FeaturesFlags, export_features),
+        Verb("export model", ModelFlags, export),
+        Verb("export features", FeaturesFlags, export),
     ),
 )
