@@ -29,7 +29,8 @@ from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.settings import DataSettings, TokenizerSettings
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import expand, open_sources
-from clipstream.features.manifest import CHUNK_ROWS, Manifest, PartInfo, ShardInfo, SourceInfo, encode_rows
+from clipstream.features import CHUNK_ROWS
+from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, encode_rows
 from clipstream.features.writer import StoreWriter
 from clipstream.models.build import build_towers
 from clipstream.models.precision import autocast, prepare

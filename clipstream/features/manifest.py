@@ -32,6 +32,7 @@ import torch
 from pydantic import ConfigDict, Field, InstanceOf
 
 from clipstream.errors import DataError, SettingsError
+from clipstream.features import CHUNK_ROWS, ROWS_MULTIPLE
 from clipstream.text import file_name
 from clipstream.utils.atomic_write import BLOCK, note_input, tensors_header
 from clipstream.utils.atomic_write import DTYPES as SAFETENSORS
@@ -95,8 +96,6 @@ VERSION = 1
 STORE, DRAFT, MODEL = "store.json", "draft.json", "model"
 CRC = "crc32"  # key of store.json and of the metadata of chunks: checksum of all else
 SAMPLES, TEXTS, IDS, IMAGE, TEXT = "samples", "texts", "ids", "image", "text"
-CHUNK_ROWS = 8192  # default samples of a chunk
-ROWS_MULTIPLE = 4096  # of chunk_rows: rows of any width then fill whole pages
 RERUN = "run the same `clipstream precompute` command again, which makes only what is missing"
 
 RowsPer = Literal["sample", "view", "caption"]

@@ -27,12 +27,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from clipstream.errors import DataError, SettingsError, ShardError, did_you_mean
+from clipstream.features import ROWS_MULTIPLE
 from clipstream.features.manifest import (
     DRAFT,
     DTYPES,
     MAX_HEADER,
     RERUN,
-    ROWS_MULTIPLE,
     SAMPLES,
     STORE,
     TEXTS,

@@ -12,7 +12,6 @@ from typing import Literal
 from clipstream.models.settings import Tower
 
 StoredDtype = Literal["float32", "float16", "bfloat16", "int8"]
-CHUNK_ROWS, ROWS_MULTIPLE = 8192, 4096
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from clipstream.config.validate import validate_sources
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, errors_as
+from clipstream.features import CHUNK_ROWS, ROWS_MULTIPLE
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
-from clipstream.precompute import CHUNK_ROWS, ROWS_MULTIPLE, StoredDtype, StoreOptions
+from clipstream.precompute import StoredDtype, StoreOptions
 from clipstream.utils.atomic_write import claim_output
 from clipstream.utils.section import PathText, Section
 

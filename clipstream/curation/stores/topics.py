@@ -40,13 +40,14 @@ from clipstream.distributed.launch import run_embedded
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError, errors_as
 from clipstream.evals.context import context_for
+from clipstream.features import CHUNK_ROWS
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.store import FeatureStore, Numbers
 from clipstream.features.stored_rows import Name, StoredRows
 from clipstream.models.build import build_towers
 from clipstream.models.pretrained import fetch
 from clipstream.models.settings import ModelSettings
-from clipstream.precompute import CHUNK_ROWS, StoreOptions
+from clipstream.precompute import StoreOptions
 from clipstream.precompute.images import StoredImages
 from clipstream.precompute.run import precompute
 from clipstream.storage.shard_cache import ShardCache
