@@ -42,8 +42,7 @@ import webdataset as wds
 from PIL import Image
 
 from clipstream.config.settings import load
-from clipstream.curation.duplicates import scale_of
-from clipstream.curation.sample_table import Columns, table_pass
+from clipstream.curation.sample_table import Columns, scale_of, table_pass
 from clipstream.data.decode.captions import split_keys
 from clipstream.data.decode.images import ImageHeader
 from clipstream.data.source_settings import IMAGE_KEY

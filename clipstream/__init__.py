@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from clipstream.config.settings import load_settings as load_settings
     from clipstream.curation.check import CheckReport as CheckReport
     from clipstream.curation.check import check as check
-    from clipstream.curation.images.search import Match as Match
-    from clipstream.curation.images.search import SearchResults as SearchResults
-    from clipstream.curation.images.search import search as search
+    from clipstream.curation.images import Match as Match
+    from clipstream.curation.images import SearchResults as SearchResults
+    from clipstream.curation.images import search as search
 
 __version__ = "0.1.0"
 __all__ = [
@@ -64,7 +64,7 @@ _PLACES = {  # of what is not a module of its own name
     "check": "clipstream.curation.check",
     "evaluate": "clipstream.cli.verbs.evaluate",
     "Run": "clipstream.api.run",
-    **dict.fromkeys(("Match", "SearchResults", "search"), "clipstream.curation.images.search"),
+    **dict.fromkeys(("Match", "SearchResults", "search"), "clipstream.curation.images"),
     "Settings": "clipstream.config.settings",
     "load_settings": "clipstream.config.settings",
     **dict.fromkeys(("BatchLoader", "ImageTextBatch", "build_loader"), "clipstream.api.loader"),

@@ -12,6 +12,6 @@ from typing import Any
 
 
 def make_held_out(section: Any, share: float, data: Any, key: str) -> Path:
-    """The list of the samples of a source that `data.val_split` holds out, as `curation.val_split` makes it."""
-    found: Path = importlib.import_module("clipstream.curation.val_split").make_held_out(section, share, data, key)
+    """The list of the samples of a source that `data.val_split` holds out, as `curation.duplicates` makes it."""
+    found: Path = importlib.import_module("clipstream.curation.duplicates").make_held_out(section, share, data, key)
     return found

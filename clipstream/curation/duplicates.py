@@ -1,101 +1,45 @@
-"""Duplicates among samples: captions, image files, and images that show nearly the same.
+"""Near-duplicates among samples, and held-out samples (`data.val_split`) that have none in training. Imports no torch.
 
-Captions and image files enter; hashes of 64 bits, pairs of near ones, and groups leave. Imports no torch.
+Hashes of the sample table enter; pairs of near ones, and groups leave. Settings of a source enter; a file with the
+names of held-out samples leaves, which the settings `keep` and `drop` read: samples with the same caption, the same
+image file or nearly the same image are a group, which is held out as a whole. Each node makes the file once, in one
+pass over the source, before the ranks meet: it depends on the samples alone, so that all nodes have the same.
 """
 
 from __future__ import annotations
 
 import itertools
-import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from typing import Any, NamedTuple
-from zlib import crc32
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from clipstream.data.decode.images import FACTORS, Colour, ImageHeader, decode, decode_grey, read_header, turn_upright
-from clipstream.data.loader.health import FLAT_RANGE, is_flat
+from clipstream.curation.sample_table import Hashes, sample_table
+from clipstream.data.decode.key_lists import NOT_KEPT
+from clipstream.data.decode.sample_profile import TRIED, Profile
+from clipstream.data.order.lanes import Numbers
 from clipstream.data.order.rng import hash_of
-from clipstream.data.settings import MAX_PIXELS
+from clipstream.data.settings import DataSettings, split_counts
+from clipstream.data.shard_pass import SamplePass, ShardSamples, get_or_fill, identity
+from clipstream.data.source_settings import LabelCaption, SourceSettings
+from clipstream.data.sources import Source, SourceContext
+from clipstream.distributed.world import World
+from clipstream.errors import Dropped, SettingsError, ShardError
+from clipstream.text import counted, lines
+from clipstream.utils.logs import announce, logger
 
-SIDE, WAVES = 32, 9  # pixels of a side that an image is reduced to, and lowest frequencies of each side
-BATCH = 256  # images that are hashed at once
+FORM = 7  # of the file and its rule: another one is another identity
+COLUMNS = ("shard", "key", "reason", "image_hash", "file_hash", "caption_hash", "other_hashes")
+FEWEST = 2  # samples on each side
 NEAR = 8  # differing bits of 64 up to which two images are nearly the same
 EQUAL = 3  # bands of bits that are compared at once: fewer take more comparisons, more take more passes
 MANY = 1 << 21  # hashes from which these bands are wider
-Hashes = np.ndarray[Any, np.dtype[np.uint64]]
-
-
-class Look(NamedTuple):
-    """What an image file shows."""
-
-    grey: np.ndarray[Any, np.dtype[np.uint8]]  # [SIDE, SIDE]
-    one_colour: bool  # whether all its pixels are (nearly) the same
-
-
-def look_of(data: bytes, background: Colour, max_pixels: int = MAX_PIXELS, header: ImageHeader | None = None) -> Look:
-    """What an image shows, upright. Raises Dropped: the image cannot be decoded.
-
-    A JPEG is decoded at a fraction of its size (`scale_of`), which reads all of the file: only the inverse transform
-    and the colours of its pixels are left out.
-    """
-    header = header or read_header(data, True, max_pixels)
-    factor = scale_of(header)
-    image = decode_grey(data, header, factor, background)
-    box = (0.0, 0.0, header.size[0] / factor, header.size[1] / factor) if factor > 1 else None  # without the padding
-    small = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box, reducing_gap=2.0)
-    if flat := bool(np.ptp(np.asarray(small)) <= FLAT_RANGE):  # of one grey, which may be of several colours
-        flat = is_flat(decode(data, read_header(data, True, max_pixels), factor, background))
-    return Look(np.asarray(turn_upright(small, header.orientation)), flat)
-
-
-def scale_of(header: ImageHeader) -> int:
-    """The fraction of its size, one of FACTORS or 1, at which an image is decoded for its look."""
-    return next((one for one in FACTORS if header.scales and min(header.size) >= SIDE * one), 1)
-
-
-def hashes_of(greys: Sequence[np.ndarray[Any, Any]]) -> Hashes:
-    """Of each image, uint8 [SIDE, SIDE], whether the 64 lowest frequencies but the mean are above their median.
-
-    A copy that was scaled, encoded again or cropped by some percent differs in few bits.
-
-    Source: the perceptual hash of phash.org, by the discrete cosine transform of 32 x 32 grey pixels, which are
-    weighted by a sine, as a crop changes what is near the border most.
-    """
-    weights, waves, order = _waves()
-    grey = np.asarray(greys, np.float64).reshape(-1, SIDE, SIDE)
-    values = waves @ (grey - (weights @ grey @ weights)[:, None, None]) @ waves.T
-    values = np.round(values.reshape(len(values), WAVES * WAVES).take(order, axis=1), 3)
-    middle = np.sort(values)[:, 31:33].mean(axis=1, keepdims=True)
-    return np.packbits(values > middle, axis=1).view(">u8")[:, 0].astype(np.uint64)
-
-
-@cache
-def _waves() -> tuple[np.ndarray[Any, Any], ...]:
-    """The weights of a row's pixels, their sum being 1, the weighted cosines [WAVES, SIDE], and the places of the 64
-    lowest of WAVES x WAVES frequencies without the mean.
-    """
-    window = np.sin(np.pi / SIDE * (np.arange(SIDE) + 0.5))
-    waves = np.cos(np.pi / SIDE * np.outer(np.arange(WAVES), np.arange(SIDE) + 0.5))
-    sums = np.add.outer(np.arange(WAVES), np.arange(WAVES)).ravel()
-    return window / window.sum(), waves * window, np.argsort(sums, kind="stable")[1:65]
-
-
-def file_hash(data: bytes) -> int:
-    """64 bits of a file, the CRC-32 of each half: in a quarter of the time that BLAKE2 takes."""
-    half = len(data) // 2
-    return crc32(data[:half]) << 32 | crc32(data[half:])
-
-
-def caption_hash(text: str) -> int:
-    """64 bits of a caption, the same for other spaces, another case and other forms of the same characters."""
-    if text.isascii():
-        plain = text.lower()
-    else:
-        plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return hash_of(" ".join(plain.split()).encode(errors="surrogatepass"))
 
 
 def near_pairs(hashes: Hashes, most: int = NEAR) -> Iterator[tuple[Any, Any]]:
@@ -196,3 +140,135 @@ def group(looks: Hashes, marks: Iterable[tuple[Any, Any]], most: int) -> tuple[n
             break
     sets.join(near, np.arange(len(looks)))
     return sets.roots(np.arange(len(looks))), int((np.bincount(near)[near] > 1).sum()), bits
+
+
+def make_held_out(section: SourceSettings, share: float, data: DataSettings, key: str) -> Path:
+    """The file with the names of the samples to hold out, one a line below their number; made unless it is there.
+
+    Args:
+        section: the source, whose own `keep` and `drop` count.
+        share: of the samples, 0 to 1.
+        data: settings of the cache and of transfers.
+        key: dotted key of the source, for messages.
+
+    Raises:
+        SettingsError: too few samples can be held out, a shard cannot be read, or the list cannot be written.
+    """
+    source = Source(section, SourceContext(cache=data.cache, key=key))
+    made: list[str] = []
+
+    def fill(part: Path) -> None:
+        remote = sum(source.types[name].is_remote(name) for name in set(source.names))
+        if remote:
+            again = "" if data.cache else ", and again at each evaluation unless --data.cache names a folder for them"
+            logger.info(f"val_split: {counted(remote, 'remote shard', ',')} are downloaded to compare samples{again}")
+        rows = select_compared(source, data)
+        reasons, rows = rows["reason"].to_pylist(), rows.filter(pc.equal(rows["reason"], ""))
+        if not len(rows):
+            raise _nothing_usable(source, data, Counter(reasons))
+        seen = [f"{shard}/{key}" for shard, key in zip(rows["shard"].to_pylist(), rows["key"].to_pylist(), strict=True)]
+        names, said = choose(seen, rows, share)
+        if names is None:
+            raise ShardError("val_split", said)
+        announce(f"val_split {said}")
+        made.append(said)
+        content = [f"# {len(names)} of {len(seen)} usable samples", *names, ""]
+        part.write_text("\n".join(content), encoding="utf-8", errors="surrogateescape")
+
+    how = [FORM, NEAR, share, data.max_image_pixels, section.reading]
+    path = get_or_fill("data.val_split", "splits", identity(source, *how), fill)
+    if not made and World.from_env().is_main:
+        held = counted(split_counts(path)[0], "sample", ",")
+        announce(f"val_split {held} held out for the evaluator val, chosen before")
+    return path
+
+
+def _nothing_usable(source: Source, data: DataSettings, drops: Counter[str]) -> SettingsError:
+    """The error on data without a usable sample: why they are dropped, and the flags that help."""
+    profile, section = Profile(), source.settings
+
+    def look(number: int, samples: ShardSamples) -> None:
+        for _, _, sample in islice(samples, TRIED):
+            if not isinstance(sample, Dropped):
+                profile.add(sample)
+
+    with closing(SamplePass(source, data, None, look)) as one:
+        one(0)
+    why = ", ".join(f"{count:,} x {reason}" for reason, count in drops.most_common())
+    said = f"data.val_split: none of {counted(drops.total(), 'sample', ',')} is usable: {why}"
+    return SettingsError(lines(said, profile.advice(section.image_key, section.caption)))
+
+
+def choose(names: Sequence[str], rows: pa.Table, share: float) -> tuple[list[str] | None, str]:
+    """The names of the samples to hold out, sorted, and how they were chosen, in words; None if there are too few.
+
+    Groups are taken in the order of a hash of their first name, as long as they fit. Those of more than half of the
+    samples to hold out stay in training, and so does a sample whose name has a line break.
+
+    Args:
+        names: of the samples; those of one name are a group, as lists of keys do not tell them apart.
+        rows: as `select_compared` gives them; rows with the same value in `group` are a group, too.
+    """
+    wanted, held = round(len(names) * share), list[str]()
+    most = max(1, wanted // 2)
+    roots, near, bits = group(rows["image_hash"].to_numpy(), _marks(names, rows), most)
+    groups: dict[int, list[str]] = {}
+    for name, root in zip(names, roots.tolist(), strict=True):
+        groups.setdefault(root, []).append(name)
+    for some in sorted(groups.values(), key=lambda some: hash_of(min(some).encode())):
+        broken = any("\n" in name or "\r" in name for name in some)
+        if not broken and len(some) <= most and len(held) + len(some) <= wanted:
+            held += some
+    if min(len(held), len(names) - len(held)) < FEWEST:
+        return None, (
+            f"only {len(held):,} of {counted(len(names), 'usable sample', ',')} can be held out (share {share:g}, "
+            f"{counted(len(groups), 'group', ',')} of similar samples): use more data, another share, or --val-data"
+        )
+    kept = f"{len(held):,} of {counted(len(names), 'sample', ',')} held out for the evaluator val"
+    said = f"{len(groups):,} groups, the largest of {max(map(len, groups.values())):,}"
+    return sorted(
+        held
+    ), f"{kept}; {said}; {near:,} samples with a near-duplicate (of at most {bits} differing bits) are kept together"
+
+
+def select_compared(
+    source: Source,
+    data: DataSettings,
+    groups: Sequence[Numbers] = (),
+    folder: Path | None = None,
+    executor: str = "local",
+) -> pa.Table:
+    """The columns compared for the samples that `keep` and `drop` leave, in stored order, from the sample table.
+
+    Columns: shard, key, reason, image_hash, file_hash, caption_hash, other_hashes, and `group` if there are groups.
+
+    Args:
+        groups: by shard, a label of each sample; those of one label stay together.
+        folder, executor: see `sample_table`.
+
+    Raises ShardError: a shard cannot be read, whose samples might have counterparts among those held out.
+    """
+    table = sample_table(source, data, folder=folder, executor=executor)
+    for name, error in table.faults.items():
+        some = f"{len(table.faults):,} of {counted(len(set(source.names)), 'shard', ',')} cannot be compared"
+        raise ShardError("val_split", f"{some} with the others: {name}: {error}: mend it, or leave it out")
+    labelled = isinstance(source.settings.caption, LabelCaption)  # samples of a class are not alike
+    rows = table.read(COLUMNS[:-2] if labelled else COLUMNS)
+    if groups:
+        rows = rows.append_column("group", pa.array(np.concatenate(groups)))
+    return rows.filter(pc.not_equal(rows["reason"], NOT_KEPT))
+
+
+def _marks(names: Sequence[str], rows: pa.Table) -> Iterator[tuple[Any, Any]]:
+    """What makes samples a group besides their images; see `group`."""
+    numbers = np.arange(len(names))
+    yield numbers, np.array(names, object)
+    yield numbers, rows["file_hash"].to_numpy()
+    if "caption_hash" in rows.column_names:
+        captions, others = rows["caption_hash"].combine_chunks(), rows["other_hashes"].combine_chunks()
+        further = pc.list_parent_indices(others).to_numpy(), pc.list_flatten(others).to_numpy()
+        there = captions.is_valid().to_numpy(zero_copy_only=False)
+        own = numbers[there], captions.drop_null().to_numpy()
+        yield np.concatenate([own[0], further[0]]), np.concatenate([own[1], further[1]])
+    if "group" in rows.column_names:
+        yield numbers, rows["group"].to_numpy()

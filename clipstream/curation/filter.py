@@ -8,6 +8,16 @@ Each condition is an expression of DuckDB over the table `samples`, computed for
 functions and subqueries see all of them. A missing value (null or NaN) is NULL, and a condition that is NULL does not
 hold. A JSON path is a field of nested structs: `json.exif.width`, `json.tags."0"`. Probabilities are those of
 MetaCLIP's balancing (arXiv:2309.16671).
+
+Recipes are DataComp's baselines (arXiv:2304.14108), from `baselines/apply_filter.py` of mlfoundations/datacomp.
+With DataComp's metadata by `--join`, captions and sizes are its columns `text`, `original_width` and `original_height`.
+Without, captions are those of the source, which have no spaces around them, and sizes those of the original file, where
+img2dataset has kept them, or of the image. Fields that are not in a sample come by `--join` or `--scores`:
+
+- `clip_l14_similarity_score`, `clip_b32_similarity_score`: columns of DataComp's metadata.
+- `language`: DataComp uses fastText's lid.176.bin, which `--language-model` reads.
+- `language_cld3`: the code that gcld3 finds. `wordnet_entity`: whether WordNet's first sense of a word of the caption
+  is in ImageNet-21k. `near_imagenet`: whether the nearest of DataComp's centroids is that of an image of ImageNet.
 """
 
 from __future__ import annotations
@@ -25,9 +35,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv, parquet
 
+from clipstream.config.entry import CommandLine, OutPath, argument, flag
 from clipstream.config.settings import load
 from clipstream.curation.duplicates import near_groups
-from clipstream.curation.filter_recipes import OPTIONAL, RECIPES
 from clipstream.curation.sample_table import SCHEMA, Columns, SampleTable, sample_table
 from clipstream.data.decode.key_lists import TABLES, KeyList, errors_of_list, json_columns, list_of, read_list
 from clipstream.data.sources import Source, SourceContext
@@ -36,6 +46,8 @@ from clipstream.text import counted, listed, printable
 from clipstream.utils.atomic_write import note_input
 from clipstream.utils.console import ResultConsole, result_table
 from clipstream.utils.content import read_text
+from clipstream.utils.executors import MEANING, check_executor
+from clipstream.utils.section import Section
 from clipstream.utils.table_files import SAMPLE, TableWriter, check_suffix
 
 DUPLICATES = {f"duplicate_of_{of}": f"{of}_hash" for of in ("image", "file", "caption")}
@@ -44,17 +56,84 @@ EXAMPLES = 3  # dropped samples that are shown of each test
 CELL = 80
 
 
-def filter_samples(options: Any, flags: Sequence[str]) -> None:
+_SIDES = ", ".join(f"coalesce(original_{side}, json.original_{side}, {side})" for side in ("width", "height"))
+_TEXT = "coalesce(text, caption)"
+# Words as Python's split() separates them, and tokens as fastText's tokenize().
+_WORDS = rf"len(regexp_extract_all({_TEXT}, '[^\s\p{{Z}}\x0b\x1c-\x1f\x85]+'))"
+_TOKENS = rf"len(regexp_extract_all({_TEXT}, '\n|[^ \n\r\t\v\f\x00]+'))"
+_ENGLISH = ("language = 'en'", f"length({_TEXT}) > 5")
+_IMAGE = (*_ENGLISH, f"{_TOKENS} > 1", "near_imagenet")
+
+
+def _top(field: str) -> str:
+    return f"{field} IS NOT NULL AND rank() OVER (ORDER BY {field} DESC NULLS LAST) - 1 <= 0.3 * count(*) OVER ()"
+
+
+OPTIONAL = (
+    "text",
+    "original_width",
+    "original_height",
+    "json.original_width",
+    "json.original_height",
+)  # fields that need not be there
+RECIPES = {
+    "basic": (*_ENGLISH, f"{_WORDS} > 2", f"least({_SIDES}) >= 200", f"greatest({_SIDES}) / least({_SIDES}) <= 3.0"),
+    "laion-2b": ("language_cld3 = 'en'", "clip_b32_similarity_score >= 0.28"),
+    "text-based": ("language = 'en'", "wordnet_entity"),
+    "image-based": _IMAGE,
+    "clip-l14-30": (_top("clip_l14_similarity_score"),),
+    "clip-b32-30": (_top("clip_b32_similarity_score"),),
+    "datacomp-1b": (*_IMAGE, _top("clip_l14_similarity_score")),
+}
+
+
+class FilterFlags(Section):
+    """Write the list of the samples that hold all conditions, for data.sources.NAME.keep and for `clipstream pack`; or
+    with --balance a table of probabilities, for data.sources.NAME.probability. Flags of settings say how SOURCE is
+    read. Without --out the conditions are only tried.
+    """
+
+    source: str = argument("what training reads: tars, a table or a folder")
+    where: list[str] = flag(
+        "a condition of fields in DuckDB's SQL, such as 'caption_tokens >= 4 AND width >= 200'; several must all hold; "
+        "an unknown field lists those there are", [], form="SQL",
+    )  # fmt: skip
+    recipe: str | None = flag(f"a baseline of DataComp: {', '.join(RECIPES)}", form="NAME")
+    out: OutPath | None = flag("the list: .parquet, .csv, .jsonl or .txt", form="FILE")
+    scores: list[str] = flag(
+        "a field from a store of `clipstream precompute` (its CLIP scores; STORE:duplicate: the largest cosine with an "
+        "image before it), or from a .parquet or .csv with the columns shard and key, and NAME, score or value "
+        "(without these: whether a sample is listed)", [], form="NAME=FROM",
+    )  # fmt: skip
+    join: str | None = flag("tables (glob) whose columns become fields, such as DataComp's metadata", form="FILES")
+    on: str = flag("field that finds a sample's row of --join", "json.uid", form="FIELD")
+    best: str | None = flag("of duplicates keep the one with the largest FIELD (default: the first)", form="FIELD")
+    language_model: OutPath | None = flag("fastText model that gives the field language", form="FILE")
+    balance: OutPath | None = flag("MetaCLIP's balancing: entries, a line each or a JSON list", form="FILE")
+    t: int | None = flag("samples that an entry of --balance has before it is thinned", ge=1)
+    executor: str | None = flag(MEANING, form="EXECUTOR")
+
+
+def filter_samples(command: CommandLine[FilterFlags]) -> None:
     """Evaluate the conditions, print what each of them leaves, and write the file.
 
     Raises:
         SettingsError: a condition is wrong, or a file cannot be read or written.
         DataError: a shard cannot be read, or no sample is kept.
     """
+    options = command.own
+    if not (options.where or options.recipe or options.balance):
+        raise SettingsError("give --where SQL, --recipe NAME or --balance FILE")
+    if (options.balance is None) != (options.t is None):
+        raise SettingsError("--balance FILE and --t N, 1 or more, go together")
+    if options.recipe is not None and options.recipe not in RECIPES:
+        near = did_you_mean(options.recipe, RECIPES)
+        raise SettingsError(f"--recipe: {options.recipe!r} is not one of {', '.join(RECIPES)}{near}")
+    executor = check_executor(options.executor)
     if options.out:
         check_suffix(Path(options.out), "--out")
-    settings = load(["--train-data", options.source, *flags])
-    recipe = RECIPES.get(options.recipe, ())
+    settings = load(["--train-data", options.source, *command.flags])
+    recipe = RECIPES.get(options.recipe or "", ())
     conditions = Conditions([*recipe, *options.where])
     fields = {name for some in conditions.fields for name in some}
     wanted = [*fields, *([options.on] if options.join else []), *([options.best] if options.best else [])]
@@ -72,7 +151,7 @@ def filter_samples(options: Any, flags: Sequence[str]) -> None:
         fields=tuple(sorted(name for name in wanted if _is_json(name))),
     )
     source = Source(settings.data.sources["train"], SourceContext(cache=settings.data.cache, key="data.sources.train"))
-    samples = Samples(sample_table(source, settings.data, columns, executor=options.executor), source)
+    samples = Samples(sample_table(source, settings.data, columns, executor=executor), source)
     if options.language_model and "language" in wanted:
         samples.made["language"] = _languages(options.language_model)
     for spec in options.scores:
@@ -80,7 +159,7 @@ def filter_samples(options: Any, flags: Sequence[str]) -> None:
     if table is not None:
         hidden = {*FIELDS} - {"language"} | {key} - {*wanted}  # of the same name in samples, or not in the rule
         joined = [name for name in table.column_names if name not in hidden]
-        samples.join(table, joined, table[key], options.on, options.join)
+        samples.join(table, joined, table[key], options.on, str(options.join))
     for name in set(OPTIONAL if recipe else ()) - {*samples.fields}:
         samples.columns[name] = pa.nulls(len(samples))
     conditions.check_fields([*dict.fromkeys([*samples.fields, *names])])
@@ -272,8 +351,9 @@ def _evaluate(conditions: Conditions, samples: Samples) -> np.ndarray[Any, Any]:
     return kept
 
 
-def _balance(options: Any, samples: Samples, kept: np.ndarray[Any, Any]) -> None:
+def _balance(options: FilterFlags, samples: Samples, kept: np.ndarray[Any, Any]) -> None:
     """Write the probability of each usable sample; 0 for those that are not kept."""
+    assert options.balance is not None and options.t is not None
     balance = Balance(options.balance, options.t)
     for start, block, rows in samples.blocks(["caption"]):
         balance.add(block["caption"].filter(pa.array(kept[start : start + rows])).to_pylist())
@@ -332,9 +412,9 @@ def _read(paths: Sequence[str], wanted: Container[str] | None = None) -> tuple[A
 
 
 def _scores_of(where: str) -> Any:
-    from clipstream.curation.stores.pairs import scores_table  # on use: it imports torch
+    from clipstream.curation.stores import sample_scores  # on use: it imports torch
 
-    return scores_table(where)
+    return sample_scores(where)
 
 
 def _languages(path: str) -> Callable[[list[str | None]], list[Any]]:

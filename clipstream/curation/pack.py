@@ -1,8 +1,10 @@
 """The work of `clipstream pack OUT SOURCE…`: writes new shards of the samples of any source that trains.
 
-A command line enters; shards leave, with side indexes, `sizes.json`, `SHA256SUMS` and a data card (`README.md`). What
-the bytes depend on is kept in `pack.json`, so that the same command continues after an interruption, and another one
-is refused. Never imports torch.
+A command line enters; shards leave, with side indexes, `sizes.json`, `SHA256SUMS` and a data card (`README.md`). The
+samples of the sources are listed first (`pack_shards`). `PackPlan` says which of them each new shard gets, a function
+of their numbers, the settings and the seed, so that any process can write any shard (`PackShard`), and always the same
+bytes. What these depend on is kept in `pack.json`, so that the same command continues after an interruption, and
+another one is refused. Never imports torch.
 """
 
 from __future__ import annotations
@@ -14,15 +16,19 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from rich.filesize import decimal
 
 from clipstream.config.settings import Settings
-from clipstream.curation.pack_sample import Recording
+from clipstream.curation.duplicates import choose, select_compared
 from clipstream.curation.pack_shards import (
     MEND,
     Corpus,
@@ -30,27 +36,184 @@ from clipstream.curation.pack_shards import (
     Merged,
     Out,
     Packed,
-    PackPlan,
-    PackShard,
-    choose_held_out,
+    Recording,
+    SamplePacker,
+    TarWriter,
     open_captions,
-    plan_of,
 )
 from clipstream.data.decode.key_lists import build_filter, check_lists
+from clipstream.data.decode.labels import compare_groups
+from clipstream.data.groups import group_labels
+from clipstream.data.order.lanes import Numbers
+from clipstream.data.order.rng import mix, permute
 from clipstream.data.settings import DataSettings
-from clipstream.data.shard_pass import PARTS, ShardPass, identity, lock_output
-from clipstream.data.sources import Source, SourceContext
+from clipstream.data.shard_pass import PARTS, ShardPass, draft_in, identity, lock_output
+from clipstream.data.sources import ShardIndex, Source, SourceContext, indexes
 from clipstream.data.sources.tars import SIZES
-from clipstream.errors import DataError, SettingsError, ShardError, errors_as
+from clipstream.errors import DataError, Dropped, SettingsError, ShardError, errors_as
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import ShardURL, in_braces, redact
+from clipstream.storage.tar import SampleRefs
 from clipstream.text import MESSAGE, counted, duration, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import print_training
 from clipstream.utils.executors import require_all
+from clipstream.utils.logs import logger
 
 FORM = 1  # of the shards' bytes: another one is another plan
 PLAN_FILE, SUMS, CARD = "pack.json", "SHA256SUMS", "README.md"
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Which samples each new shard gets. Samples are numbered in the order of the sources, from 0."""
+
+    ends: Numbers  # number behind the last sample of each shard of the sources, int64
+    size: int | None  # most samples of a new shard; None for one new shard for each of the sources
+    shuffled: bool
+    seed: int
+    unique: bool  # whether keys are unique over all samples, and stay as they are
+    held: Numbers | None = None  # the samples for validation, sorted, int64
+
+    @cached_property
+    def _parts(self) -> list[tuple[str, int, int]]:
+        """(folder, samples, shards) of each split."""
+        total = int(self.ends[-1])
+        held = 0 if self.held is None else len(self.held)
+        split = [("", total)] if self.held is None else [("train/", total - held), ("val/", held)]
+        if self.size is None:
+            return [("", total, len(self.ends))]
+        return [(folder, count, -(-count // self.size)) for folder, count in split]
+
+    def __len__(self) -> int:
+        return sum(shards for _, _, shards in self._parts)
+
+    def shard(self, number: int) -> tuple[str, Numbers]:
+        """The file of a new shard, and the numbers of its samples in order."""
+        for turn, (folder, count, shards) in enumerate(self._parts):
+            if number < shards:
+                if self.size is None:
+                    return f"{number:05d}.tar", np.arange(self.ends[number - 1] if number else 0, self.ends[number])
+                positions = np.arange(count * number // shards, count * (number + 1) // shards)
+                if self.shuffled:
+                    positions = permute(positions, count, mix(self.seed, turn))
+                if self.held is not None:
+                    positions = self.held[positions] if turn else _without(positions, self.held)
+                return f"{folder}{number:05d}.tar", positions
+            number -= shards
+        raise IndexError(number)
+
+    def places(self, numbers: Numbers) -> Iterator[tuple[int, int]]:
+        """(shard of the sources, row in its list) of samples."""
+        shards = np.searchsorted(self.ends, numbers, side="right")
+        rows = numbers - np.concatenate([[0], self.ends])[shards]
+        return zip(shards.tolist(), rows.tolist(), strict=True)
+
+
+def _without(positions: Numbers, held: Numbers) -> Numbers:
+    """The numbers at some positions among all that are not in `held`."""
+    return positions + np.searchsorted(held - np.arange(len(held)), positions, side="right")
+
+
+def plan_of(corpus: Corpus, listed: Sequence[Listed], size: int | None, shuffled: bool, seed: int) -> PackPlan:
+    """The plan without a split for validation."""
+    ends = np.cumsum([one.samples for one in listed], dtype=np.int64)
+    hashes = corpus.hashes()
+    hashes.sort()
+    return PackPlan(ends, size, shuffled, seed, not bool((hashes[1:] == hashes[:-1]).any()))
+
+
+def choose_held_out(
+    corpus: Corpus, data: DataSettings, share: float, group: str | None, folder: Path, executor: str
+) -> Numbers:
+    """The numbers of the samples for validation, sorted, as `duplicates.choose` chooses them; int64.
+
+    Args:
+        group: field whose equal values stay on one side; None for none.
+        folder: of the sample tables, which an interrupted call goes on with.
+
+    Raises:
+        SettingsError: a shard cannot be read, or no sample has the field.
+        DataError: too few samples can be held out.
+    """
+    tables = []
+    for source in corpus.sources:
+        labels = dict[str, Numbers]()
+        if group is not None:
+            labels = dict(zip(source.names, group_labels(source, group, data, "--group"), strict=True))
+            if few := compare_groups("--group", group, np.concatenate([*labels.values()]))[1]:
+                logger.warning(few)
+        tables.append(select_compared(source, data, [*labels.values()], folder, executor))
+    rows = pa.concat_tables(tables, promote_options="default")  # of the samples that are listed
+    usable = pc.equal(rows["reason"], "")
+    names, said = choose(np.flatnonzero(usable).astype(str).tolist(), rows.filter(usable), share)
+    if names is None:
+        raise DataError(f"--val-split: {said}")
+    return np.array(sorted(map(int, names)), np.int64)
+
+
+@dataclass
+class PackShard:
+    """Writes a new shard, unless it is there. Called in a process of its own."""
+
+    out: Out
+    corpus: Corpus
+    plan: PackPlan
+    recording: Recording
+    digest: str  # of what the bytes depend on
+    merged: Merged | None = None
+    _packers: dict[int, SamplePacker] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_packers": {}}
+
+    def __call__(self, number: int) -> Packed:
+        """Pack a shard by its number in the plan. Raises ShardError, OSError."""
+        name, numbers = self.plan.shard(number)
+        if (packed := self.out.find_packed(name, self.digest)) is not None:
+            return packed
+        with draft_in(self.out.folder / PARTS) as (part, index):
+            table, packed = self._write(part, numbers)
+            if packed.samples:
+                origin: dict[str, object] = {"pack": self.digest, **packed._asdict()}
+                indexes.write(index, ShardIndex(table), indexes.identity_of(part), origin)
+                self.out.place(name, part, index)
+        return packed._replace(made=bool(packed.samples))
+
+    def _write(self, part: Path, numbers: Numbers) -> tuple[SampleRefs, Packed]:
+        """Write samples into a tar. Raises ShardError, OSError."""
+        drops, images, suffixes = Counter[str](), Counter[str](), Counter[str]()
+        table, merged = SampleRefs(), 0
+        with TarWriter(part) as writer:
+            for number, (shard, row) in zip(numbers.tolist(), self.plan.places(numbers), strict=True):
+                source, columns = self._about(shard)
+                packer = self._packers.get(source)
+                if packer is None:
+                    settings = self.corpus.sources[source].settings
+                    packer = self._packers[source] = SamplePacker(settings, self.recording)
+                try:
+                    sample = self.corpus.load(shard, row, packer.members_needed(columns))
+                    key = sample["__key__"]
+                    more = [] if self.merged is None else self.merged.texts(key)
+                    members, what = packer(sample, columns, more)
+                except Dropped as drop:
+                    drops[drop.reason] += 1
+                    continue
+                merged += bool(more)
+                images.update([what] if what else [])
+                suffixes.update(list(members))
+                key = key if self.plan.unique else f"{number:09d}-{key}"
+                spans = []
+                for suffix, data in members.items():
+                    spans += [writer.add(f"{key}.{suffix}", data), len(data)]
+                table.add(key, members, spans)
+            at, digest = writer.close()
+        return table, Packed(len(table), at, digest, dict(drops), dict(images), dict(suffixes), merged)
+
+    def _about(self, shard: int) -> tuple[int, bool]:
+        """The number of a shard's source, and whether members are columns."""
+        source, name = self.corpus.shards[shard]
+        return source, self.corpus.sources[source].types[name].columns
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,11 @@ from typing import Any, Literal
 import torch
 
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError
+from clipstream.errors import ClipstreamError, SettingsError, did_you_mean
 from clipstream.evals.context import RunSections, context_for
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings
 from clipstream.evals.statistics import is_share, metrics_of
-from clipstream.export.settings import InterpolateSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.report.pages import Chart, Series
@@ -56,11 +55,14 @@ class Mixing:
 
     Args:
         model: whose towers take the weights.
+        metric_name: EVALUATOR/METRIC to be best; unless set R@1, or the first metric, of the only target.
+        guard_kept: share of the start's figure that each evaluator with role guard must keep; None where none must.
     """
 
     settings: Any
     model: ModelSettings
-    rule: InterpolateSettings
+    metric_name: str | None
+    guard_kept: float | None
     world: World
     points: list[Point] = field(default_factory=list, init=False)
     lower: set[str] = field(default_factory=set, init=False)  # evaluators whose metric is better if smaller
@@ -69,7 +71,14 @@ class Mixing:
         evals: Mapping[str, EvalSettings] = self.settings.evals
         sections: RunSections = self.settings
         self.guards = [name for name, section in evals.items() if section.role == "guard"]
-        self.target, self.metric = self.rule.target_of({name: section.role for name, section in evals.items()})
+        self.metric, targets = Metric.of(self.metric_name, "auto"), [name for name in evals if name not in self.guards]
+        if self.metric is not None and self.metric.evaluator not in evals:
+            near = did_you_mean(self.metric.evaluator, evals)
+            raise SettingsError(f"the target {self.metric} is of no evaluator{near}")
+        if self.metric is None and len(targets) != 1:
+            found = f"several evaluators, {', '.join(targets)}," if targets else "no evaluator"
+            raise SettingsError(f"{found} without role guard: name the target as EVALUATOR/METRIC")
+        self.target = targets[0] if self.metric is None else self.metric.evaluator
         self.context = context_for(sections, self.model, self.world)
         self.towers = self.context.towers
         own = {name: section.model_copy(update={"weights": "trained", "on_error": "raise"})
@@ -121,7 +130,7 @@ class Mixing:
         return all(self._keeps(name, point.metrics[name], start.metrics[name]) for name in self.guards)
 
     def _keeps(self, name: str, figure: float, start: float) -> bool:
-        kept, lower = self.rule.guard_kept, name in self.lower
+        kept, lower = self.guard_kept, name in self.lower
         if not math.isfinite(start):
             raise ClipstreamError(f"the guard {name} is {start} at the start, with which nothing can be compared")
         if not kept:
@@ -129,7 +138,7 @@ class Mixing:
         bar = start * (kept if (start < 0) == lower else 1 / kept)
         return figure <= bar if lower else figure >= bar
 
-    def write(self, folder: Path, chosen: Point, state: Tensors, rule: str = "") -> None:
+    def write(self, folder: Path, chosen: Point, state: Tensors, why: str = "") -> None:
         """Write the chosen model, the table and the plot. On rank 0 alone."""
         loss_type: str = self.towers.loss_type  # in the dtypes of the file, not those of the passes
         whole = build_towers(self.model, seed=0, loss_type=loss_type, tokenizer=self.settings.tokenizer)
@@ -140,13 +149,13 @@ class Mixing:
         rows = [[point.name, *(text_of(point.metrics[name]) for name in names), "chosen" if point is chosen else ""]
                 for point in self.points]  # fmt: skip
         table = markdown_table(header, rows)
-        about = {"chosen": chosen.name, "target": self.rule.target or self.target, "guards": self.guards,
-                 "guard_kept": self.rule.guard_kept if rule else None,
+        about = {"chosen": chosen.name, "target": self.metric_name or self.target, "guards": self.guards,
+                 "guard_kept": self.guard_kept,
                  "points": [{"weights": point.name, **point.metrics} for point in self.points]}  # fmt: skip
         for name, text in ((TABLE, table), (FIGURES, json.dumps(about, indent=2)), (PLOT, self.plot(chosen))):
             atomic_write.replace(folder / name, f"{text}\n".encode())
         print(table, flush=True)
-        announce(f"chosen   {chosen.name}{rule}; written to {folder}")
+        announce(f"chosen   {chosen.name}{why}; written to {folder}")
 
     def plot(self, chosen: Point) -> str:
         """The target over the mean of the guards, or over the order of the mixtures, as SVG."""
@@ -165,7 +174,9 @@ def interpolate(
     settings: Any,
     start: ModelSettings,
     end: ModelSettings,
-    rule: InterpolateSettings,
+    alphas: Iterable[float],
+    metric_name: str | None,
+    guard_kept: float,
     out: Path,
     world: World,
 ) -> None:
@@ -177,15 +188,15 @@ def interpolate(
     Raises:
         SettingsError: as Mixing; the models are not of the same kind.
     """
-    mixing = Mixing(settings, end, rule, world)
+    mixing = Mixing(settings, end, metric_name, guard_kept, world)
     last, first = mixing.state(end, "END"), mixing.state(start, "START")
-    alphas = sorted({0.0, *rule.alphas})
-    points = {alpha: mixing.evaluate(f"alpha {alpha:g}", mix(first, last, alpha)) for alpha in alphas}
+    shares = sorted({0.0, *alphas})
+    points = {alpha: mixing.evaluate(f"alpha {alpha:g}", mix(first, last, alpha)) for alpha in shares}
     allowed = [alpha for alpha, point in points.items() if mixing.keeps(point, points[0.0])]
     alpha = max(allowed, key=lambda one: points[one].target)
     if world.is_main:
-        guard = f" with guard >= {percent(rule.guard_kept)} of the start" if mixing.guards else ""
-        mixing.write(out, points[alpha], mix(first, last, alpha), f": best {rule.target or mixing.target}{guard}")
+        guard = f" with guard >= {percent(guard_kept)} of the start" if mixing.guards else ""
+        mixing.write(out, points[alpha], mix(first, last, alpha), f": best {metric_name or mixing.target}{guard}")
     world.barrier()
 
 
@@ -193,7 +204,7 @@ def soup(
     settings: Any,
     models: Mapping[str, ModelSettings],
     kind: Literal["uniform", "greedy"],
-    rule: InterpolateSettings,
+    metric_name: str | None,
     out: Path,
     world: World,
 ) -> None:
@@ -203,7 +214,7 @@ def soup(
 
     Raises SettingsError: as `interpolate`.
     """
-    mixing = Mixing(settings, next(iter(models.values())), rule, world)
+    mixing = Mixing(settings, next(iter(models.values())), metric_name, None, world)
     states = {name: partial(mixing.state, model, name) for name, model in models.items()}
     singles = {name: mixing.evaluate(name, load()) for name, load in states.items()}
     order = sorted(singles, key=lambda name: -singles[name].target) if kind == "greedy" else list(singles)

@@ -52,21 +52,21 @@ class _Text(nn.Module):
         return normalize(self.clip.encode_text(ids), dim=-1)
 
 
-def write_onnx(towers: Towers, folder: Path, options: Any) -> str:
+def write_onnx(towers: Towers, folder: Path, preprocess: str, int8: bool) -> str:
     """Write the folder; returns a note for the model card. Raises SettingsError: a tower that torch cannot export."""
     backend, _ = fast_tokenizer(towers)
-    form = FORMS[options.preprocess]
+    form = FORMS[preprocess]
     pixels = torch.zeros(2, 3, *towers.image.size, dtype=torch.uint8 if form == "uint8" else torch.float32)
     ids = torch.ones(2, towers.context_length, dtype=torch.int64)
     _export(_Image(towers, form), pixels, form, folder / "image.onnx")
     _export(_Text(towers), ids, "ids", folder / "text.onnx")
-    if options.preprocess == "resize":
+    if preprocess == "resize":
         graph = compose.merge_models(_resizing(towers), onnx.load(folder / "image.onnx"), io_map=[("resized", "uint8")])
         own = {opset.domain.removeprefix("ai.onnx"): opset for opset in graph.opset_import}  # each graph's, merged
         del graph.opset_import[:]
         graph.opset_import.extend(own.values())
         onnx.save(graph, folder / "image.onnx")
-    for name in ("image", "text") if options.int8 else ():
+    for name in ("image", "text") if int8 else ():
         source, target = folder / f"{name}.onnx", folder / f"{name}-int8.onnx"
         # Convolutions stay: onnxruntime computes quantised ones in more time than float32.
         kinds: dict[str, Any] = {

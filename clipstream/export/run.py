@@ -87,7 +87,8 @@ def export_model(options: Any) -> None:
     transformers.utils.logging.disable_progress_bar()
     module = import_module(f"{__package__}.{WRITERS[options.to]}")  # on use: it may import an extra
     with _replacing(out) as draft:
-        about = getattr(module, f"write_{options.to.replace('-', '_')}")(model.towers, draft, options)
+        how = (options.preprocess, options.int8) if options.to == "onnx" else ()
+        about = getattr(module, f"write_{options.to.replace('-', '_')}")(model.towers, draft, *how)
         write_use(model.towers, draft, options.to)
         proof = prove(model, draft, samples, options.to, ("int8",) if options.int8 else ())
         console = Console(highlight=False, soft_wrap=True)

@@ -16,12 +16,19 @@ from sentence_transformers.base.modules import Dense, Normalize, Router, Transfo
 from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 
-from clipstream.export.counterparts import Counterpart, image_tower, text_tower
-from clipstream.export.files import PROCESSOR_FILES, write_processor, write_tokenizer, write_transformers
+from clipstream.export.files import (
+    PROCESSOR_FILES,
+    Counterpart,
+    image_tower,
+    text_tower,
+    write_processor,
+    write_tokenizer,
+    write_transformers,
+)
 from clipstream.models.towers import Towers
 
 
-def write_sentence_transformers(towers: Towers, folder: Path, options: Any) -> str:
+def write_sentence_transformers(towers: Towers, folder: Path) -> str:
     """Write the folder; returns a note for the model card. Raises SettingsError: a tower has no counterpart."""
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
     image, text = image_tower(towers), text_tower(towers)
@@ -29,7 +36,7 @@ def write_sentence_transformers(towers: Towers, folder: Path, options: Any) -> s
     with TemporaryDirectory() as name:
         first: nn.Module
         if text.pooling == "pooled":
-            about = write_transformers(towers, Path(name), options)
+            about = write_transformers(towers, Path(name))
             methods = {part: (f"get_{part}_features", "pooler_output") for part in ("image", "text")}
             first, part = _transformer(Path(name), methods, "sentence_embedding", **padded), ""
         else:

@@ -27,8 +27,10 @@ from clipstream.cli.verbs.pack import main
 from clipstream.config.settings import load
 from clipstream.curation import pack as pack_module
 from clipstream.curation.check import check
-from clipstream.curation.duplicates import hashes_of, look_of, near_pairs
-from clipstream.curation.pack_shards import Packed, PackPlan, PackShard
+from clipstream.curation.duplicates import near_pairs
+from clipstream.curation.pack import PackPlan, PackShard
+from clipstream.curation.pack_shards import Packed
+from clipstream.curation.sample_table import hashes_of, look_of
 from clipstream.data.decode.captions import build_caption, candidates
 from clipstream.data.shard_pass import PARTS
 from clipstream.data.sources import indexes

@@ -10,8 +10,8 @@ from random import Random
 import pytest
 
 from clipstream.config.settings import load
-from clipstream.curation.byte_pairs import BytePairs
 from clipstream.curation.sample_table import Columns, SampleTable, _Counts, part_of, sample_table
+from clipstream.data.decode.tokenizers import clip_byte_pairs
 from clipstream.data.settings import DataSettings
 from clipstream.data.shard_pass import ImageReader
 from clipstream.data.source_settings import SourceSettings
@@ -108,7 +108,7 @@ def test_fields_of_json_are_counted_by_path() -> None:
 def test_tokens_are_those_of_open_clip() -> None:
     from open_clip.tokenizer import SimpleTokenizer
 
-    theirs, ours, random = SimpleTokenizer(), BytePairs(), Random(0)
+    theirs, ours, random = SimpleTokenizer(), clip_byte_pairs(), Random(0)
     letters = [
         chr(one) for part in (range(32, 127), range(9, 14), range(160, 1500), range(0x3040, 0x3060)) for one in part
     ]

@@ -20,8 +20,8 @@ import clipstream
 from clipstream.cli.verbs import precompute
 from clipstream.cli.verbs.search import main
 from clipstream.config.settings import load
-from clipstream.curation.stores.pairs import Doubts
-from clipstream.curation.stores.topics import _mistaken
+from clipstream.curation.stores import Doubts
+from clipstream.curation.topics import _mistaken
 from clipstream.data.groups import look_up
 from clipstream.data.sources import Source, SourceContext
 from clipstream.storage.shard_cache import ShardCache

@@ -27,11 +27,8 @@ from pyarrow import parquet
 import clipstream
 from clipstream.api.model import load_model
 from clipstream.cli.verbs.search import main
-from clipstream.curation.images import indexing
-from clipstream.curation.images import search as images
-from clipstream.curation.images.image_index import ENDS, ImageSearch
-from clipstream.curation.images.numpy_text import NumpyText
-from clipstream.curation.stores import topics
+from clipstream.curation import images, indexing, topics
+from clipstream.curation.image_index import ENDS, ImageSearch, NumpyText
 from clipstream.errors import Stopped
 from tests.support.browser import look, needs_browser
 from tests.support.forks import ROOT

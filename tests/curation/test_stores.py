@@ -11,19 +11,22 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from clipstream.curation.stores import pairs
-from clipstream.curation.stores import search as exact
-from clipstream.curation.stores.pairs import (
+from clipstream.curation import stores
+from clipstream.curation.stores import (
     PairRows,
+    TensorRows,
     cluster,
     doubts,
     find_nearest_preferred,
+    gather,
     hard_negatives,
+    kmeans,
     near_duplicates,
     nearest_in_clusters,
+    pair_scores,
     sample_scores,
+    search,
 )
-from clipstream.curation.stores.search import TensorRows, gather, kmeans, pair_scores, search
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.stored_rows import StoredRows
 from tests.support.stored_features import Made, make_rows, make_store
@@ -35,7 +38,7 @@ from tests.support.stored_features import Made, make_rows, make_store
     queries=st.integers(1, 9),
     k=st.integers(1, 40),
     block=st.integers(1, 300),
-    tile=st.sampled_from([64, exact.TILE]),
+    tile=st.sampled_from([64, stores.TILE]),
     width=st.sampled_from([1, 5, 64]),
     kind=st.sampled_from(["random", "repeated", "close"]),
     seed=st.integers(0, 1000),
@@ -48,7 +51,7 @@ def test_search_is_that_of_float64_products(
     features = make_rows(n, width, kind, seed)
     wanted = torch.cat([make_rows(queries, width, "random", seed + 1), features[:1]])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "TILE", tile)
+        patch.setattr(stores, "TILE", tile)
         found = search(TensorRows(features, block), wanted, k)
     scores = torch.stack([(features.double() * query.double()).sum(dim=1) for query in wanted]).float()
     values, rows = scores.sort(dim=1, descending=True, stable=True)
@@ -82,8 +85,8 @@ def test_clusters_that_are_apart_are_found() -> None:
 def test_the_end_is_a_fixed_point_of_lloyds_algorithm(k: int, block: int, seed: int) -> None:
     features = F.normalize(torch.randn(150, 6, generator=torch.Generator().manual_seed(seed)), dim=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "ITERATIONS", 200)
-        patch.setattr(exact, "TOLERANCE", 0.0)
+        patch.setattr(stores, "ITERATIONS", 200)
+        patch.setattr(stores, "TOLERANCE", 0.0)
         found = kmeans(TensorRows(features, block), k, seed=seed)
     cosines = features.double() @ found.centroids.double().T
     labels = cosines.argmax(dim=1)
@@ -125,7 +128,7 @@ def rows_in_use(made: Made, part: str) -> torch.Tensor:
 def test_rows_are_those_of_the_samples_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: int, dtype: str, block: int
 ) -> None:
-    monkeypatch.setattr(exact, "BLOCK", block)
+    monkeypatch.setattr(stores, "BLOCK", block)
     made = make_store(tmp_path / "store", views=views, dtype=dtype)
     for part in ("image", "text"):
         rows, wanted = StoredRows(made.store, part), rows_in_use(made, part)
@@ -161,7 +164,7 @@ def test_names_of_pictures_and_captions(tmp_path: Path) -> None:
 def test_scores_are_the_cosines_of_pictures_and_their_captions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: int, dtype: str
 ) -> None:
-    monkeypatch.setattr(exact, "BLOCK", 2 if views > 1 else 16384)
+    monkeypatch.setattr(stores, "BLOCK", 2 if views > 1 else 16384)
     made = make_store(tmp_path / "store", views=views, dtype=dtype)
     wanted = [
         float((F.normalize(image.double(), dim=1) @ F.normalize(text.double(), dim=0)).mean())
@@ -197,7 +200,7 @@ def nearest_cosines(features: torch.Tensor, order: np.ndarray, labels: np.ndarra
     n=st.integers(1, 150),
     block=st.integers(1, 150),
     held=st.integers(1, 20000),
-    tile=st.sampled_from([64, pairs.TILE]),
+    tile=st.sampled_from([64, stores.TILE]),
     width=st.sampled_from([3, 24]),
     kind=st.sampled_from(["random", "repeated", "close"]),
     shuffled=st.booleans(),
@@ -209,7 +212,7 @@ def test_the_nearest_preferred_row_is_that_of_float64_products(
     features = make_rows(n, width, kind, seed)
     order = np.random.default_rng(seed).permutation(n) if shuffled else np.arange(n)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairs, "TILE", tile)
+        patch.setattr(stores, "TILE", tile)
         found = find_nearest_preferred(TensorRows(features, block), order, held=held)
     np.testing.assert_allclose(found.cosines, nearest_cosines(features, order), atol=1e-6)
     has = found.rows >= 0
@@ -255,9 +258,9 @@ def test_scores_of_samples(tmp_path: Path) -> None:
         else np.nan
         for image, texts in zip(made.images, made.texts, strict=True)
     ]
-    found = list(sample_scores(made.store, "clip_score"))
-    assert [(some.source, some.shard, key) for some in found for key in some.keys] == made.names
-    scores = np.concatenate([some.scores for some in found])
+    table = sample_scores(str(made.store.path))
+    assert [tuple(row.values())[:3] for row in table.to_pylist()] == made.names
+    scores = table["score"].to_numpy()
     assert scores.dtype == np.float32 and np.isnan(scores).sum() == sum(not own for own in made.captions) > 0
     np.testing.assert_allclose(scores, wanted, atol=1e-6)
     rows = StoredRows(made.store)
@@ -266,10 +269,8 @@ def test_scores_of_samples(tmp_path: Path) -> None:
     for keep_by, order in (("first", np.arange(len(rows))), ("score", by_score)):
         found = near_duplicates(rows, keep_by=keep_by).cosines
         np.testing.assert_allclose(found, nearest_cosines(features, order), atol=1e-6)
-    some = np.concatenate([some.scores for some in sample_scores(made.store, "duplicate")])
+    some = sample_scores(f"{made.store.path}:duplicate")["score"].to_numpy()
     np.testing.assert_array_equal(some, near_duplicates(rows).cosines)
-    with pytest.raises(SettingsError, match="'clipscore' is no score of a store"):
-        list(sample_scores(made.store, "clipscore"))
     with pytest.raises(SettingsError, match="set their number"):
         near_duplicates(rows, keep_by="centroid")
 
@@ -292,7 +293,7 @@ def mean_of_best(scores: torch.Tensor, k: int, of: torch.Tensor) -> torch.Tensor
 
 @pytest.mark.parametrize(("views", "block"), [(0, 16384), (2, 7)])
 def test_doubts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: int, block: int) -> None:
-    monkeypatch.setattr(pairs, "TILE", 64)
+    monkeypatch.setattr(stores, "TILE", 64)
     made = make_store(tmp_path / "store", views=views, sizes={"a": [5, 40], "b/c": [1, 0, 30]})
     monkeypatch.setattr(PairRows.blocks, "__defaults__", (block,))
     rows, images, texts, same = both(made)
@@ -310,9 +311,9 @@ def test_doubts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: int, blo
     np.testing.assert_allclose(found.other_cosines, others.values, atol=1e-5)
     assert found.captions.tolist() == rows[firsts].tolist()
     assert found.others.tolist() == rows[firsts[others.indices]].tolist()
-    scores = np.concatenate([some.scores for some in sample_scores(made.store, "doubt")])
+    scores = sample_scores(f"{made.store.path}:doubt")["score"].to_numpy()
     assert np.isnan(scores).sum() == len(made.names) - len(rows) > 0
-    monkeypatch.setattr(pairs, "REFERENCES", 20)
+    monkeypatch.setattr(stores, "REFERENCES", 20)
     some = doubts(PairRows(made.store), 3)
     assert some.rows.tolist() == rows.tolist() and set(some.others) < set(found.captions)
 

@@ -18,8 +18,8 @@ from PIL import Image
 from clipstream.cli.main import main
 from clipstream.config.settings import read
 from clipstream.config.validate import validate_run
-from clipstream.curation.duplicates import NEAR, caption_hash, hashes_of, look_of, near_pairs
-from clipstream.curation.val_split import choose, make_held_out
+from clipstream.curation.duplicates import NEAR, choose, make_held_out, near_pairs
+from clipstream.curation.sample_table import caption_hash, hashes_of, look_of
 from clipstream.data.decode.key_lists import KeyList
 from clipstream.data.settings import DataSettings
 from clipstream.data.source_settings import SourceSettings

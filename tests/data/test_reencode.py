@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, features
 
-from clipstream.curation.pack_sample import Format, Recipe, recode
+from clipstream.curation.pack_shards import Format, Recipe, recode
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import EvalTransform
 from clipstream.errors import Dropped

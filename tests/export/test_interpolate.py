@@ -20,7 +20,6 @@ from clipstream.cli.verbs.interpolate import main
 from clipstream.cli.verbs.train import main as train
 from clipstream.errors import ClipstreamError
 from clipstream.export.interpolation import Mixing, Point, average, main_figure, mix
-from clipstream.export.settings import InterpolateSettings
 from tests.support.forks import ROOT
 from tests.support.pictures import picture
 from tests.support.ranks import end_ranks
@@ -108,8 +107,8 @@ def test_a_run_with_a_guard_ends_with_the_command(place: Path, capsys: Any) -> N
     [
         ([], "missing MODEL: clipstream interpolate MODEL..."),
         (["{place}/runs/b", "--alphas", "0:1"], "--alphas: expected FIRST:LAST:STEP or a list, [0.3, 0.5], not '0:1'"),
-        (["{place}/runs/b", "--alphas", "[2]"], "--alphas: Input should be less than or equal to 1, not 2"),
-        (["{place}/runs/b", "--guard-kept", "97"], "--guard-kept: Input should be less than or equal to 1, not 97"),
+        (["{place}/runs/b", "--alphas", "[2]"], "--alphas: expected shares from 0 to 1, not 2"),
+        (["{place}/runs/b", "--guard-kept", "97"], "--guard-kept: expected at most 1"),
         (["{place}/runs/b", "--target", "no/R@1"], "the target no/R@1 is of no evaluator"),
         (["{place}/runs/b", "--target", "new/R"], "new has no metric 'R'"),
         (["{place}/runs/b", "--evals.old.role", "target"], "several evaluators, new, old, without role guard"),
@@ -133,7 +132,7 @@ def test_wrong_commands_are_refused_in_one_sentence(argv: list[str], words: str,
 
 def test_guards_decide_which_weights_may_be_chosen() -> None:
     mixing = Mixing.__new__(Mixing)
-    mixing.guards, mixing.rule, mixing.lower = ["old"], InterpolateSettings(guard_kept=0.9), set()
+    mixing.guards, mixing.guard_kept, mixing.lower = ["old"], 0.9, set()
     start = Point("0", {"old": 0.5, "new": 0.1}, 0.1)
     assert mixing.keeps(Point("1", {"old": 0.45, "new": 0.9}, 0.9), start)
     assert not mixing.keeps(Point("1", {"old": 0.44, "new": 0.9}, 0.9), start)

@@ -8,7 +8,6 @@ default of its class, and fields that the class does not have are kept and have 
 
 from __future__ import annotations
 
-import argparse
 import json
 from functools import cache
 from pathlib import Path
@@ -213,7 +212,7 @@ def test_the_centre_crop_of_transformers_stays(tmp_path: Path) -> None:
     model, _, _ = clipstream.load_model(tmp_path / "clip", device="cpu")
     towers = build(f"local-dir:{tmp_path / 'clip'}")
     towers.save_pretrained(tmp_path / "saved")
-    write_transformers(towers, tmp_path / "exported", argparse.Namespace())
+    write_transformers(towers, tmp_path / "exported")
     for name in ("saved", "exported"):
         again, _, _ = clipstream.load_model(tmp_path / name, device="cpu")
         torch.testing.assert_close(again.encode_image(pictures()), model.encode_image(pictures()))

@@ -14,8 +14,7 @@ from torch import nn
 
 import clipstream
 from clipstream.cli.verbs.train import main
-from clipstream.curation.stores.pairs import find_nearest_preferred
-from clipstream.curation.stores.search import TensorRows
+from clipstream.curation.stores import TensorRows, find_nearest_preferred
 from clipstream.errors import SettingsError
 from clipstream.models.precision import check_device, prepare_towers
 from clipstream.utils.torch_state import restore_matmul_precision

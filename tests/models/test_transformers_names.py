@@ -5,7 +5,6 @@ The reference is the model of transformers that wrote the folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -137,7 +136,7 @@ def test_a_text_has_its_feature_at_the_end_of_text_token(eos: int, words: dict[s
     assert_equal(tmp_path / "clip", theirs)
     out = tmp_path / "out"
     if eos != 49407:  # which is no id of these words, and is exported as the largest id
-        write_transformers(build(f"local-dir:{tmp_path / 'clip'}"), out, argparse.Namespace())
+        write_transformers(build(f"local-dir:{tmp_path / 'clip'}"), out)
         assert_equal(out, theirs)
 
 
@@ -209,7 +208,7 @@ def test_a_siglip_model_gives_its_own_features(text: dict[str, Any], vision: dic
     write_words(tmp_path / "siglip", WORDS, first=None)
     model = assert_equal(tmp_path / "siglip", theirs)
     assert model.logit_bias == -7
-    write_transformers(build(f"local-dir:{tmp_path / 'siglip'}"), tmp_path / "out", argparse.Namespace())
+    write_transformers(build(f"local-dir:{tmp_path / 'siglip'}"), tmp_path / "out")
     assert_equal(tmp_path / "out", theirs)
 
 

@@ -7,9 +7,9 @@ A command line enters; a model in a folder, a table and a plot leave. The evalua
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import field_validator
 
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, resolve_model_name
 from clipstream.cli.verbs.evaluate import has_own_tokenizer
@@ -20,11 +20,13 @@ from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.export.settings import INTERPOLATED, InterpolateSettings
 from clipstream.models.model_config import HUB, LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
+from clipstream.training.settings import check_metric_name
 from clipstream.utils.section import SET, Conflict, Section
+
+ALPHAS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 
 
 class InterpolateFlags(Section):
@@ -38,10 +40,7 @@ class InterpolateFlags(Section):
     target: str | None = flag(
         "EVALUATOR/METRIC to be best (default: R@1, or the first metric, of the only evaluator without role: guard)"
     )
-    guard_kept: str | None = flag(
-        "share of the start's figure that each guard must keep (default: 0.97)",
-        form="NUMBER",
-    )
+    guard_kept: float | None = flag("share of the start's figure that each guard must keep (default: 0.97)", ge=0, le=1)
     soup: Literal["uniform", "greedy"] | None = flag(
         "average of all models named, instead: uniform, or greedy (each that makes the target no worse)"
     )
@@ -49,6 +48,8 @@ class InterpolateFlags(Section):
         "trained (default) or averaged (train.ema) weights of END, or of the checkpoints of a soup", "trained"
     )
     out: OutPath | None = flag("folder to write (default: interpolated, or soup, in END's run)", form="FOLDER")
+
+    _whole = field_validator("target")(check_metric_name)
 
     pairs = tuple(
         Conflict({key: SET, "soup": SET}, "is not of --soup, which has no start: remove one of them")
@@ -68,7 +69,7 @@ def run(command: CommandLine[InterpolateFlags]) -> int:
     if not settings.evals:
         raise SettingsError(f"{names[-1]} has no evaluators: add --val-data SHARDS, or --config with a section evals")
     validate_evals(written, shown=False)
-    rule = _rule(own)
+    alphas, kept = _alphas(own.alphas), 0.97 if own.guard_kept is None else own.guard_kept
     averaged = own.weights == "averaged"
     fits = end.run is not None and has_own_tokenizer(settings, end.run, words)
     labels = [_label(subject) for subject in subjects]
@@ -83,7 +84,7 @@ def run(command: CommandLine[InterpolateFlags]) -> int:
     for model in filter(None, (*models.values(), start)):
         preflight(model.model_copy(update={"allow_mismatch": True}), ask=World.from_env().local_rank == 0)
     place = Path.cwd() if end.run is None else end.run
-    out = Path(own.out) if own.out else place / ("soup" if kind else INTERPOLATED)
+    out = Path(own.out) if own.out else place / ("soup" if kind else "interpolated")
 
     def body(world: World, watch: FailureWatch) -> None:
         from clipstream.export import interpolation
@@ -91,9 +92,10 @@ def run(command: CommandLine[InterpolateFlags]) -> int:
         first = None if kind or len(names) == 1 else model_at(Path(names[0]))
         interpolation.check_out(out, filter(None, (first, *(subject.checkpoint for subject in subjects))))
         if start is None:
-            interpolation.soup(settings, models, kind or "uniform", rule, out, world)
+            interpolation.soup(settings, models, kind or "uniform", own.target, out, world)
         else:
-            interpolation.interpolate(settings, start, next(iter(models.values())), rule, out, world)
+            end_model = next(iter(models.values()))
+            interpolation.interpolate(settings, start, end_model, alphas, own.target, kept, out, world)
 
     return run_ranks(settings.run, body)
 
@@ -120,24 +122,22 @@ def _start(names: list[str], end: Subject, settings: Settings) -> ModelSettings:
     return model.model_copy(update={"pretrained": name})
 
 
-def _rule(own: InterpolateFlags) -> InterpolateSettings:
-    """What is best, of the verb's flags. Raises SettingsError: a value is wrong."""
-    values: dict[str, Any] = {
-        key: value for key in ("target", "guard_kept") if (value := getattr(own, key)) is not None
-    }
+def _alphas(text: str | None) -> list[float]:
+    """The shares of END, of FIRST:LAST:STEP or a list. Raises SettingsError: the text is neither."""
+    if text is None:
+        return ALPHAS
     try:
-        if (text := own.alphas) is not None and ":" in text:
+        if ":" in text:
             first, last, step = map(float, text.split(":"))
-            values["alphas"] = [round(first + i * step, 6) for i in range(round((last - first) / step) + 1)]
-        elif text is not None:
-            values["alphas"] = [float(one) for one in text.strip("[] ").split(",")]
-        return InterpolateSettings.model_validate(values)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        flag = str(wrong["loc"][0]).replace("_", "-")
-        raise SettingsError(f"--{flag}: {wrong['msg']}, not {wrong['input']}") from error
+            found = [round(first + i * step, 6) for i in range(round((last - first) / step) + 1)]
+        else:
+            found = [float(one) for one in text.strip("[] ").split(",")]
     except (ValueError, ZeroDivisionError) as error:
         raise SettingsError(f"--alphas: expected FIRST:LAST:STEP or a list, [0.3, 0.5], not {text!r}") from error
+    wrong = [f"{one:g}" for one in found if not 0 <= one <= 1]
+    if wrong or not found:
+        raise SettingsError(f"--alphas: expected shares from 0 to 1, not {wrong[0] if wrong else text}")
+    return found
 
 
 main = Verb("interpolate", InterpolateFlags, run, ("Evaluation", "Captions and images", "Device and precision"))

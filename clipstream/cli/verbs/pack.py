@@ -12,7 +12,7 @@ from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.config.entry import CommandLine, Verb, argument, flag
 from clipstream.config.help import READING
 from clipstream.curation.pack import Asked, pack
-from clipstream.curation.pack_sample import Format, Recipe, Recording
+from clipstream.curation.pack_shards import Format, Recipe, Recording
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_cache import cache_root
 from clipstream.storage.shard_url import ShardURL, in_braces

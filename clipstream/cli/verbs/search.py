@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, output_file
 from clipstream.config.help import READING
-from clipstream.curation.images import search as images
-from clipstream.curation.images.image_index import ImageSearch
+from clipstream.curation import images
+from clipstream.curation.image_index import ImageSearch
 from clipstream.errors import SettingsError
 from clipstream.text import printable
 from clipstream.utils.logs import loading

@@ -1,14 +1,19 @@
 """Tokenizers: captions to token ids, with the same ids as open_clip's own tokenizer of the model.
 
 It is faster than open_clip's by three means: no tensors, text cleaning only where it has an effect, and a bounded cache
-of words. Imports torch only through open_clip.
+of words. Imports torch only through open_clip, and `BytePairs` not at all.
 """
 
 from __future__ import annotations
 
+import gzip
+import html
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +31,14 @@ if TYPE_CHECKING:
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 CACHED_WORDS = 100_000  # about 20 MB, and the number of words in millions of English captions
+VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"  # of CLIP, a file of open_clip
+MERGES, READ = 49152 - 256 - 2, 1 << 20  # lines of it that are used, and bytes that hold them
+COUNTED = 256  # letters of a word up to which its count is exact: base64, for example, has no spaces
+_SPECIAL = ("<start_of_text>", "<end_of_text>")
+_ASCII = re.compile(  # of lower case; the kinds that are frequent are tried first
+    r"[a-z]+|[0-9]|'(?:s|t|re|ve|m|ll|d)|<start_of_text>|<end_of_text>|[^\sa-z0-9]+", re.ASCII
+)
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that CLIP's vocabulary has as themselves
 CUT = "\N{BLACK SCISSORS}"  # in a caption that is shown: where the context length cuts it
 SHOWN_REST = 120  # characters of what is cut
 _LONG = 2000  # length of a text from which its words are matched lazily, and of a word from which a part is tried first
@@ -198,6 +211,122 @@ class HuggingFaceTokenizer(OpenClipTokenizer):
         return ids
 
 
+class BytePairs:
+    """CLIP's byte pair encoding of words, with a bounded cache of them. Source: open_clip 3.3.0, SimpleTokenizer.
+
+    Args:
+        ranks: of the pairs of pieces that are merged.
+        ids: of pieces.
+        special: tokens with an id of their own: of the start, of the end, …
+
+    Attributes:
+        words: ids of the words in the cache.
+        longest: letters of the longest piece.
+    """
+
+    def __init__(self, ranks: dict[tuple[str, ...], int], ids: dict[str, int], special: Sequence[str]) -> None:
+        self._ranks, self._ids = ranks, ids
+        self._special = {word: [ids[word]] for word in special}
+        self.words, self.longest = dict(self._special), max(map(len, ids))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the start, of a text that is not cut, and of the end."""
+        start, end = (self.words[word] for word in _SPECIAL)
+        return [*start, *(number for word in _words(text) for number in self.words.get(word) or self.add(word)), *end]
+
+    def count(self, text: str) -> int:
+        """The number of these ids; of longer words than COUNTED, nearly."""
+        known = self.words
+        return 2 + sum([len(known.get(word) or self._add_parts(word)) for word in _words(text)])
+
+    def add(self, word: str) -> list[int]:
+        """The ids of a word that was not in the cache."""
+        if len(self.words) >= CACHED_WORDS:
+            self.words.clear()
+            self.words.update(self._special)
+        known = self.words[word] = self.ids_of(self.merge(letters_of(word)))
+        return known
+
+    def _add_parts(self, word: str) -> list[int]:
+        parts = (word[at : at + COUNTED] for at in range(0, len(word), COUNTED))
+        return [number for part in parts for number in self.words.get(part) or self.add(part)]
+
+    def ids_of(self, pieces: Sequence[str]) -> list[int]:
+        return [self._ids[piece] for piece in pieces]
+
+    def merge(self, letters: str) -> list[str]:
+        """The pieces of a word that are in the vocabulary."""
+        known, parts = self._ranks, [*letters[:-1], f"{letters[-1]}</w>"]
+        ranks = [known.get(pair, MERGES) for pair in pairwise(parts)]
+        # One pair at a time, the first of the best: a pair with the new piece ranks below the pair that it is made of.
+        while ranks and (least := min(ranks)) < MERGES:
+            at = ranks.index(least)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            del ranks[at]
+            for place in range(max(0, at - 1), min(at + 1, len(ranks))):
+                ranks[place] = known.get((parts[place], parts[place + 1]), MERGES)
+        return parts
+
+    def first_pieces(self, letters: str, wanted: int) -> list[str]:
+        """The first pieces of a very long word, at least as many as wanted, or all.
+
+        A merge never undone, a place where the word is parted at the end separates merges before and behind it: the
+        pieces before are those of the word cut there. The longest piece has `longest` letters, so one of as many
+        places in a row parts the word. If cut at each of them it begins with the same pieces, so does the whole word.
+        """
+        cut = 4 * wanted + self.longest
+        while cut < len(letters):
+            # A blank is part of no piece: the letter before it is not read as the last one of a word.
+            ends = [self.merge(f"{letters[:end]} ")[:-1][:wanted] for end in range(cut - self.longest, cut)]
+            if len(ends[0]) == wanted and all(one == ends[0] for one in ends):
+                return ends[0]
+            cut *= 4
+        return self.merge(letters)
+
+
+@cache
+def clip_byte_pairs() -> BytePairs:
+    """Those of CLIP's own vocabulary, without torch; read in 0.05 s."""
+    package = find_spec("open_clip")
+    assert package is not None and package.origin is not None
+    with gzip.open(Path(package.origin).with_name(VOCABULARY)) as file:
+        lines = file.read(READ).decode(errors="ignore").split("\n")[1 : MERGES + 1]
+    letters, ranks = _letters().values(), {tuple(line.split(" ")): rank for rank, line in enumerate(lines)}
+    pieces = [*letters, *(f"{letter}</w>" for letter in letters), *map("".join, ranks), *_SPECIAL]
+    return BytePairs(ranks, {piece: number for number, piece in enumerate(pieces)}, _SPECIAL)
+
+
+@cache
+def _letters() -> dict[int, str]:
+    """The letter that the vocabulary has for each byte, in the order of their ids."""
+    others = (byte for byte in range(256) if byte not in _PLAIN)
+    return {byte: chr(byte) for byte in _PLAIN} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+def letters_of(word: str) -> str:
+    """A word in the letters of the vocabulary, one for each byte."""
+    letters = _letters()
+    return "".join([letters[byte] for byte in word.encode("utf-8", "surrogatepass")])
+
+
+def is_plain(text: str) -> bool:
+    """Whether ftfy and HTML leave a text as it is."""
+    return text.isascii() and text.isprintable() and "&" not in text
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text, once it is cleaned as open_clip does, in lower case."""
+    if is_plain(text):
+        return _ASCII.findall(text.lower())
+    import ftfy  # of open_clip, as regex: on use, as their import takes long
+    import regex
+
+    letters = _ASCII.pattern.replace("a-z", r"\p{L}").replace("0-9", r"\p{N}")
+    text = html.unescape(html.unescape(ftfy.fix_text(text))).lower()
+    found: list[str] = regex.findall(letters, text, regex.IGNORECASE)
+    return found
+
+
 class BpeTokenizer(OpenClipTokenizer):
     """CLIP's own byte pair encoding (open_clip's SimpleTokenizer), with a bounded cache of words.
 
@@ -208,12 +337,12 @@ class BpeTokenizer(OpenClipTokenizer):
     def __init__(self, tokenizer: Any, context_length: int) -> None:
         super().__init__(tokenizer, context_length)
         self._clean = _Clean(tokenizer.clean_fn)
-        self._words: dict[str, list[int]] = {}
+        special = [tokenizer.decoder[number] for number in tokenizer.all_special_ids]
+        self._bpe = BytePairs(tokenizer.bpe_ranks, tokenizer.encoder, special)
         # The same pattern for ASCII texts, without Unicode's classes: Python's own `re` is faster.
         ascii_only = tokenizer.pat.pattern.replace(r"\p{L}", "a-zA-Z").replace(r"\p{N}", "0-9")
         self._ascii_words = re.compile(ascii_only, re.IGNORECASE | re.ASCII)
-        self._longest = max(map(len, tokenizer.encoder))
-        self._cuts = not any(len(tokenizer.decoder[i].split()) > 1 for i in tokenizer.all_special_ids)
+        self._cuts = not any(len(token.split()) > 1 for token in special)
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """int32 [n, T]: start, the words, end, zeros."""
@@ -230,49 +359,21 @@ class BpeTokenizer(OpenClipTokenizer):
 
     def _first_ids(self, text: str) -> list[int]:
         """The start, and the ids of the words up to that which fills the context."""
-        found = [self._tokenizer.sot_token_id]
+        found, known = [self._tokenizer.sot_token_id], self._bpe.words
         text = self._clean(text)
         pattern = self._ascii_words if text.isascii() else self._tokenizer.pat
         words = pattern.findall(text) if len(text) < _LONG else (m.group() for m in pattern.finditer(text))
         for word in words:
-            known = self._words.get(word)
-            found += self._pieces(word) if known is None else known
+            found += known.get(word) or self._ids_of(word)
             if len(found) >= self.context_length:
                 break
         return found
 
-    def _first_pieces(self, pieces: str) -> list[str]:
-        """The first pieces of a very long word, at least as many as fill the context, or all.
-
-        A merge never undone, a place where the word is parted at the end separates merges before and behind it: the
-        pieces before are those of the word cut there. The longest piece has `_longest` letters, so one of as many
-        places in a row parts the word. If cut at each of them it begins with the same pieces, so does the whole word.
-        """
-        inner, wanted = self._tokenizer, self.context_length - 1
-        cut = 4 * wanted + self._longest
-        while cut < len(pieces):
-            # A blank is part of no piece: the letter before it is not read as the last one of a word.
-            marked = [f"{pieces[:end]} " for end in range(cut - self._longest, cut)]
-            ends: list[list[str]] = [inner.bpe(one).removesuffix("  </w>").split(" ")[:wanted] for one in marked]
-            for one in marked:
-                inner.cache.pop(one, None)
-            if len(ends[0]) == wanted and all(one == ends[0] for one in ends):
-                return ends[0]
-            cut *= 4
-        return list(inner.bpe(pieces).split(" "))
-
-    def _pieces(self, word: str) -> list[int]:
-        """The ids of a word that is not in the cache."""
-        inner = self._tokenizer
-        if len(self._words) >= CACHED_WORDS:
-            self._words.clear()
-            # open_clip's own cache grows as well; it must keep the special tokens.
-            inner.cache = {inner.decoder[i]: inner.decoder[i] for i in inner.all_special_ids}
-        pieces = "".join(inner.byte_encoder[byte] for byte in word.encode())
-        if len(pieces) > _LONG:
-            return [inner.encoder[piece] for piece in self._first_pieces(pieces)]
-        known = self._words[word] = [inner.encoder[piece] for piece in inner.bpe(pieces).split(" ")]
-        return known
+    def _ids_of(self, word: str) -> list[int]:
+        """The ids of a word that is not in the cache; of a very long one the first, as many as the context holds."""
+        if len(word) * 4 > _LONG and len(letters := letters_of(word)) > _LONG:
+            return self._bpe.ids_of(self._bpe.first_pieces(letters, self.context_length - 1))
+        return self._bpe.add(word)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text up to the end token, without the start token."""
@@ -329,19 +430,15 @@ class _Clean:
         ftfy mends each line for itself (6.3, `fix_text`), no HTML entity has a line break in it, and lower case depends
         on a word alone (the final sigma). A text that is not mended is cut at any space, others behind a line.
         """
-        size, end = _FIRST_PART, " " if self._is_plain(text) else "\n"
+        size, end = _FIRST_PART, " " if is_plain(text) else "\n"
         while self._name is not None and size < len(text):
             if part := text[: text.rfind(end, 0, size) + 1]:
                 yield part
             size *= 16
         yield text
 
-    def _is_plain(self, text: str) -> bool:
-        """Whether ftfy and HTML leave a text as it is."""
-        return text.isascii() and text.isprintable() and "&" not in text
-
     def __call__(self, text: str) -> str:
-        if self._name is None or not self._is_plain(text):
+        if self._name is None or not is_plain(text):
             return self._full(text)
         if self._name == "canonicalize":
             return self._canonicalize(text)

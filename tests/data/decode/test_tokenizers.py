@@ -174,12 +174,13 @@ def test_bpe_is_open_clips_on_any_text(bpe: SimpleTokenizer, caption: str) -> No
 
 def test_the_cache_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "CACHED_WORDS", 50)
-    inner, theirs = SimpleTokenizer(), SimpleTokenizer()
-    ours = wrap(inner, 20)
+    theirs = SimpleTokenizer()
+    ours = wrap(SimpleTokenizer(), 20)
+    assert isinstance(ours, BpeTokenizer)
     for number in range(30):
         texts = [f"{chr(97 + number % 26)}{chr(98 + i)}word <start_of_text>" for i in range(10)]
         np.testing.assert_array_equal(ours.encode(texts), theirs(texts, context_length=20).numpy())
-        assert len(inner.cache) < 60
+        assert len(ours._bpe.words) < 60
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_the_first_pieces_of_a_long_word_are_those_of_the_word(bpe: SimpleTokeni
     word = "disrespectdismakeyourownlaneapprepresentativeparticipatingcworldwaterdaymancrushmonday" * 2
     ours = wrap(bpe, 4)
     assert isinstance(ours, BpeTokenizer)
-    assert ours._first_pieces(word)[:3] == bpe.bpe(word).split(" ")[:3] == ["dis", "respect", "dis"]
+    assert ours._bpe.first_pieces(word, 3)[:3] == bpe.bpe(word).split(" ")[:3] == ["dis", "respect", "dis"]
 
 
 @cache

@@ -1,7 +1,13 @@
-"""Text features without torch, whose import takes longer than a search: CLIP's tokenizer and text tower in numpy.
+"""The files of an index of images, the call that it is for, and text features without torch. Imports no torch.
 
-A file of safetensors and the model's configuration enter; features leave. Only open_clip's own text tower with CLIP's
-byte pair encoding is known (`NumpyText.of`); for anything else callers use torch.
+FOLDER/features.npy    float32 [N, D], rows of length 1
+FOLDER/images.jsonl    an `ImageRow` for each row
+FOLDER/ends.npy        int64 [N + 1], where these lines begin and end, in bytes; the last file to be written
+FOLDER/model.json      the model for `NumpyText`, once its features were found equal to torch's
+FOLDER/queries/        features of queries
+
+torch's import takes longer than a search: `NumpyText` is CLIP's tokenizer and text tower in numpy. Only open_clip's own
+text tower with CLIP's byte pair encoding is known (`NumpyText.of`); for anything else callers use torch.
 """
 
 from __future__ import annotations
@@ -10,18 +16,54 @@ import contextlib
 import json
 import math
 import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipstream.curation.byte_pairs import BytePairs
+from clipstream.data.decode.tokenizers import clip_byte_pairs
+from clipstream.storage.shard_cache import cache_root
+from clipstream.utils.content import SUFFIXES
+from clipstream.utils.section import with_home
 
+FEATURES, IMAGES, ENDS, TEXT_MODEL, QUERIES = "features.npy", "images.jsonl", "ends.npy", "model.json", "queries"
 DTYPES = {"F32": np.float32, "F16": np.float16}
 KNOWN = {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "quick_gelu"}  # of text_cfg
 Floats = np.ndarray[Any, Any]  # float32
 ERF = np.vectorize(math.erf, otypes=[np.float32])
+
+
+class ImageSearch(NamedTuple):
+    model: str  # as the user names it: a run, a checkpoint, a name
+    data: str
+    flags: tuple[str, ...] = ()  # of training, on the model and on how the data are read
+
+
+class ImageRow(NamedTuple):
+    name: str  # path of its file; SHARD/KEY where it is inside of another file
+    caption: str
+    place: tuple[str, int, int] | None  # path, offset and bytes of the image (0: the whole file); None: see `sample`
+    sample: tuple[str, str]  # shard and key
+
+    def display_name(self, data: str) -> str:
+        """The name below the folder of `data`, as the user names it, or as seen from the working folder."""
+        given = with_home(data).removeprefix("folder:")
+        given = given.rstrip("/") if os.path.isdir(given) else os.path.dirname(given)
+        for folder, name in ((os.path.abspath(given), given), (os.getcwd(), "")):
+            if self.name.startswith(inside := os.path.join(folder, "")):
+                return os.path.join(name, self.name.removeprefix(inside))
+        return self.name
+
+
+def root() -> Path:
+    """The folder of all indexes in the cache."""
+    return cache_root() / "search"
+
+
+def is_image(query: str) -> bool:
+    return query.lower().endswith(SUFFIXES)
 
 
 class NumpyText:
@@ -43,7 +85,7 @@ class NumpyText:
                 size, start = math.prod(about["shape"]), end + about["data_offsets"][0]
                 rows = np.frombuffer(data, DTYPES[about["dtype"]], size, start).reshape(about["shape"])
                 self._tensors[name.removeprefix("text.")] = rows
-        self._bpe = BytePairs()
+        self._bpe = clip_byte_pairs()
 
     @classmethod
     def of(cls, file: Path | None, config: Mapping[str, Any]) -> NumpyText | None:

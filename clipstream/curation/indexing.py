@@ -1,6 +1,7 @@
-"""The model and the data of a search: their settings, the folder of the index of images, and single images.
+"""The model and the data of a search: their settings, the folder of the index of images, single images, and the page.
 
-A call enters; a folder in the cache leaves, named by the weights and the files of the data. Imports no torch.
+A call enters; a folder in the cache leaves, named by the weights and the files of the data. Of the page, queries with
+their hits enter, and a function that gives the card of a row; HTML leaves, see `report.pages`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import mmap
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,9 +27,7 @@ from clipstream.config.config_sources import Node
 from clipstream.config.settings import Settings, Written, load, split
 from clipstream.config.short_flags import SOURCE
 from clipstream.config.validate import validate_sources
-from clipstream.curation.gallery import Card
-from clipstream.curation.gallery import render_gallery as render_gallery
-from clipstream.curation.images.image_index import ImageRow, ImageSearch, root
+from clipstream.curation.image_index import ImageRow, ImageSearch, root
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.shard_pass import ImageReader
 from clipstream.data.source_settings import CaptionSettings
@@ -37,8 +37,10 @@ from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError
 from clipstream.models.model_config import CONFIG_FILE
 from clipstream.models.pretrained import fetch, preflight
+from clipstream.report.pages import SIDE, SMALL, Thumbnails, fill, thumbnail
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, parts_of, with_variables
+from clipstream.text import shortened
 from clipstream.utils.content import file_state
 from clipstream.utils.section import with_home
 
@@ -46,6 +48,9 @@ NEAR = 8  # neighbours of each image on a page
 NONE = "(no caption)"
 NAME = "train"
 OWN_NAMES = ("name", "pretrained", "cache_dir", "allow_mismatch")  # of settings; its files tell a model
+MANY = 150  # cards of a gallery
+LONGEST = 500  # characters of a caption
+Hits = Sequence[tuple[int, float]]  # (row, score), best first
 
 
 class AnyCaptionSettings(CaptionSettings):
@@ -179,6 +184,14 @@ def image_row(
     return ImageRow(name, captions[0] if captions and captions[0] != NONE else "", place, (shard, ref.key))
 
 
+@dataclass(frozen=True)
+class Card:
+    name: str
+    caption: str
+    link: str  # URL of its file; '' for none
+    image: bytes | None = None  # the image file; None if it cannot be read
+
+
 def card(image: ImageRow, shown: str, source: Callable[[], Source]) -> Card:
     """An image on a page, named `shown`; read by the source where only its sample is known."""
     if image.place is None:
@@ -188,3 +201,37 @@ def card(image: ImageRow, shown: str, source: Callable[[], Source]) -> Card:
         file.seek(offset)
         data = file.read(size or -1)
     return Card(shown, image.caption, "" if size else Path(path).as_uri(), data)
+
+
+def render_gallery(
+    queries: Sequence[tuple[tuple[str, bytes | None], Hits]],
+    near: Mapping[int, Hits],
+    card: Callable[[int], Card],
+    about: str = "",
+) -> str:
+    """The page.
+
+    Args:
+        queries: ((text, image file of a query that is one), what it found).
+        near: of rows that were found, the rows near them, themselves included.
+        card: gives the card of a row; called once for each.
+        about: the data and the model, in words.
+    """
+    shown = dict.fromkeys(row for _, hits in queries for row, _ in hits)
+    order = dict.fromkeys([*shown, *(row for row in shown for row, _ in near.get(row, ()))])
+    side, thumbnails, cards = SIDE if len(order) <= MANY else SMALL, Thumbnails(), {}
+    for row in order:
+        own = card(row)
+        src, width, height = thumbnails(own.image, side)
+        others = [(other, round(score, 4)) for other, score in near.get(row, ()) if other != row]
+        told = {"name": own.name, "caption": shortened(own.caption, LONGEST), "link": own.link, "near": others}
+        cards[row] = {**told, "src": src, "width": width, "height": height}
+    return fill(
+        "search",
+        f"{queries[0][0][0] if len(queries) == 1 else f'{len(queries)} queries'} · search",
+        queries=[(shortened(text, LONGEST), *thumbnail(image, SMALL), hits) for (text, image), hits in queries],
+        cards=cards,
+        about=about,
+        others=[row for row in order if row not in shown],
+        near={row: card["near"] for row, card in cards.items() if card["near"]},
+    )

@@ -25,13 +25,29 @@ import torch
 from clipstream.api.model import Model, usable_device
 from clipstream.config.entry import CommandLine, output_file
 from clipstream.config.plan import survey
-from clipstream.curation.gallery import Card, render_gallery
-from clipstream.curation.images.image_index import ENDS, FEATURES, IMAGES, TEXT_MODEL, ImageRow, ImageSearch, is_image
-from clipstream.curation.images.indexing import image_row, open_call
-from clipstream.curation.images.numpy_text import Floats, NumpyText
-from clipstream.curation.stores import search as exact
-from clipstream.curation.stores.pairs import Doubts, PairRows, best_captions, doubts, hard_negatives, near_duplicates
-from clipstream.curation.stores.search import PairScores, pair_scores
+from clipstream.curation import stores
+from clipstream.curation.image_index import (
+    ENDS,
+    FEATURES,
+    IMAGES,
+    TEXT_MODEL,
+    Floats,
+    ImageRow,
+    ImageSearch,
+    NumpyText,
+    is_image,
+)
+from clipstream.curation.indexing import Card, image_row, open_call, render_gallery
+from clipstream.curation.stores import (
+    Doubts,
+    PairRows,
+    PairScores,
+    best_captions,
+    doubts,
+    hard_negatives,
+    near_duplicates,
+    pair_scores,
+)
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.settings import ModelTokenizer
@@ -109,7 +125,7 @@ def search(command: CommandLine[Any]) -> None:
 def neighbours(options: Any, rows: StoredRows, device: torch.device) -> None:
     """Print, and write, the rows nearest to each query."""
     titles, queries = _queries(options, rows)
-    found = exact.search(rows, queries, options.k, device=device)
+    found = stores.search(rows, queries, options.k, device=device)
     names = names_of(rows, found.rows.flatten().tolist())
     table = result_table("Neighbours", ("query", "rank", "score", "sample", "caption"), NUMBERS)
     written: list[dict[str, Any]] = []
@@ -150,7 +166,7 @@ def _duplicates(options: Any, rows: StoredRows, images: StoredImages | None, dev
         labels = [printable(name.label, CELL) for name in rows.names([root, *some])]
         if images is not None:
             of_group = [root, *others[: ON_PAGE - 1]]
-            found = exact.gather(rows, of_group)
+            found = stores.gather(rows, of_group)
             scores = (found @ found[0]).tolist()
             head = f"{size_of[root]:,} near-duplicates; kept: {labels[0]}"
             shown.append((head, list(zip(of_group, scores, strict=True))))
@@ -177,8 +193,8 @@ def _duplicates(options: Any, rows: StoredRows, images: StoredImages | None, dev
 
 def clusters(options: Any, rows: StoredRows, device: torch.device) -> None:
     """Print sizes and nearest rows of clusters; the file lists the cluster of each row."""
-    found = exact.kmeans(rows, options.k, seed=options.seed, device=device)
-    near = exact.search(rows, found.centroids, options.nearest, device=device)
+    found = stores.kmeans(rows, options.k, seed=options.seed, device=device)
+    near = stores.search(rows, found.centroids, options.nearest, device=device)
     names = names_of(rows, near.rows.flatten().tolist())
     table = result_table("Clusters", ("cluster", "rows", "share", "nearest"), NUMBERS)
     for number in found.sizes.sort(descending=True, stable=True).indices.tolist():
@@ -284,7 +300,7 @@ def _queries(options: Any, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
         numbers += found
     if not titles:
         raise SettingsError("set --query-image FILE, --query-text TEXT or --query-key KEY")
-    return titles, torch.cat([features, exact.gather(rows, numbers)])
+    return titles, torch.cat([features, stores.gather(rows, numbers)])
 
 
 @torch.inference_mode()
@@ -502,7 +518,7 @@ def open_images(options: Any, flags: Sequence[str], store: FeatureStore) -> Iter
 def write_page(options: Any, rows: StoredRows, groups: Groups, images: StoredImages, device: torch.device) -> None:
     """Write the page with groups of images, each with the images near it; warns of images that cannot be read."""
     shown = list(dict.fromkeys(row for _, found in groups for row, _ in found))
-    near = exact.search(rows, exact.gather(rows, shown), NEAR + 1, device=device)
+    near = stores.search(rows, stores.gather(rows, shown), NEAR + 1, device=device)
     hits = {
         row: list(zip(*of, strict=True))
         for row, *of in zip(shown, near.rows.tolist(), near.scores.tolist(), strict=True)

@@ -22,18 +22,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from clipstream.curation.images.image_index import (
+from clipstream.curation.image_index import (
     ENDS,
     FEATURES,
     IMAGES,
     QUERIES,
     TEXT_MODEL,
+    Floats,
     ImageRow,
     ImageSearch,
+    NumpyText,
     is_image,
     root,
 )  # fmt: skip
-from clipstream.curation.images.numpy_text import Floats, NumpyText
 from clipstream.errors import SettingsError, each, errors_as
 from clipstream.text import frame, printable, shortened
 from clipstream.utils import atomic_write
@@ -43,7 +44,7 @@ from clipstream.utils.section import with_home
 
 if TYPE_CHECKING:
     from clipstream.api.run import Run
-    from clipstream.curation.gallery import Card
+    from clipstream.curation.indexing import Card
 
 KEPT, KEPT_DAYS = 10, 30  # indexes that stay in the cache
 
@@ -51,7 +52,7 @@ KEPT, KEPT_DAYS = 10, 30  # indexes that stay in the cache
 def import_compute() -> Any:
     """The module that imports torch."""
     loading.show("loading torch")
-    from clipstream.curation.stores import topics
+    from clipstream.curation import topics
 
     return topics
 
@@ -74,7 +75,7 @@ def index_of(call: ImageSearch) -> Path:
                 os.utime(root() / folder)
             return root() / str(folder)
     loading.show("looking for the model and the images")
-    from clipstream.curation.images import indexing
+    from clipstream.curation import indexing
 
     made, files = indexing.index_folder(call)
     stamps = [(path, file_state(path)) for path in files]
@@ -196,7 +197,7 @@ class SearchResults:
         return frame(self._page(), "Images found")
 
     def _page(self) -> str:
-        from clipstream.curation.images import indexing
+        from clipstream.curation import indexing
 
         rows = list({row for hits in self._hits for row, _ in hits})
         near = dict(zip(rows, self._nearest(self._features[rows], indexing.NEAR + 1), strict=True))

@@ -1,1 +1,0 @@
-"""`clipstream search TOPIC STORE`, in stores of features: neighbours, near-duplicates, clusters, scores, doubt."""
