@@ -60,10 +60,7 @@ def lose(world: World, number: int, lost: int) -> int:
     return watch.report(Stopped(SAVED)) if cause.dead == [lost] else 8
 
 
-@pytest.mark.parametrize(
-    ("number", "lost"),
-    [(signal.SIGKILL, 0), (signal.SIGKILL, 2), (signal.SIGSTOP, 0), (signal.SIGSTOP, 2)],
-)
+@pytest.mark.parametrize(("number", "lost"), [(signal.SIGKILL, 0), (signal.SIGKILL, 2), (signal.SIGSTOP, 0)])
 def test_the_others_of_a_lost_rank_name_it_and_its_host_and_may_save(number: int, lost: int) -> None:
     """Rank 0 holds the store where the ranks met, and the last one the spare one."""
     ends = end_ranks(RANKS, lose, number, lost)

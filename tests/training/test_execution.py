@@ -34,12 +34,7 @@ def case(buckets: int | str, micro: int | None = None, kept: int = 1, checkpoint
 
 
 CASES = [case("packed"), case("packed", 2, 0), case(9, 2, 2), case(2, 3, 9), case(2, None, 1, "all")]
-SHARDED = [
-    case("packed", parallel="fsdp"),
-    case(2, parallel="fsdp"),
-    case(3, 2, 1, "all", parallel="fsdp"),
-    case("packed", 2, 0, parallel="fsdp"),
-]
+SHARDED = [case("packed", parallel="fsdp"), case(3, 2, 1, "all", parallel="fsdp")]
 COMPILED = [
     case("auto", 3, 1, "all", compile="blocks"),
     case("auto", 3, compile="step"),

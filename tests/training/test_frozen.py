@@ -10,14 +10,9 @@ import torch
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from tests.support.model_files import VIT, build, write
-from tests.support.runs import flags, furnish, go, lines, same_weights, weights
+from tests.support.runs import flags, go, lines, same_weights, weights
 
 RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 4}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return furnish(tmp_path_factory.mktemp("frozen"))
 
 
 def trained(place: Path, name: str, step: int) -> set[str]:
@@ -34,26 +29,24 @@ def test_checkpoints_hold_the_weights_as_they_were_and_resume_exactly(place: Pat
     own = ("--lock-image", "--model.image.precision", "bf16", *EVERY)
     go(flags(place, "one", *own, steps=3))
     initial = build_towers(ModelSettings(name=f"{place}/model.json"), seed=0).clip.state_dict()
-    go(flags(place, "again", *own, "--checkpoint.resume", f"{place}/runs/one/checkpoints/step_00000001", steps=3))
-    assert lines(place, "again") == lines(place, "one")[1:]
+    go(flags(place, "two", *own, "--checkpoint.resume", f"{place}/runs/one/checkpoints/step_00000001", steps=3))
+    assert lines(place, "two") == lines(place, "one")[1:]
     for file in ("open_clip_model", "averaged"):
         saved = weights(place, "one", 3, file)
         assert saved.keys() == initial.keys() and {tensor.dtype for tensor in saved.values()} == {torch.float32}
         for name, tensor in initial.items():
             assert torch.equal(saved[name], tensor) == name.startswith("visual.")
-        assert same_weights(weights(place, "again", 3, file), saved)
+        assert same_weights(weights(place, "two", 3, file), saved)
 
 
 def test_a_tower_that_is_trained_from_a_step_on_resumes_exactly(place: Path) -> None:
     locks = ("--lock-image", "--model.unlock-image-at", "2", "--lock-text", "--model.unlock-text-at", "3", *EVERY)
     go(flags(place, "unlock", *locks, steps=4))
     assert [trained(place, "unlock", step) for step in (2, 3, 4)] == [set(), {"image"}, {"image", "text"}]
-    for at in (1, 2):
-        checkpoint = f"{place}/runs/unlock/checkpoints/step_{at:08d}"
-        go(flags(place, f"unlock-{at}", *locks, "--checkpoint.resume", checkpoint, steps=4))
-        assert lines(place, f"unlock-{at}") == lines(place, "unlock")[at:]
-        for file in ("open_clip_model", "averaged"):
-            assert same_weights(weights(place, f"unlock-{at}", 4, file), weights(place, "unlock", 4, file))
+    go(flags(place, "again", *locks, "--checkpoint.resume", f"{place}/runs/unlock/checkpoints/step_00000002", steps=4))
+    assert lines(place, "again") == lines(place, "unlock")[2:]
+    for file in ("open_clip_model", "averaged"):
+        assert same_weights(weights(place, "again", 4, file), weights(place, "unlock", 4, file))
 
 
 def test_cached_features_change_no_loss(place: Path) -> None:
