@@ -81,7 +81,7 @@ def _own_parts(place: Path) -> None:
 @contextlib.contextmanager
 def running(place: Path, name: str, ranks: int, *more: str, **env: str) -> Iterator[list[Fork]]:
     """Training processes, one a rank; all that they have started ends with the context."""
-    argv = flags(place, name, "--checkpoint.every", "1000", *more, steps=100_000)
+    argv = flags(place, name, "--workers", "1", "--checkpoint.every", "1000", *more, steps=100_000)
     own = {"PYTHONPATH": f"{place}{os.pathsep}{ROOT}", "BAD_RANK": str(ranks - 1), **env}
     with reserved_port() as port:
         processes = start(argv, ranks, port, merged=True, **own)

@@ -127,7 +127,8 @@ def run(place: Path, name: str, *more: str, steps: int = STEPS) -> list[str]:
     """A run with averages and dropout, whose random numbers differ between the ranks."""
     model = ["--force-patch-dropout", "0.25"] if "ddp" in name else []
     evals = ["--evals.val.type", "loss", "--evals.val.data.shards", f"{place}/val/*.tar", "--evals.val.every", "3"]
-    return flags(place, name, "--train.ema", "0.9", "--run.deterministic", "true", *model, *evals, *more, steps=steps)
+    own = ["--train.ema", "0.9", "--run.deterministic", "true", *model, *evals]
+    return flags(place, name, *own, *more, steps=steps)
 
 
 def same_end(place: Path, one: str, other: str, steps: int = STEPS) -> None:

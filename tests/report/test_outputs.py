@@ -48,7 +48,7 @@ def check_end(place: Path, name: str, status: str, code: int, error: str) -> dic
 def test_a_run_says_its_start_and_its_end_and_a_start_that_fails_leaves_them(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = flags(place, "done", "--workers", "0", steps=4)
+    argv = flags(place, "done", steps=4)
     secret = "pipe:curl https://me:hunter2@host/x.tar?sig=hunter2 -H 'Authorization: Bearer hunter2'"
     monkeypatch.setattr(sys, "argv", ["train.py", *argv, "--note", secret])
     assert main(argv) == 0
@@ -76,12 +76,12 @@ def test_a_run_says_its_start_and_its_end_and_a_start_that_fails_leaves_them(
 def test_a_failure_is_the_end_and_a_failed_start_leaves_the_name_free(
     place: Path, more: list[str], code: int, status: str, error: str
 ) -> None:
-    name, workers = f"failed-{code}", ("--workers", "0")
-    assert main(flags(place, name, *workers, *more, steps=4)) == code
+    name = f"failed-{code}"
+    assert main(flags(place, name, *more, steps=4)) == code
     check_end(place, name, status, code, error)
     assert holds_a_run(place / "runs" / name) == (code == 4)
     if code == 3:
-        assert main(flags(place, name, *workers, steps=1)) == 0
+        assert main(flags(place, name, steps=1)) == 0
         assert [line["end"]["status"] for line in lines(place, name, "end")] == ["done"]
 
 
@@ -143,7 +143,7 @@ def test_a_run_goes_on_where_nobody_reads_its_output(place: Path, monkeypatch: p
     with os.fdopen(writing, "w") as pipe:
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, pipe)
-        assert main(flags(place, "unread", "--workers", "0", steps=2)) == 0
+        assert main(flags(place, "unread", steps=2)) == 0
         assert sys.stdout is pipe
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, None)

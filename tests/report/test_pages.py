@@ -65,7 +65,7 @@ def check(text: str) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = furnish(tmp_path_factory.mktemp("pages"))
-    assert main(["train", *flags(place, "run", "--workers", "0", "--val-data", f"{place}/val/*.tar", steps=2)]) == 0
+    assert main(["train", *flags(place, "run", "--val-data", f"{place}/val/*.tar", steps=2)]) == 0
     return place / "runs" / "run"
 
 

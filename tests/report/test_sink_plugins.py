@@ -102,8 +102,7 @@ def test_sinks_get_records_images_and_status_and_one_that_fails_is_reported_once
 
 
 def test_training_tells_a_sink_that_it_saves(tmp_path: Path) -> None:
-    sink = ("--workers", "0", f"--log.sinks.mine.type={__name__}:Recorder")
-    assert main(flags(furnish(tmp_path), "saves", *sink, steps=4)) == 0
+    assert main(flags(furnish(tmp_path), "saves", f"--log.sinks.mine.type={__name__}:Recorder", steps=4)) == 0
     told = [call[1] for call in Recorder.made.calls if isinstance(call, tuple) and call[0] == "status"]
     assert told == ["saving", ""] * 2  # --checkpoint.every 2
 
@@ -141,7 +140,7 @@ def test_a_run_folder_that_is_away_for_some_steps_loses_nothing(
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     place = furnish(tmp_path)
-    own = ["--workers", "0", "--log.tensorboard", "true", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "2"]
+    own = ["--log.tensorboard", "true", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "2"]
     assert main(flags(place, "still", *own)) == 0
     capsys.readouterr()
     assert main(flags(place, "moved", *own, f"--log.sinks.mine.type={__name__}:{kind}")) == 0
@@ -168,8 +167,7 @@ def test_a_run_folder_that_stays_away_is_made_anew_at_the_end(
     monkeypatch.setattr(Taking, "brings_back", False)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     place = furnish(tmp_path)
-    sink = ("--workers", "0", f"--log.sinks.mine.type={__name__}:Taking")
-    assert main(flags(place, "gone", *sink)) == 0
+    assert main(flags(place, "gone", f"--log.sinks.mine.type={__name__}:Taking")) == 0
     assert weights(place, "gone", 8) and "last checkpoint" not in capsys.readouterr().err
     assert [line["step"] for line in lines(place, "gone")] == [4, 5, 6, 7, 8]
 

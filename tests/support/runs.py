@@ -35,10 +35,10 @@ def furnish(folder: Path, model: dict[str, Any] = MODEL) -> Path:
 
 
 def flags(place: Path, name: str, *more: str, steps: int = 8) -> list[str]:
-    """A small run's command line, in a precision that does not depend on the processor."""
+    """A small run's command line, without workers, in a precision that does not depend on the processor."""
     return [
         "--train-data", f"{place}/pairs/{{00000..00003}}.tar", "--model", f"{place}/model.json", "--logs",
-        f"{place}/runs", "--name", name, "--steps", str(steps), "--data.global-batch-size", "24", "--workers", "1",
+        f"{place}/runs", "--name", name, "--steps", str(steps), "--data.global-batch-size", "24", "--workers", "0",
         "--lr", "1e-3", "--device", "cpu", "--run.threads", "1", "--log.every", "1", "--checkpoint.every", "2",
         "--log.tensorboard", "false", "--precision", "fp32", *more,
     ]  # fmt: skip

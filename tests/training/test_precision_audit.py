@@ -200,7 +200,7 @@ def test_the_verb_names_what_is_wrong_and_ends_with_1(tmp_path: Path, capsys: py
 def test_a_run_that_audits_its_first_step_trains_the_same_weights(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fp16 = ("--precision", "fp16", "--train.ema", "0.9", "--workers", "0")
+    fp16 = ("--precision", "fp16", "--train.ema", "0.9")
     assert train(run_flags(place, "plain", *fp16, steps=2)) == 0
     assert train(run_flags(place, "audited", *fp16, "--audit-precision", steps=2)) == 0
     assert same_weights(weights(place, "plain", 2), weights(place, "audited", 2))
