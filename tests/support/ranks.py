@@ -44,6 +44,8 @@ def _keep_result(world: World, folder: str, function: Callable[..., Any], args: 
     try:
         # Plain pickle: torch's own way of sending a tensor needs the sender to live until it is read.
         Path(folder, str(world.rank)).write_bytes(pickle.dumps(function(world, *args)))
+        with contextlib.suppress(RuntimeError):  # of a group that the function has aborted
+            world.barrier()  # rank 0 has the store, from which another may still read the addresses of a group
     finally:
         world.stop()
     return 0
