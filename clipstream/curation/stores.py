@@ -31,6 +31,7 @@ from clipstream.features.stored_rows import BLOCK, ShardPart, StoredRows, unit_v
 from clipstream.utils.torch_state import restore_matmul_precision
 
 TILE = 1 << 22  # scores computed at once
+LAST = (1 << 32) - 1  # largest number of a row
 SAMPLED = 65536  # rows among which the first centroids are chosen; k if there are more clusters
 PART = 8192  # rows added up in float64 at once
 ITERATIONS = 25  # most updates of the centroids
@@ -92,17 +93,21 @@ def search(rows: Rows, queries: torch.Tensor, k: int, *, device: torch.device | 
         device: where the products are computed; results are on the CPU.
     """
     queries, k = queries.to(device, torch.float64), min(k, len(rows))
-    best = torch.full((len(queries), k), -torch.inf, device=device)
-    found = torch.full((len(queries), k), -1, device=device)
+    best = torch.full((len(queries), k), torch.iinfo(torch.int64).min, device=device)
     for first, features in rows.blocks() if k else ():
         block = features.to(device, torch.float64)
-        numbers = torch.arange(first, first + len(block), device=device)
+        numbers = LAST - torch.arange(first, first + len(block), device=device)
         for part in torch.split(torch.arange(len(queries), device=device), max(1, TILE // len(block))):
-            scores = torch.cat([best[part], (queries[part] @ block.T).float() + 0.0], 1)  # + 0.0: there is no -0.0
-            values, order = scores.sort(dim=1, descending=True, stable=True)
-            rows_of = torch.cat([found[part], numbers.expand(len(part), -1)], 1)
-            best[part], found[part] = values[:, :k], rows_of.gather(1, order[:, :k])
-    return TopRows(best.cpu(), found.cpu())
+            scores = (queries[part] @ block.T).float() + 0.0  # + 0.0: there is no -0.0
+            # The bits of the score, then the row: larger for better rows. A stable sort takes 1.5 times as long.
+            ranks = (_sortable_bits(scores.view(torch.int32).long()) << 32) | numbers
+            best[part] = torch.cat([best[part], ranks], 1).topk(k).values
+    return TopRows(_sortable_bits(best >> 32).int().view(torch.float32).cpu(), (LAST - (best & LAST)).cpu())
+
+
+def _sortable_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Bits of float32 as integers of the same order, and the reverse; int64."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -135,8 +140,7 @@ def kmeans(rows: Rows, k: int, *, seed: int = 0, device: torch.device | str = "c
     while True:
         sums = torch.zeros((k, rows.width), dtype=torch.float64)
         sizes = torch.zeros(k, dtype=torch.int64)
-        far = torch.zeros((0, rows.width))
-        far_scores = torch.zeros(0)
+        far, far_scores = torch.zeros((0, rows.width)), torch.zeros(0)
         total = 0.0
         for _, features in rows.blocks():
             scores, labels = (of.cpu() for of in _assign(features.to(device), centroids))
@@ -148,8 +152,7 @@ def kmeans(rows: Rows, k: int, *, seed: int = 0, device: torch.device | str = "c
             far_scores, order = torch.cat([far_scores, scores[farthest]]).sort(stable=True)
             far, far_scores = torch.cat([far, features[farthest]])[order[:k]], far_scores[:k]
         means.append(total / len(rows))
-        # Of the mean of 1 - cosine; the first iteration has none before it.
-        before, now = (1 - mean for mean in means[-2:]) if len(means) > 1 else (1.0, 0.0)
+        before, now = (1 - mean for mean in means[-2:]) if len(means) > 1 else (1.0, 0.0)  # at first, none is before it
         if len(means) > ITERATIONS or before - now <= TOLERANCE * before:
             return Clusters(centroids.cpu(), sizes, means)
         empty = (sizes == 0).nonzero().squeeze(1)
@@ -180,8 +183,7 @@ def gather(rows: Rows, numbers: Sequence[int] | np.ndarray[Any, Any]) -> torch.T
 
 def _first_centroids(rows: Rows, k: int, seed: int) -> torch.Tensor:
     """The centroids to begin with, float32 [k, D]: rows, by k-means++ (Arthur and Vassilvitskii, 2007)."""
-    draw = np.random.default_rng(seed)
-    count = min(len(rows), max(k, SAMPLED))
+    draw, count = np.random.default_rng(seed), min(len(rows), max(k, SAMPLED))
     sample = gather(rows, np.sort(draw.choice(len(rows), count, replace=False, shuffle=False)))
     taken = [int(draw.integers(count))]
     near = sample @ sample[taken[0]]
@@ -335,15 +337,14 @@ def doubts(pairs: PairRows, k: int = 5, *, device: torch.device | str = "cpu") -
 
     Raises DataError: the store has no sample with captions.
     """
-    drawn = np.random.default_rng(0).permutation(len(pairs.images))[:REFERENCES]
     picked = torch.zeros(len(pairs.images), dtype=torch.bool)
-    picked[torch.from_numpy(drawn)] = True
+    picked[torch.from_numpy(np.random.default_rng(0).permutation(len(picked))[:REFERENCES])] = True
     blocks = [some.part(picked[some.rows]) for some in pairs.blocks()]
     if not blocks:
         raise DataError(f"{pairs.store.shown} has no image with a caption")
     known = PairBlock(*map(torch.cat, zip(*blocks, strict=True))).to(device)
-    unique = torch.from_numpy(np.unique(known.captions.cpu().numpy(), return_index=True)[1]).to(device)
-    texts = known.part(unique)  # a sample for each text
+    unique = np.unique(known.captions.cpu().numpy(), return_index=True)[1]
+    texts = known.part(torch.from_numpy(unique).to(device))  # a sample for each text
     found: list[tuple[torch.Tensor, ...]] = []
     for block in pairs.blocks():
         some = block.to(device)
@@ -356,8 +357,7 @@ def doubts(pairs: PairRows, k: int = 5, *, device: torch.device | str = "cpu") -
         found.append(tuple(of.cpu() for of in (some.rows, scores, own, some.captions, texts.captions[at], best)))
     rows, doubt, cosines, captions, others, most = (torch.cat(of).numpy() for of in zip(*found, strict=True))
     numbers, firsts = np.unique(captions, return_index=True)
-    first_of = rows[firsts]
-    mine, theirs = (first_of[np.searchsorted(numbers, of)] for of in (captions, others))
+    mine, theirs = (rows[firsts[np.searchsorted(numbers, of)]] for of in (captions, others))
     return Doubts(rows, doubt, cosines, mine, theirs, most)
 
 
@@ -558,7 +558,7 @@ def find_nearest_preferred(
 
 
 def cluster(rows: Rows, k: int, *, seed: int = 0, device: torch.device | str = "cpu") -> Clusters:
-    """k clusters by `search.kmeans`, of a sample of `TRAINED_ON` rows for each. Raises SettingsError: fewer rows."""
+    """k clusters by `kmeans`, of a sample of `TRAINED_ON` rows for each. Raises SettingsError: fewer rows."""
     count = min(len(rows), max(TRAINED_ON * k, 1))
     sample = np.sort(np.random.default_rng(seed).choice(len(rows), count, replace=False, shuffle=False))
     return kmeans(TensorRows(gather(rows, sample)), k, seed=seed, device=device)
