@@ -268,7 +268,7 @@ def flag_tree(
             if text is None and (field := leaf(root, key)) is not None and bool not in kinds(field.annotation):
                 problems.append(f"{flag}: requires a value")
             else:
-                tree.put(path, Node.of_text("true" if text is None else text, flag))
+                tree.put(path, Node.of(True, flag) if text is None else Node.of_text(text, flag))
 
     # Short flags come after all others, so that a key given twice is noticed.
     section = merge_sources(root, [*files, tree]).at(("evals",))
@@ -378,7 +378,7 @@ def plain(annotation: Any, node: Node) -> Any:
     """The value of a node with YAML's guesses about types undone.
 
     A plain scalar where text is wanted becomes its text (`name: 00001`, `classes: [yes, no]`). A section without keys
-    and a null entry of a named map are removed.
+    and a null entry of a named map are removed. Raises SettingsError: a key that is no switch has no value.
     """
     value, section, entries, items = node.value, section_of(annotation), entries_of(annotation), items_of(annotation)
     wanted: dict[type[Any], bool] = {
@@ -386,6 +386,9 @@ def plain(annotation: Any, node: Node) -> Any:
         list: items is not None,
         str: True,
     }
+    alone = value is True and node.text is None and node.place.startswith("--")  # a flag, here of a plug-in's own key
+    if alone and {bool, Any, None}.isdisjoint(kinds(annotation)):
+        raise SettingsError(f"{node.place}: requires a value")
     optional = value is None and NoneType in kinds(annotation)
     if node.text is not None and not wanted.get(type(value), optional) and accepts_text(annotation, node.text):
         return node.text

@@ -83,6 +83,8 @@ def test_own_parts_bring_their_settings(tmp_path: Path) -> None:
     assert settings.data.sources["train"].caption == OwnCaption.Settings(type=OWN, depth=3, loud=True)
     assert load(["--config", write(tmp_path / "b.yaml", dump(settings))]) == portable(settings)
     assert "did you mean 'depth'" in problems(["--config", file, "--data.sources.train.caption.dept=3"])[0]
+    flag = "--data.sources.train.caption.depth"
+    assert problems(["--config", file, flag]) == [f"{flag}: requires a value"]
 
 
 def test_every_error_at_once_with_its_place(tmp_path: Path) -> None:
