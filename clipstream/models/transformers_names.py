@@ -33,7 +33,7 @@ CONFIG = "config.json"  # of transformers
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of peft
 WHOLE = "only whole models are read, CLIPModel and SiglipModel"
 MODEL_TYPES = ("clip", "siglip")
-BOS, EOS = 49406, 49407  # ids of CLIP's own BPE
+EOS = 49407  # id of the end in CLIP's own BPE
 CLIP_WORDS = {"in": 512, "core</w>": 5000, "christianity</w>": 20000, "cheek": 40000, "jekyll</w>": 49405}  # some of it
 # timm's names of SigLIP's image towers by width, layers, heads, and width of the perceptrons.
 _SIGLIP_SIZES = {(768, 12, 12, 3072): "base", (1024, 24, 16, 4096): "large",

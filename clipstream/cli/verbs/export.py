@@ -1,6 +1,6 @@
 """The verb export: write a model for transformers, ONNX, …, or precomputed features as Parquet or NumPy.
 
-The flags; `run` exports models, `features.tables` features.
+The flags; `export.run` exports both.
 """
 
 from __future__ import annotations
