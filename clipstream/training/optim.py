@@ -3,8 +3,9 @@
 Settings and towers enter; a torch optimizer and the learning rate as a function of the step leave. Built-in ones are
 registered on their classes; a user's own is named `module:Name`. Importing this does not import torch.
 
-The learning rate is the schedule's alone: each step sets that of a parameter group, to `lr_scale` times the schedule's
-where the group has such a key. Learning rates per tower and layer are such scales of `optim.lr`.
+A step sets the learning rate of a parameter group to `lr_scale` times the schedule's, where the group has such a key:
+learning rates per tower and layer are scales of `optim.lr`. Optimizers are made with `optim.lr`, as timm has some that
+keep a tensor without one, or take other steps from it.
 
 Schedules give the rate after the warm-up, from `peak` towards `min_lr` at step `total_steps`. With min_lr = 0, cosine
 and constant equal open_clip's; const-cooldown equals it for every `min_lr`.
@@ -319,7 +320,9 @@ class _Builtin:
 
         own, (betas, eps) = self.settings, self.settings.defaults(model)
         options = {"betas": betas, "eps": eps, **options, **own.kwargs}
-        made: torch.optim.Optimizer = getattr(torch.optim, name)(parameter_groups(towers, own.wd, own), **options)
+        made: torch.optim.Optimizer = getattr(torch.optim, name)(
+            parameter_groups(towers, own.wd, own), lr=own.lr, **options
+        )
         return made
 
 
@@ -386,7 +389,7 @@ class Timm(_Builtin):
         own = self.settings
         groups = parameter_groups(towers, own.wd, own, own.fallback)
         options = {key: value for key in ("betas", "eps", "momentum") if (value := getattr(own, key)) is not None}
-        options |= {"weight_decay": own.wd, **own.kwargs}
+        options |= {"lr": own.lr, "weight_decay": own.wd, **own.kwargs}
         try_step(lambda groups: create_optimizer_v2(groups, own.name, **options), groups, f"timm's {own.name}")
         made: torch.optim.Optimizer = create_optimizer_v2(groups, own.name, **options)
         return made
