@@ -85,7 +85,7 @@ class Stream:
 
 def run(work: Work, args: argparse.Namespace, scratch: Path) -> None:
     """Measure all streams on one work, in turns."""
-    captioned = work.shards if work.caption is None else _captioned(work, scratch / work.name)
+    captioned = work.shards if work.caption is None else write_captioned(work, scratch / work.name)
     options = Options(work.shards, captioned, work.caption, work.size, args.workers, args.batch_size, args.seconds)
     names = [name for name in args.streams if _runs(name)]
     streams = {name: Stream(name, options) for name in names}
@@ -103,7 +103,7 @@ def _runs(name: str) -> bool:
     return PEERS.get(name, BUILD.parent).is_dir() and (name != "spdl" or find_library("avfilter") is not None)
 
 
-def _captioned(work: Work, folder: Path) -> list[str]:
+def write_captioned(work: Work, folder: Path) -> list[str]:
     """The shards with the caption as their `txt` member, which is all that the peers read.
 
     Another `txt` is left out: webdataset ends at a suffix that occurs twice in a sample.

@@ -48,7 +48,7 @@ def test_a_caption_of_the_json_takes_the_place_of_a_text(
     """A suffix that occurs twice in a sample ends webdataset (0.2.86 to 1.0.2: "duplicate file name in tar file")."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module: Any = importlib.import_module("input")
-    written = module._captioned(module.Work("own", shards[:1], 16, "caption.alt"), tmp_path / "own")
+    written = module.write_captioned(module.Work("own", shards[:1], 16, "caption.alt"), tmp_path / "own")
     found = list(webdataset.WebDataset(written, shardshuffle=False))
     wanted = list(webdataset.WebDataset(shards[:1], shardshuffle=False))
     assert [sample.keys() for sample in found] == [sample.keys() for sample in wanted] and len(found) > 3
