@@ -27,7 +27,7 @@ from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.metrics import EqualCaptions
-from clipstream.evals.pairs import recalls
+from clipstream.evals.retrieval_and_loss import recalls
 from clipstream.evals.settings import EvalSettings, source_of
 
 COLUMNS = ("step", "samples", "wall_s", "cpu_s", "image_to_text", "text_to_image")

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
+from clipstream.checkpoint.remote_sync import CHECKPOINTS
 from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.resume import agree as agree_checkpoint
 from clipstream.checkpoint.state import CheckpointMeta, Tensors
@@ -36,7 +37,7 @@ from clipstream.config.config_file import (
     write_config,
 )
 from clipstream.config.entry import make_callable
-from clipstream.config.plan import Plan, Survey, agree, draft, plan, with_value
+from clipstream.config.plan import Plan, Stage, Survey, agree, draft, plan, staged, with_value
 from clipstream.config.settings import SHIPPED, Settings
 from clipstream.config.validate import log_ignored_with_store
 from clipstream.data.batch import Batch
@@ -122,11 +123,34 @@ def recipe(run: RankRun) -> None:
     run = replace(run, plan=build_plan(run.plan.survey, world, resumed.state))
     settings = run.settings
 
-    # Model; features may come from stores, in the place of towers or of teachers.
     if settings.log.audit_precision:
         found = audit(run.plan, world, resumed)
         if world.is_main:
             log_audit(found, run.folder)
+
+    # Stages, one after the other; each goes on from the checkpoint at the end of the one before.
+    failures: dict[str, str] = {}
+    for stage in staged(run.plan):
+        if stage.last or resumed.step < stage.end:
+            ended, failed = train_stage(replace(run, plan=stage.plan), stage, resumed)
+            failures |= failed
+            if ended:
+                break
+            resumed = resumed.at(run.folder / CHECKPOINTS / store.folder_of(stage.end))
+    if world.is_main:
+        print_end(settings, REPORT_FILE, failures)
+    resumed.require_copy(world)
+
+
+def train_stage(run: RankRun, stage: Stage, resumed: Resumed) -> tuple[bool, dict[str, str]]:
+    """Train to the end of a stage; a run without stages is one. Collective.
+
+    Returns:
+        Whether the run ends here, and the outputs that failed, with the reason.
+    """
+    settings, world = run.settings, run.world
+
+    # Model; features may come from stores, in the place of towers or of teachers.
     loading.show(f"loading the model {settings.model.name}")
     model = build_model(run.plan, world)
     arithmetic, peak = settings.train.arithmetic, settings.log.peak_tflops
@@ -136,15 +160,13 @@ def recipe(run: RankRun) -> None:
     if world.is_main:
         print_summary(run.plan, world, model.towers, resumed)
     loading.show("loading the data")
-    with build_loader(run.plan, world, model, resumed.state, run.signals.is_stopping) as loader:
+    begins = resumed.step == stage.begin > 0
+    with build_loader(run.plan, world, model, resumed.state, run.signals.is_stopping, begins=begins) as loader:
         run.watch.on_exit(loader.close)
 
         # Optimizer, step, loop.
         step = build_step(settings, world, model)
-        failures = fit(run, step, loader, model.tokenizer, throughput, resumed)
-    if world.is_main:
-        print_end(settings, REPORT_FILE, failures)
-    resumed.require_copy(world)
+        return fit(run, step, loader, model.tokenizer, throughput, resumed, stage)
 
 
 def train_rank(found: Survey, world: World, watch: FailureWatch) -> Path:
@@ -274,11 +296,14 @@ def build_loader(
     model: Encoders,
     state: TrainState | None = None,
     interrupt: Callable[[], bool] = lambda: False,
+    *,
+    begins: bool = False,
 ) -> Loader:
     """The loader of this rank's batches, at the position of `state`. Collective.
 
     Args:
         interrupt: see Loader.
+        begins: whether a stage begins there, whose order of the data may be another one.
 
     Raises SettingsError: the ranks find different shards.
     """
@@ -290,7 +315,7 @@ def build_loader(
         world=world,
         seed=settings.run.seed,
         start=None if state is None else state.data,
-        approximate=settings.checkpoint.resume_approximate,
+        approximate="stage" if begins else settings.checkpoint.resume_approximate,
         zero_copy=True,
         interrupt=interrupt,
     )
@@ -357,8 +382,9 @@ def fit(
     tokenizer: tokenizers.Tokenizer,
     throughput: Throughput | None,
     resumed: Resumed,
-) -> dict[str, str]:
-    """The loop, with weights, moments and random states of the checkpoint, if there is one; see `Outputs.failures`."""
+    stage: Stage,
+) -> tuple[bool, dict[str, str]]:
+    """The loop, with weights, moments and random states of the checkpoint, if there is one; see `train_stage`."""
     settings, world, watch = run.settings, run.world, run.watch
     train, total, log = settings.train, settings.total_steps, settings.log
     start = None if resumed.checkpoint is None else load_into(step, resumed.checkpoint, resumed.state)
@@ -402,7 +428,7 @@ def fit(
         step,
         loader,
         writer,
-        Length(total, lr, log.every, train.epoch_samples),
+        Length(stage.end, lr, log.every, train.epoch_samples, ends=stage.last),
         Hooks(outputs.write, evaluate, evals.due, show, watch.note_step, outputs.step),
         run.signals,
         Rollback(train, partial(resumed.restore, writer, step), state.rollback),
@@ -419,7 +445,7 @@ def fit(
     loading.show("loading the first batch")
     with closing(outputs), writer:
         trainer.run(save_first=resumed.checkpoint is not None and resumed.checkpoint.is_file())
-    return outputs.failures
+    return trainer.ended, outputs.failures
 
 
 def build_evals(run: RankRun, step: TrainStep, tokenizer: tokenizers.Tokenizer, outputs: Outputs) -> EvalRunner:

@@ -51,6 +51,15 @@ class Resumed:
         """The position of the run; None for a new one."""
         return None if self.meta is None else self.meta.train
 
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return 0 if self.state is None else self.state.step
+
+    def at(self, checkpoint: Path) -> Resumed:
+        """Where the run goes on that has saved this checkpoint."""
+        return replace(self, checkpoint=checkpoint, meta=read_meta(checkpoint))
+
     def with_meta(self, train: TrainSettings, data: DataSettings, world: World) -> Resumed:
         """Read what the checkpoint says of its run; of one of open_clip, its step by epochs of the present settings.
 
@@ -99,7 +108,7 @@ def load_into(step: TrainStep, checkpoint: Path, start: TrainState | None = None
     if step.averages is not None:
         updates, adapters, clip = state.train_step.ema_updates, step.towers.adapters, step.towers.clip
         own = None if adapters is None or updates is None else adapters.read(checkpoint / AVERAGED_ADAPTER, clip)
-        step.averages.load(checkpoint / AVERAGED_FILE, updates, own)
+        step.averages.load(checkpoint / AVERAGED_FILE, updates, clip, own)
     return state
 
 

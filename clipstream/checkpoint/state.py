@@ -33,7 +33,15 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError, errors_as
 from clipstream.models.model_config import ADAPTER
 from clipstream.models.towers import Towers
-from clipstream.models.weights import check_finite, named_tensors, of_clip, plain, read_object, without_prefix
+from clipstream.models.weights import (
+    check_finite,
+    fit_positions,
+    named_tensors,
+    of_clip,
+    plain,
+    read_object,
+    without_prefix,
+)
 from clipstream.text import shortened
 from clipstream.training.optimizer_state import groups_from_json
 from clipstream.training.parallel import shard_like
@@ -228,9 +236,9 @@ def load(
         saved = towers.skip_stored(check_finite(read(checkpoint / WEIGHTS), checkpoint / WEIGHTS))
         if (adapters := towers.adapters) is not None:
             saved = adapters.in_place_of(saved, checkpoint / ADAPTER, towers.clip)
-        weights = {name: shard_like(weight, present.get(name)) for name, weight in saved}
+        weights = {name: _part(name, weight, present.get(name), towers) for name, weight in saved}
         towers.clip.load_state_dict(weights)
-        saved_moments = _saved_moments(checkpoint, optimizer)
+        saved_moments = _saved_moments(checkpoint, optimizer, towers)
         optimizer.load_state_dict(saved_moments)
         _keep_dtypes(optimizer, saved_moments["state"])
     except OSError as error:
@@ -265,12 +273,18 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[s
                 loaded[name] = value.to(loaded[name].device)
 
 
-def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _part(name: str, tensor: torch.Tensor, like: torch.Tensor | None, towers: Towers) -> torch.Tensor:
+    """This rank's part of a tensor that a checkpoint has for a parameter; positions of other sizes are resampled."""
+    return shard_like(fit_positions(name, tensor, like, towers.clip), like)
+
+
+def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer, towers: Towers) -> dict[str, Any]:
     """The saved state of the optimizer, sharded as its parameters are, with the present hyperparameters.
 
     These decide where load_state_dict puts the tensors: the fused AdamW wants its step counts on the device.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = {id(p): name for name, p in towers.clip.named_parameters()}
     state: dict[int, dict[str, torch.Tensor | float]] = {}
     for key, value in read(checkpoint / OPTIMIZER):
         number, _, name = key.partition(".")
@@ -280,7 +294,9 @@ def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer) -> dict[s
             state.setdefault(index, {})[name] = NUMBERS[kind](value.item())
             continue
         like = parameters[index] if value.ndim and index < len(parameters) else None
-        part = shard_like(value, like)
+        part = value if like is None else _part(names.get(id(like), ""), value, like, towers)
+        if name.endswith("_sq") and like is not None and value.shape != like.shape:
+            part = part.clamp(min=0)  # bicubic, which overshoots
         # A tensor that is read maps its file, whose disk space would stay in use until the run ends.
         state.setdefault(index, {})[name] = part.clone() if part is value else part
     return {"state": state, "param_groups": groups_from_json(metadata(checkpoint / OPTIMIZER)[GROUPS], optimizer)}

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from pydantic import ValidationError
 
 from clipstream.checkpoint import store
 from clipstream.config.config_sources import Node
@@ -147,6 +149,7 @@ class Plan:
     choices: tuple[Choice, ...] = ()  # by the size of the data
     epochs: EpochPlan | None = None  # of the mode `indexed`
     stored: StoredData | None = None  # features in the place of towers or of teachers
+    whole: Settings | None = None  # of the run, where `settings` are those of one of its stages
 
     @property
     def recorded(self) -> Settings:
@@ -159,7 +162,60 @@ class Plan:
     def repeatable(self) -> Settings:
         """As `recorded`, without an epoch's length that the data determine again."""
         known = self.survey.split is not None and self.epochs is None  # the samples that are left are in no index
-        return self.recorded if known else with_value(self.recorded, EPOCH, self.survey.settings.train.epoch_samples)
+        recorded = self.recorded if self.whole is None else replace(self, settings=self.whole, whole=None).recorded
+        return recorded if known else with_value(recorded, EPOCH, self.survey.settings.train.epoch_samples)
+
+
+class Stage(NamedTuple):
+    """Steps of a run with the same settings."""
+
+    name: str  # '' for the last one, which has the run's own
+    begin: int  # steps done before it
+    end: int  # steps done after it
+    plan: Plan
+
+    @property
+    def last(self) -> bool:
+        """Whether the run ends with it."""
+        return not self.name
+
+
+def staged(made: Plan) -> list[Stage]:
+    """The stages of a run, in order, with all of its settings in each; one stage where the settings name none.
+
+    Raises SettingsError: a value of a stage is wrong, or does not go together with others.
+    """
+    found, begin = [], 0
+    for name, stage in sorted(made.settings.stages.items(), key=lambda item: item[1].until):
+        settings, seen = _settings_in_stage(made.settings, name), made.survey
+        if any(key.startswith("data.sources.") for key in stage.set):
+            again = survey(settings, count=False)
+            if again.error is not None:
+                raise SettingsError(f"stages.{name}.set: {again.error}")
+            seen = replace(seen, sources=again.sources)
+        part = replace(made, survey=seen, settings=settings, whole=made.settings)
+        found.append(Stage(name, begin, stage.until, part))
+        begin = stage.until
+    return [*found, Stage("", begin, made.settings.total_steps, made)]
+
+
+def _settings_in_stage(settings: Settings, name: str) -> Settings:
+    """The settings in effect in a stage. Raises SettingsError: names the stage, the key and what is wrong."""
+    tree = settings.model_dump()
+    for key, value in settings.stages[name].set.items():
+        place, parts = tree, key.split(".")
+        for part in parts[:-1]:
+            if not isinstance(inner := place.get(part), dict):
+                raise SettingsError(f"stages.{name}.set.{key}: the run has no {part}")
+            place = inner
+        place[parts[-1]] = value
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        texts = (
+            f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}" for one in error.errors()
+        )
+        raise SettingsError(f"stages.{name}.set: {'; '.join(texts)}") from error
 
 
 def survey(written: Written | Settings, *, count: bool = True) -> Survey:

@@ -54,7 +54,7 @@ from clipstream.losses.settings import START, DistillSettings, LossSettings
 from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
 from clipstream.training.optim import OptimSettings, ScheduleSettings
-from clipstream.training.settings import CheckpointSettings, TrainSettings
+from clipstream.training.settings import CheckpointSettings, StageSettings, TrainSettings
 from clipstream.utils.logs import logger
 from clipstream.utils.section import (
     PACKAGE,
@@ -118,6 +118,9 @@ class Settings(Section):
     optim: SerializeAsAny[OptimSettings] = Field(default_factory=lambda: OptimSettings.model_validate({}))
     schedule: SerializeAsAny[ScheduleSettings] = Field(default_factory=lambda: ScheduleSettings.model_validate({}))
     train: TrainSettings = Field(default_factory=TrainSettings)
+    stages: dict[str, StageSettings] = Field(
+        default_factory=dict, description="stages by name; after the last one the run has its own settings"
+    )
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     evals: dict[str, SerializeAsAny[EvalSettings]] = Field(default_factory=dict, description="evaluators by name")
     log: LogSettings = Field(default_factory=LogSettings)

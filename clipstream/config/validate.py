@@ -16,7 +16,7 @@ from typing import Any
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.store import holds_a_run
 from clipstream.config.config_sources import Node, enumerate_words, format_problem
-from clipstream.config.plan import Plan, Survey, draft, hold_out, keep_batch, survey
+from clipstream.config.plan import Plan, Survey, draft, hold_out, keep_batch, staged, survey
 from clipstream.config.settings import Settings, Written
 from clipstream.data.decode.class_names import unreadable_names
 from clipstream.data.order import default_lanes
@@ -57,6 +57,8 @@ NUMBERS = {  # (key, other key) -> record of numbers that do not fit each other,
         ("model.unlock_text_at", "at least", "train.steps", _NEVER),
         ("data.batch_schedule", "with a step that is at least", "train.steps", _NEVER),
         ("log.profile", "with a step after", "train.steps", _NEVER),
+        ("stages.NAME.until", "at least", "train.steps", "step {0} must be before the last one, {1}: the run ends with "
+            "its own settings"),
         ("schedule.min_lr", "above", "optim.lr", "{0:g} is greater than optim.lr {1:g}"),
         ("data.global_batch_size", "less than", "ranks", "{0} samples cannot be divided among {1} ranks"),
         ("data.lanes", "less than", "ranks", "{0} lanes cannot be divided among {1} ranks: each rank requires at least "
@@ -215,7 +217,11 @@ def prepare_run(written: Written) -> Survey:
     seen = validate_run(written, world)
     preflight_models(written.settings)
     seen = hold_out(seen, world)
-    for _, _, reason in draft(seen, world.size).choices if world.is_main else ():
+    made = draft(seen, world.size)
+    for stage in staged(made)[:-1] if made.settings.stages else ():
+        for path, text in conflicts_in(PAIRS, stage.plan.settings, ranks=world.size):
+            raise SettingsError(f"stages.{stage.name}.set: {'.'.join(map(str, path))}: {text}")
+    for _, _, reason in made.choices if world.is_main else ():
         announce(f"chosen   {reason} sets it")
     return seen
 
@@ -338,6 +344,12 @@ def _length(seen: Survey, settings: Settings) -> Problems:
         yield ("train", "epochs"), text
         return
     steps = settings.total_steps
+    ends: dict[int, str] = {}
+    for name, stage in settings.stages.items():
+        if (other := ends.setdefault(stage.until, name)) != name:
+            yield ("stages", name, "until"), f"the stage {other} ends at step {stage.until}, too"
+        elif stage.until >= steps:
+            yield _numbers("stages.NAME.until", "train.steps", stage.until, steps, name=name)
     if 0 < steps < schedule.warmup:
         yield _numbers("schedule.warmup", "train.steps", schedule.warmup, steps)
     for key in ("unlock_image_at", "unlock_text_at"):
@@ -357,8 +369,8 @@ def _short(settings: Settings) -> Problems:
         yield ("loss", "short"), "requires short texts: set the caption's short of a source, e.g. sentence"
 
 
-def _numbers(key: str, other: str, *values: float) -> tuple[Path, str]:
-    return tuple(key.split(".")), NUMBERS[key, other].text(*values)
+def _numbers(key: str, other: str, *values: float, name: str = "") -> tuple[Path, str]:
+    return tuple(key.replace("NAME", name).split(".")), NUMBERS[key, other].text(*values)
 
 
 def _evaluates_only(settings: Settings) -> bool:

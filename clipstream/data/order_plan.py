@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -242,7 +243,9 @@ def digest_of(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def resume_at(start: DataState, fingerprint: Fingerprint, lanes: int, approximate: bool, world: World) -> DataState:
+def resume_at(
+    start: DataState, fingerprint: Fingerprint, lanes: int, approximate: bool | Literal["stage"], world: World
+) -> DataState:
     """The position to resume from; with another order, restarted under a new salt, so that it shows other samples."""
     if not start.fingerprint:  # a new run, or a checkpoint of open_clip: it has a step, and no position in the data
         return replace(start, fingerprint=fingerprint, lanes_total=lanes, restarted_at=start.step)
@@ -258,7 +261,7 @@ def resume_at(start: DataState, fingerprint: Fingerprint, lanes: int, approximat
         )
         said = "--resume: the checkpoint's data order is not that of these settings:"
         raise SettingsError(lines(said, *listed, advice))
-    if world.is_main:
+    if world.is_main and approximate != "stage":
         logger.warning(lines(f"--resume-approximate: from step {start.step} on, {goes_on}:", *listed))
     if restart:
         start = replace(start, lanes={}, salt=start.salt + 1, restarted_at=start.step)

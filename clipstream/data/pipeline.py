@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ def training_loader(
     world: World,
     seed: int,
     start: DataState | None = None,
-    approximate: bool = False,
+    approximate: bool | Literal["stage"] = False,
     zero_copy: bool = False,
     interrupt: Callable[[], bool] = lambda: False,
 ) -> Loader:
@@ -103,7 +103,8 @@ def training_loader(
         sources: of the settings by name, sorted, where they are listed already.
         inputs: of the model; with a live teacher's, images have the same random crop, mirroring and colours for both.
         start: the run's position (all ranks' lanes) to resume from.
-        approximate: where `start` belongs to another order of samples, restart the order at its step, with a warning.
+        approximate: where `start` belongs to another order of samples, restart the order at its step, with a warning
+            but where a stage of the run begins.
         zero_copy: see Hosting; for callers that have finished with a batch when they ask for the next one.
         interrupt: see Loader.
 

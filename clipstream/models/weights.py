@@ -283,7 +283,7 @@ FOREIGN = {"bert.encoder.": "Chinese-CLIP, which open_clip has no model of",
            "visual.blocks.": "EVA-CLIP: use open_clip's EVA models with their tags"}  # fmt: skip
 TEXT_POSITIONS = ("positional_embedding", "text.positional_embedding")
 KEPT_POSITIONS = 20  # which are well trained, as most captions are that short
-TIMM_POSITIONS = "visual.trunk.pos_embed"
+TIMM_POSITIONS, POOL_POSITIONS = "visual.trunk.pos_embed", "visual.attnpool.positional_embedding"
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -426,7 +426,6 @@ def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles, 
     problems = _differences(own, state, shapes=False)
     if not problems:
         try:
-            resize_pos_embed(state, clip)
             for name in TEXT_POSITIONS:
                 given, length = (len(those[name]) if name in state and name in own else 0 for those in (state, own))
                 if given > length and not cut:
@@ -434,21 +433,54 @@ def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles, 
                         f"{source.weights} is of texts of {given} tokens, {source.label} of {length}: set tokenizer."
                         f"context_length (--force-context-length) to {given}, or to {length} for fewer positions"
                     )
-                if length > given > KEPT_POSITIONS + 1:
-                    state[name] = stretch_positions(state[name], length)
-            if not hasattr(clip, "text") or hasattr(clip.text, "positional_embedding"):
-                resize_text_pos_embed(state, clip)
-            old, new = state.get(TIMM_POSITIONS), own.get(TIMM_POSITIONS)
-            if old is not None and new is not None and old.shape != new.shape:
-                trunk = clip.visual.trunk
-                state[TIMM_POSITIONS] = resample_abs_pos_embed(
-                    old, list(trunk.patch_embed.grid_size), num_prefix_tokens=trunk.num_prefix_tokens
-                )
+            resample_positions(state, own, clip)
         except (RuntimeError, AssertionError) as error:
             problems.append(f"position embeddings do not fit ({error})")
         problems += _differences(own, state)
     _refuse(problems, source.weights, source.label)
     clip.load_state_dict(dict(check_finite(state.items(), source.weights)))
+
+
+def resample_positions(state: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor], clip: Any) -> None:
+    """Resample position embeddings of `state` to the image and text size of the model, those of longer texts by
+    `stretch_positions`; other tensors stay.
+
+    Args:
+        own: the model's tensors, of which shapes count.
+    """
+    resize_pos_embed(state, clip)
+    for name in TEXT_POSITIONS:
+        if name in state and name in own and len(own[name]) > len(state[name]) > KEPT_POSITIONS + 1:
+            state[name] = stretch_positions(state[name], len(own[name]))
+    if not hasattr(clip, "text") or hasattr(clip.text, "positional_embedding"):
+        resize_text_pos_embed(state, clip)
+    for name in (TIMM_POSITIONS, POOL_POSITIONS):
+        old, new = state.get(name), own.get(name)
+        if old is None or new is None or old.shape == new.shape:
+            continue
+        if name == TIMM_POSITIONS:
+            trunk = clip.visual.trunk
+            grid, extra = list(trunk.patch_embed.grid_size), trunk.num_prefix_tokens
+            state[name] = resample_abs_pos_embed(old, grid, num_prefix_tokens=extra)
+        else:
+            side = math.isqrt(len(new) - 1)
+            state[name] = resample_abs_pos_embed(old[None], [side, side], num_prefix_tokens=1)[0]
+
+
+def fit_positions(name: str, tensor: torch.Tensor, like: torch.Tensor | None, clip: Any) -> torch.Tensor:
+    """A tensor that a checkpoint has for the parameter `name`, resampled if it is of position embeddings of other image
+    or text sizes.
+
+    Args:
+        tensor: the parameter, or a moment of it.
+        like: the parameter of the model.
+    """
+    if like is None or tensor.shape == like.shape or not tensor.ndim:
+        return tensor
+    state = {name: tensor.float()}
+    resample_positions(state, {name: like}, clip)
+    # Contiguous, as the fused optimizers pair a parameter with its moments by their place in memory.
+    return state[name].to(tensor.dtype).contiguous()
 
 
 def load_image_weights(trunk: Any, path: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from clipstream.errors import SettingsError
-from clipstream.models.weights import check_finite
+from clipstream.models.weights import check_finite, fit_positions
 from clipstream.training.parallel import local_tensor, shard_like
 
 WARMUP_POWER = 2 / 3
@@ -92,11 +92,14 @@ class WeightAverages:
             move(averages, weights)
 
     @torch.no_grad()
-    def load(self, file: Path, updates: int | None, adapters: Mapping[str, torch.Tensor] | None = None) -> None:
+    def load(
+        self, file: Path, updates: int | None, clip: Any, adapters: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Continue from a checkpoint's averages, or start from the present weights if it has none.
 
         Args:
             updates: how often they were updated; None if the checkpoint has no averages.
+            clip: the model in the towers, to whose sizes positions are resampled.
             adapters: those of adapters, by name in the model.
 
         Raises SettingsError: the file cannot be read, is of another model, or holds weights that are not finite.
@@ -109,7 +112,9 @@ class WeightAverages:
         try:
             saved = {**dict(check_finite(load_file(file).items(), file)), **(adapters or {})}
             for name, average in self.tensors.items():
-                local_tensor(average).copy_(local_tensor(shard_like(saved[name.removeprefix(_PREFIX)], average)))
+                name = name.removeprefix(_PREFIX)
+                fitting = fit_positions(name, saved[name], average, clip)
+                local_tensor(average).copy_(local_tensor(shard_like(fitting, average)))
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise SettingsError(f"{file} cannot be read, or does not fit this run's model: {error}") from error
         self.updates = updates

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -54,6 +54,45 @@ def check_metric_name(text: str | None) -> str | None:
     if text is not None and not all(text.partition("/")):
         raise ValueError("expected EVALUATOR/METRIC as in metrics.jsonl, e.g. val/image_to_text_R@1")
     return text
+
+
+STAGED = re.compile(
+    r"model\.(image_size|patch_dropout)|tokenizer\.context_length|optim\.(lr|image_lr|text_lr)"
+    r"|train\.(precision|micro_batch_size)|data\.(augment\.\w+|sources\.[^.]+\.(shards|weight))"
+)
+ELSEWHERE = {
+    "data.global_batch_size": "data.batch_schedule",
+    "data.batch_schedule": "data.batch_schedule",
+    "model.lock_image": "model.unlock_image_at",
+    "model.lock_text": "model.unlock_text_at",
+}
+
+
+class StageSettings(Section):
+    """A stage of a run: settings in the place of the run's own, up to a step."""
+
+    until: int = Field(ge=1, description="step at which the stage ends")
+    set: dict[str, Any] = Field(
+        min_length=1,
+        description="dotted keys and their values in the stage: of model.image_size, model.patch_dropout, "
+        "tokenizer.context_length, data.augment, data.sources.NAME.shards and weight, optim.lr, image_lr and text_lr, "
+        "train.precision and micro_batch_size",
+    )
+
+    @field_validator("set")
+    @classmethod
+    def _staged(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in value:
+            if not STAGED.fullmatch(key):
+                hint = f": set {ELSEWHERE[key]}" if key in ELSEWHERE else did_you_mean(key, _STAGED_KEYS)
+                raise ValueError(f"{key} cannot change between stages{hint}")
+        return value
+
+
+_STAGED_KEYS = (
+    "model.image_size", "model.patch_dropout", "tokenizer.context_length", "optim.lr", "optim.image_lr",
+    "optim.text_lr", "train.precision", "train.micro_batch_size", "data.augment.scale",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

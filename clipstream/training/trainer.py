@@ -142,12 +142,13 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Length:
-    """Of a run: its steps, and what is counted along them."""
+    """Of a run, or up to the end of a stage: its steps, and what is counted along them."""
 
     total_steps: int
     lr: Callable[[int], float]  # learning rate of a step (from 0)
     log_every: int = 100  # steps between training lines
     epoch_samples: int | None = None  # samples of an epoch; adds `epoch` to the training lines
+    ends: bool = True  # whether the run ends with the last step; else other settings follow
 
 
 @dataclass(frozen=True)
@@ -232,15 +233,27 @@ class Trainer:
         finally:
             if self.profiler is not None:
                 self.profiler.close()
+        if not self.ended:
+            self._save()
+            self._finish_save()
+            return
         self.rollback.on_end(self.step)
         if self._health_step != self.step:
             self._write_health()
         self._save()  # first: the last evaluation may take long
         self._evaluate(last=True)
-        if not self.writer.finish():
-            raise ClipstreamError(f"the last checkpoint, of step {self.step}, could not be written")
+        self._finish_save()
         why = {"early_stop": self.early_stop.summary()} if self.early_stop.should_stop else {}
         self._write(end_record(self.step, 0, None, total_steps=self.total_steps, **why))
+
+    @property
+    def ended(self) -> bool:
+        """Whether no step of the run is left, where the loop is over."""
+        return self.length.ends or self.early_stop.should_stop
+
+    def _finish_save(self) -> None:
+        if not self.writer.finish():
+            raise ClipstreamError(f"the last checkpoint, of step {self.step}, could not be written")
 
     def _train(self) -> None:
         """The steps, with the evaluations and checkpoints between them.
@@ -275,7 +288,7 @@ class Trainer:
             if self._settles():
                 self._settle()
             with self._pause():
-                if self.step == self.total_steps:
+                if self.step == self.total_steps and self.length.ends:
                     break
                 self.writer.check()
                 self._evaluate(last=False)

@@ -63,6 +63,7 @@ NUMBERS = {
     "log.profile train.steps": "19-21", "schedule.min_lr optim.lr": "1", "data.global_batch_size ranks": "2",
     "data.lanes ranks": "2", "data.lanes data.global_batch_size": "9999",
     "train.micro_batch_size data.global_batch_size": "9999", "run.timeout data.stall_timeout": "9",
+    "stages.NAME.until train.steps": "20 --stages.one.set={optim.lr: 1}",
 }  # fmt: skip
 
 
@@ -70,7 +71,8 @@ def argv_of(prefix: str, pair: Conflict) -> list[str]:
     first = prefix + next(iter(pair.when))
     argv = ["--data.sources.one.shards=a.tar", "--name=x"]
     if (value := NUMBERS.get(" ".join(pair.when))) is not None:
-        return [*argv, "--train.steps=20", *f"--{first}={value}".split()]
+        first = first.replace("NAME", "one")
+        return [*argv, "--train.steps=20", *f"--{first}={value}".split(" ", 1)]
     argv += [word for start, words in BESIDE.items() if f"{first} set".startswith(start) for word in words]
     keys = {prefix + key: wanted for key, wanted in pair.when.items()}
     for key, wanted in keys.items():
