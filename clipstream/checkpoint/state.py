@@ -297,8 +297,12 @@ def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer, towers: T
         part = value if like is None else _part(names.get(id(like), ""), value, like, towers)
         if name.endswith("_sq") and like is not None and value.shape != like.shape:
             part = part.clamp(min=0)  # bicubic, which overshoots
-        # A tensor that is read maps its file, whose disk space would stay in use until the run ends.
-        state.setdefault(index, {})[name] = part.clone() if part is value else part
+        # Not the tensor that is read, which maps its file, whose disk space would stay in use until the run ends; with
+        # the strides of the parameter, as torch's fused optimizers pair both by their place in memory.
+        if part is value:
+            whole = like is not None and like.shape == value.shape
+            part = torch.empty_like(like if whole else value, dtype=value.dtype, device=value.device).copy_(value)
+        state.setdefault(index, {})[name] = part
     return {"state": state, "param_groups": groups_from_json(metadata(checkpoint / OPTIMIZER)[GROUPS], optimizer)}
 
 
