@@ -188,7 +188,8 @@ class Bench:
         )
         for recipe in recipes:
             runs = [(seed, read(self.path(recipe, seed))) for seed in self.options.seeds]
-            hits = [(seed, row) for seed, rows in runs for row in rows if row.recall >= level]
+            first = [(seed, next((row for row in rows if row.recall >= level), None)) for seed, rows in runs]
+            hits = [(seed, row) for seed, row in first if row is not None]
             line = f"{recipe.name:<22}{f'{len(hits)}/{len(runs)}':>8}"
             if hits:
                 costs = [self.cost(recipe, seed) for seed, _ in hits]

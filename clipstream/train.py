@@ -14,13 +14,15 @@ import sys
 if __name__ == "__main__":  # the verb prints help and checks settings before torch is imported below
     sys.exit(importlib.import_module("clipstream.cli.main").main(["train", *sys.argv[1:]], own=True))
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from clipstream.checkpoint import store
 from clipstream.checkpoint.async_writer import AsyncWriter, Content
@@ -31,6 +33,7 @@ from clipstream.checkpoint.state import CheckpointMeta, Tensors
 from clipstream.config.config_file import (
     by_key,
     changes,
+    format_value,
     redact_settings,
     require_equal,
     settings_of_weights,
@@ -59,7 +62,7 @@ from clipstream.losses.settings import chosen_loss_type, group_field
 from clipstream.models.adapters import WEIGHTS
 from clipstream.models.build import build_towers
 from clipstream.models.execution.batch_features import NAME, Teacher
-from clipstream.models.execution.flops import Throughput, build_throughput
+from clipstream.models.execution.flops import Throughput, Work, build_throughput, count_flops
 from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import ADAPTER, AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.models.precision import autocast, check_device, prepare, prepare_towers, resolve_precision
@@ -129,8 +132,10 @@ def recipe(run: RankRun) -> None:
             log_audit(found, run.folder)
 
     # Stages, one after the other; each goes on from the checkpoint at the end of the one before.
-    failures: dict[str, str] = {}
-    for stage in staged(run.plan):
+    failures, stages = dict[str, str](), staged(run.plan)
+    if world.is_main and len(stages) > 1:
+        print_stages(stages)
+    for stage in stages:
         if stage.last or resumed.step < stage.end:
             ended, failed = train_stage(replace(run, plan=stage.plan), stage, resumed)
             failures |= failed
@@ -544,6 +549,27 @@ def print_summary(plan: Plan, world: World, towers: Towers, resumed: Resumed) ->
         by = f" by more than {stop.min_delta:g}" * (stop.min_delta > 0)
         announce(f"         or until {stop.metric} is no better{by} in {stop.patience} evaluations in a row")
     announce(f"folder   {settings.run_folder}")
+
+
+def print_stages(stages: Sequence[Stage]) -> None:
+    """Print the stages, what each changes, and its share of the run's FLOPs, with texts as long as the context."""
+    costs = []
+    for stage in stages:
+        settings = stage.plan.settings
+        model = settings.model.model_copy(update={"pretrained": None, "image_pretrained": None})
+        with torch.device("meta"):
+            loss_type = chosen_loss_type(settings.loss)
+            towers = build_towers(model, seed=0, loss_type=loss_type, tokenizer=settings.tokenizer)
+        flops, length = count_flops(towers), towers.context_length
+        work = Work(1, 1, length, length**2)
+        samples = settings.data.samples_before(stage.end) - settings.data.samples_before(stage.begin)
+        costs.append((0.0 if flops is None else work.flops(flops, ()), samples))
+    total = sum(cost * samples for cost, samples in costs)
+    for stage, (cost, samples) in zip(stages, costs, strict=True):
+        changed = stage.plan.settings.stages[stage.name].set if stage.name else {}
+        what = ", ".join(f"{key} {format_value(value)}" for key, value in changed.items()) or "the run's own settings"
+        share = f", {cost / 1e9:.2g} GFLOPs a sample, {cost * samples / total:.0%} of the run's" if total else ""
+        announce(f"stage    {stage.name or 'last'}, to step {stage.end}: {what}{share}")
 
 
 def print_end(settings: Settings, report: str, failures: Mapping[str, str]) -> None:

@@ -56,6 +56,24 @@ def test_a_caption_of_the_json_takes_the_place_of_a_text(
 
 
 @pytest.mark.ci
+def test_seconds_to_a_level(place: Path, model: tuple[str, str], tmp_path: Path) -> None:
+    for name, shards in (("emoji-train", "pairs"), ("emoji-val", "val")):
+        (tmp_path / name).symlink_to(place / shards)
+    (tmp_path / "small.yaml").write_text("data: {global_batch_size: 8, workers: 0}\ntrain: {steps: 4}\n")
+    recipes = [f"{name}: {tmp_path / 'small.yaml'} {' '.join(model)}" for name in ("first", "second")]
+    words = ["--every", "2", "--seeds", "0", "1", "--level", "2", "--csv", str(tmp_path / "rows.csv")]
+    words += [word for recipe in recipes for word in ("--recipe", recipe)]
+    words += ["--before", f"second: touch {tmp_path}/before"]
+    table = output_of("time_to_accuracy", "emoji", str(tmp_path), str(tmp_path / "out"), *words)
+    assert table.count("0/2") == 2 and (tmp_path / "before").exists()
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert [int(row["step"]) for row in rows] == [2, 4] * 4
+    assert all(float(row["cpu_s"]) > 0 and int(row["samples"]) == 8 * int(row["step"]) for row in rows)
+    words[words.index("--level") + 1] = "0"  # what is there is not run again
+    assert output_of("time_to_accuracy", "emoji", str(tmp_path), str(tmp_path / "out"), *words).count("2/2") == 2
+
+
+@pytest.mark.ci
 def test_the_loss() -> None:
     table = output_of("loss", "--sizes", "16", "--width", "8", "--rounds", "1")
     assert "clip" in table and "siglip" in table

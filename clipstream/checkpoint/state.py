@@ -300,8 +300,8 @@ def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer, towers: T
         # Not the tensor that is read, which maps its file, whose disk space would stay in use until the run ends; with
         # the strides of the parameter, as torch's fused optimizers pair both by their place in memory.
         if part is value:
-            whole = like is not None and like.shape == value.shape
-            part = torch.empty_like(like if whole else value, dtype=value.dtype, device=value.device).copy_(value)
+            memory = like if like is not None and like.shape == value.shape else value
+            part = torch.empty_like(memory, dtype=value.dtype, device=value.device).copy_(value)
         state.setdefault(index, {})[name] = part
     return {"state": state, "param_groups": groups_from_json(metadata(checkpoint / OPTIMIZER)[GROUPS], optimizer)}
 

@@ -16,6 +16,7 @@ from tests.support.model_files import write
 from tests.support.runs import MODEL, flags, furnish, go, lines, same_weights, weights
 
 IMAGES = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
+RESNET = {"image_size": 64, "layers": [1, 1, 1, 1], "width": 4}
 STAGES = (
     "--stages.small.until=3",
     "--stages.small.set={model.image_size: 16, optim.lr: 0.002, data.augment.scale: [0.5, 1]}",
@@ -70,6 +71,10 @@ def test_moments_are_resampled_with_their_positions(tmp_path: Path) -> None:
     assert torch.equal(fit_positions(name, flat, like, clip), torch.full(like.shape, 0.25, dtype=torch.bfloat16))
     assert fit_positions(name, like, like, clip) is like
     assert fit_positions("visual.proj", flat, clip.visual.proj, clip).shape == flat.shape  # refused where it is loaded
+    resnet = build_towers(ModelSettings(name=write(tmp_path, RESNET)), seed=0).clip
+    pool = resnet.visual.attnpool.positional_embedding
+    flat = torch.full((2, pool.shape[1]), 0.25)
+    assert torch.equal(fit_positions("visual.attnpool.positional_embedding", flat, pool, resnet), 0.25 + 0 * pool)
     assert fit_positions("positional_embedding", torch.rand(5, 32), clip.positional_embedding, clip).is_contiguous()
 
 
