@@ -94,21 +94,8 @@ class Line:
 def draw_samples(seed: int = 0) -> ProofSamples:
     """Images of odd sizes and modes, and texts with capitals, punctuation, entities and letters of other scripts."""
     rng, images, texts = np.random.default_rng(seed), [], []
-    words = ["A photo of", "the RED", "bird’s", "“quoted”", "café", "naïve", "Bär", "red & blue", "salt &amp; pepper"]
-    words += [
-        "two  spaces",
-        "3.14",
-        "don't",
-        "(brackets)",
-        "x_y",
-        "日本",
-        "ﬁne",
-        "Ünder",
-        "end.",
-        "\ttab",
-        "😀",
-        "ﬂag!",
-    ]
+    pool = ["A photo of", "the RED", "bird’s", "“quoted”", "café", "naïve", "Bär", "red & blue", "salt &amp; pepper"]
+    pool += ["two  spaces", "3.14", "don't", "(brackets)", "x_y", "日本", "ﬁne", "Ünder", "end.", "\ttab", "😀", "ﬂag!"]
     for number in range(SAMPLES):
         width, height = (int(side) for side in rng.integers(17, 260, 2))
         bands, mode, form, more = FILES[number % len(FILES)]
@@ -118,7 +105,7 @@ def draw_samples(seed: int = 0) -> ProofSamples:
         file = BytesIO()
         (image if image.mode == mode else image.convert(mode)).save(file, form, **more)
         images.append(file.getvalue())
-        texts.append(" ".join(rng.choice(words, int(rng.integers(1, 9 if number % 10 else 120)))))
+        texts.append(" ".join(rng.choice(pool, int(rng.integers(1, 9 if number % 10 else 120)))))
     return ProofSamples(images, texts, f"{SAMPLES} drawn images and texts")
 
 
