@@ -3,17 +3,19 @@
     evaluator Clock       in a run of clipstream, as `--evals.clock.type clock:Clock`
     python clock.py …     a run of open_clip_train with the words that follow; OUT, EVERY and LEVEL come first
 
-Both evaluate the same pairs by the same code, outside of the clock: while they do, the workers of data are stopped, so
-that they do not work ahead for free.
+Both evaluate the same pairs by the same metric, each with images as it reads those of training, outside of the clock:
+meanwhile the workers of data are stopped, so that they do not work ahead for free.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import os
 import resource
 import signal
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from clipstream.data.batch import hash_rows
-from clipstream.data.settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.metrics import EqualCaptions
@@ -152,10 +154,7 @@ def open_clip(out: Path, every: int, level: float, shards: Sequence[str], words:
     def recall() -> tuple[float, float]:
         model = models[0]
         model.eval()
-        mean, std = (
-            torch.tensor(part).view(1, 3, 1, 1) * 255 for part in (model.visual.image_mean, model.visual.image_std)
-        )
-        images = torch.cat([model.encode_image((pixels - mean) / std, normalize=True) for pixels, _ in held])
+        images = torch.cat([model.encode_image(pixels, normalize=True) for pixels, _ in held])
         texts = torch.cat([model.encode_text(ids, normalize=True) for _, ids in held])
         model.train()
         return recall_of(images.float(), texts.float(), torch.cat([ids for _, ids in held]))
@@ -187,21 +186,23 @@ def open_clip(out: Path, every: int, level: float, shards: Sequence[str], words:
 
 
 def pairs(shards: Sequence[str], model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The pairs of shards with txt members, for an open_clip model: pixels, uint8 [n, 3, H, W], and ids [n, T]."""
+    """The pairs of shards with txt members, as open_clip_train reads them: images [n, 3, H, W] and ids [n, T]."""
     import open_clip as library
 
-    from clipstream.data.batch import Batch, ImageSpec
-    from clipstream.data.build import EvalSource, evaluation_loader
-    from clipstream.data.decode.tokenizers import wrap
-    from clipstream.data.loader.recipe import ModelInputs
-    from clipstream.data.settings import DataSettings
-
-    size, length = model.visual.image_size, model.context_length
-    tokenizer = wrap(library.get_tokenizer("ViT-B-32", context_length=length), length)
-    inputs = ModelInputs(tokenizer, ImageSpec(size if isinstance(size, tuple) else (size, size)))
-    source = EvalSource(SourceSettings(shards=list(shards)), "val")
-    with evaluation_loader(source, inputs, batch_size=BATCH, world=World(), data=DataSettings(workers=0)) as loader:
-        return [(batch.images.clone(), batch.ids.clone()) for batch in map(Batch.without_padding, loader)]
+    visual = model.visual
+    prepare = library.image_transform(visual.image_size, is_train=False, mean=visual.image_mean, std=visual.image_std)
+    tokenize = library.get_tokenizer("ViT-B-32", context_length=model.context_length)
+    images, texts = [], []
+    for shard in shards:
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                data, suffix = tar.extractfile(member), member.name.rpartition(".")[2]
+                assert data is not None
+                if suffix == "txt":
+                    texts.append(data.read().decode())
+                elif suffix in ("jpg", "png", "jpeg", "webp"):
+                    images.append(prepare(Image.open(io.BytesIO(data.read())).convert("RGB")))
+    return list(zip(torch.split(torch.stack(images), BATCH), torch.split(tokenize(texts), BATCH), strict=True))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Training seconds until a level of R@1 on held-out pairs, of recipes and of open_clip's trainer on the same shards.
 
     python benchmarks/time_to_accuracy.py emoji DIR OUT                          # the recipes of this file
-    python benchmarks/time_to_accuracy.py emoji DIR OUT --recipes today open_clip --seeds 0 1 2 3 4
+    python benchmarks/time_to_accuracy.py emoji DIR OUT --recipes emoji open_clip --seeds 0 1 2 3 4
     python benchmarks/time_to_accuracy.py emoji DIR OUT --recipe 'short: configs/emoji.yaml --steps 150'
 
 DIR holds emoji-train/ and emoji-val/ (see configs/emoji.yaml), or icons-train/ and icons-val/. A recipe is
@@ -57,7 +57,8 @@ SETS = {
         "caption.en",
         0.10,
         {
-            "today": "configs/emoji.yaml",
+            "emoji": "configs/emoji.yaml",
+            "small-data": "configs/recipes/small-data.yaml",
             "open_clip": f"open_clip --lr 2e-3 --steps 300 {SAME}",
         },
     ),

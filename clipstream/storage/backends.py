@@ -1,7 +1,7 @@
 """What downloads reach besides HTTP: object stores and file systems of fsspec, and shell commands (`pipe:`).
 
-Backends of fsspec are imported on first use, retry for long and keep what they have listed and read: `reach` limits the
-time of each request, and takes renewed credentials once some are refused.
+Backends of fsspec are imported on first use, retry for minutes and keep what they have listed and read: `reach` limits
+the time of each request, and takes renewed credentials once some are refused.
 
 Of a shell command whose output is a shard, the exit status decides, and no process outlives the transfer.
 """
