@@ -19,11 +19,13 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
+from plain_loop import processes
 
 from clipstream.data.batch import hash_rows
 from clipstream.distributed.world import World
@@ -37,16 +39,6 @@ TICKS = os.sysconf("SC_CLK_TCK")
 BATCH = 256  # pairs that are encoded at once
 
 
-def children(pid: int) -> list[int]:
-    """The living descendants of a process."""
-    found: list[int] = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found += [child, *children(child)]
-    return found
-
-
 def cpu_of(pid: int) -> float:
     """CPU seconds of a living process, with those of its children that have ended; 0 for one that has gone."""
     with suppress(OSError):
@@ -58,11 +50,11 @@ def cpu_of(pid: int) -> float:
 def cpu_seconds() -> float:
     """CPU seconds of this process and of its descendants."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(cpu_of, children(os.getpid())))
+    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(cpu_of, processes(os.getpid())[1:]))
 
 
 class Stopwatch:
-    """Training seconds since it was made, without those inside of `pause`; rows of a CSV file.
+    """Training seconds since it was made, without those inside of `measure`; rows of a CSV file.
 
     Args:
         out: the CSV file.
@@ -73,12 +65,13 @@ class Stopwatch:
         self.level, self.file = level, out.open("w", newline="", buffering=1)
         self.writer = csv.writer(self.file)
         self.writer.writerow(COLUMNS)
+        self.rows = 0
         self.wall = self.cpu = 0.0  # of the pauses
         self.began, self.cpu_began = time.perf_counter(), cpu_seconds()
 
     def measure(self, step: int, samples: int, recall: Callable[[], tuple[float, float]]) -> bool:
         """Write a row with what `recall` finds, outside of the clock; whether the level is reached."""
-        wall, cpu, workers = time.perf_counter(), cpu_seconds(), children(os.getpid())
+        wall, cpu, workers = time.perf_counter(), cpu_seconds(), processes(os.getpid())[1:]
         for pid in workers:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -88,9 +81,13 @@ class Stopwatch:
                 os.kill(pid, signal.SIGCONT)
         spent = wall - self.began - self.wall, cpu - self.cpu_began - self.cpu
         self.writer.writerow([step, samples, *(f"{value:.3f}" for value in spent), *(f"{one:.6f}" for one in found)])
+        self.rows += 1
         self.wall += time.perf_counter() - wall
         self.cpu += cpu_seconds() - cpu
         return sum(found) / 2 >= self.level
+
+
+running = cache(Stopwatch)  # that of the process: a run has an evaluator for each of its stages
 
 
 def recall_of(images: torch.Tensor, texts: torch.Tensor, ids: torch.Tensor) -> tuple[float, float]:
@@ -115,16 +112,14 @@ class Clock:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.source, self.reached = settings, source_of(settings), False
-        self.watch = Stopwatch(Path(settings.out), settings.level)
+        self.watch = running(Path(settings.out), settings.level)
         self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.calls = 0
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Measure, and end the run where the level is reached."""
         if self.reached:  # the last evaluation of a run that is being ended
             return
-        self.calls += 1
-        step = self.calls * self.settings.every
+        step = (self.watch.rows + 1) * self.settings.every
 
         def recall() -> tuple[float, float]:
             if not self.held:

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,11 @@ def clipstream_batches(shards: str, size: int, batch: int, workers: int) -> Iter
 
 def processes(pid: int) -> list[int]:
     """A process and its descendants."""
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [pid, *(below for child in " ".join(lists).split() for below in processes(int(child)))]
+    found = [pid]
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended
+            found += [below for child in path.read_text().split() for below in processes(int(child))]
+    return found
 
 
 def mib() -> float:

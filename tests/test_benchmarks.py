@@ -61,6 +61,7 @@ def test_seconds_to_a_level(place: Path, model: tuple[str, str], tmp_path: Path)
         (tmp_path / name).symlink_to(place / shards)
     (tmp_path / "small.yaml").write_text("data: {global_batch_size: 8, workers: 0}\ntrain: {steps: 4}\n")
     recipes = [f"{name}: {tmp_path / 'small.yaml'} {' '.join(model)}" for name in ("first", "second")]
+    recipes[1] += " --stages.slow.until 2 --stages.slow.set '{optim.lr: 1.0e-5}'"
     words = ["--every", "2", "--seeds", "0", "1", "--level", "2", "--csv", str(tmp_path / "rows.csv")]
     words += [word for recipe in recipes for word in ("--recipe", recipe)]
     words += ["--before", f"second: touch {tmp_path}/before"]
