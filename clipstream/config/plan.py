@@ -21,18 +21,16 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from pydantic import ValidationError
-
 from clipstream.checkpoint import store
 from clipstream.config.config_sources import Node
-from clipstream.config.settings import Settings, Written
+from clipstream.config.settings import Settings, Written, load_settings
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import SPLIT_FILE, DataSettings, split_counts
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError, absent
+from clipstream.errors import ClipstreamError, SettingsError, absent, errors_as
 from clipstream.evals.settings import EvalSettings, eval_name, sources_of
 from clipstream.storage.shard_url import ShardURL
 from clipstream.text import counted
@@ -201,21 +199,13 @@ def staged(made: Plan) -> list[Stage]:
 
 def _settings_in_stage(settings: Settings, name: str) -> Settings:
     """The settings in effect in a stage. Raises SettingsError: names the stage, the key and what is wrong."""
-    tree = settings.model_dump()
-    for key, value in settings.stages[name].set.items():
-        place, parts = tree, key.split(".")
-        for part in parts[:-1]:
-            if not isinstance(inner := place.get(part), dict):
-                raise SettingsError(f"stages.{name}.set.{key}: the run has no {part}")
-            place = inner
-        place[parts[-1]] = value
-    try:
-        return Settings.model_validate(tree)
-    except ValidationError as error:
-        texts = (
-            f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}" for one in error.errors()
-        )
-        raise SettingsError(f"stages.{name}.set: {'; '.join(texts)}") from error
+    changed = settings.stages[name].set
+    for key in changed:
+        section, _, source = key.removesuffix(f".{key.rpartition('.')[2]}").rpartition(".")
+        if section == "data.sources" and source not in settings.data.sources:
+            raise SettingsError(f"stages.{name}.set.{key}: the run has no {source}")
+    with errors_as(SettingsError, f"stages.{name}.set", SettingsError):
+        return load_settings(settings, changed)
 
 
 def survey(written: Written | Settings, *, count: bool = True) -> Survey:

@@ -56,10 +56,10 @@ def check_metric_name(text: str | None) -> str | None:
     return text
 
 
-STAGED = re.compile(
-    r"model\.(image_size|patch_dropout)|tokenizer\.context_length|optim\.(lr|image_lr|text_lr)"
-    r"|train\.(precision|micro_batch_size)|data\.(augment\.\w+|sources\.[^.]+\.(shards|weight))"
-)
+STAGED = (  # keys that may change between stages; * stands for a name
+    "model.image_size", "model.patch_dropout", "tokenizer.context_length", "data.augment.*", "data.sources.*.shards",
+    "data.sources.*.weight", "optim.lr", "optim.image_lr", "optim.text_lr", "train.precision", "train.micro_batch_size",
+)  # fmt: skip
 ELSEWHERE = {
     "data.global_batch_size": "data.batch_schedule",
     "data.batch_schedule": "data.batch_schedule",
@@ -74,25 +74,18 @@ class StageSettings(Section):
     until: int = Field(ge=1, description="step at which the stage ends")
     set: dict[str, Any] = Field(
         min_length=1,
-        description="dotted keys and their values in the stage: of model.image_size, model.patch_dropout, "
-        "tokenizer.context_length, data.augment, data.sources.NAME.shards and weight, optim.lr, image_lr and text_lr, "
-        "train.precision and micro_batch_size",
+        description=f"dotted keys and their values in the stage: of {', '.join(STAGED)}",
     )
 
     @field_validator("set")
     @classmethod
     def _staged(cls, value: dict[str, Any]) -> dict[str, Any]:
+        known = re.compile("|".join(re.escape(key).replace(r"\*", "[^.]+") for key in STAGED))
         for key in value:
-            if not STAGED.fullmatch(key):
-                hint = f": set {ELSEWHERE[key]}" if key in ELSEWHERE else did_you_mean(key, _STAGED_KEYS)
+            if not known.fullmatch(key):
+                hint = f": set {ELSEWHERE[key]}" if key in ELSEWHERE else did_you_mean(key, STAGED)
                 raise ValueError(f"{key} cannot change between stages{hint}")
         return value
-
-
-_STAGED_KEYS = (
-    "model.image_size", "model.patch_dropout", "tokenizer.context_length", "optim.lr", "optim.image_lr",
-    "optim.text_lr", "train.precision", "train.micro_batch_size", "data.augment.scale",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
