@@ -15,17 +15,19 @@ Each model has these rows, in bf16 with a fused optimizer:
 A row is written to the CSV file as soon as it is measured. The models share `--minutes`, L/14 with twice the share of
 another; a row may take 60% of the time that its model has left, the last one all of it, and says so where that is too
 short. Before the clock, a row passes over all batches that it will be measured on, again until nothing is compiled;
-`shards` has new batches, and tells how many graphs were compiled meanwhile. A figure of speed is the median of the
+`shards` has new batches, and tells how many graphs were compiled meanwhile. To compile the model of `open_clip-compiled`
+takes minutes: `--rows open_clip open_clip-compiled --minutes 20` measures it. A figure of speed is the median of the
 rounds.
 
 Pictures are generated (`made.py`); captions are those of `captions.txt`, written as alternative texts of web pages are:
 3 to 41 tokens, 12 in the median. Shards of your own may be given instead. SigLIP has CLIP's tokenizer, which needs no
 download; its token table is larger so, and its arithmetic the same.
 
-Columns of the CSV file: `X_ms`, time of a part of the step on the GPU's stream, with waits for the host in it
-(`clipstream.utils.timing`); `kernel_ms` and `kernels`, time in which any kernel runs and number of kernels of a
-step, of torch's profiler; `idle`, the share of a step, as measured without the profiler, in which no kernel runs;
-`clock_mhz` and `power_w`, medians of NVML's (`pip install nvidia-ml-py`), empty without it. `--kernels FILE` lists
+Columns of the CSV file: `mfu` and `tflops`, of true text tokens, and `mfu_padded` and `tflops_padded`, as if each text
+were as long as the context, which is how published figures are counted; `X_ms`, time of a part of the step on the
+GPU's stream, with waits for the host in it (`clipstream.utils.timing`); `kernel_ms` and `kernels`, time in which any
+kernel runs and number of kernels of a step, of torch's profiler; `idle`, the share of a step, as measured without the
+profiler, in which no kernel runs; `clock_mhz` and `power_w`, medians of NVML's (`pip install nvidia-ml-py`), empty without it. `--kernels FILE` lists
 the kernels of each row by time.
 """
 
@@ -93,8 +95,9 @@ RUNGS = (
 # Title, key and format of a column.
 SPEED = (
     ("model", "model", ""), ("batch", "batch", ""), ("", "row", ""), ("samples/s", "samples_per_s", ",.0f"),
-    ("range", "range", ""), ("to open_clip", "ratio", ".2f"), ("MFU", "mfu", ".1%"), ("TFLOP/s", "tflops", ".3g"),
-    ("peak memory, GiB", "memory_gib", ".2f"), ("", "note", ""),
+    ("range", "range", ""), ("to open_clip", "ratio", ".2f"), ("MFU, true tokens", "mfu", ".1%"),
+    ("MFU, padded texts", "mfu_padded", ".1%"), ("TFLOP/s", "tflops", ".3g"), ("peak memory, GiB", "memory_gib", ".2f"),
+    ("", "note", ""),
 )  # fmt: skip
 TIMES = (
     ("model", "model", ""), ("", "row", ""), *((f"{part}, ms", f"{part}_ms", ".1f") for part in PARTS),
@@ -103,7 +106,7 @@ TIMES = (
 )  # fmt: skip
 COLUMNS = (
     "date", "card", "versions", "model", "row", "batch", "samples_per_s", "lowest", "highest", "step_ms", "mfu",
-    "tflops", "memory_gib", *(f"{part}_ms" for part in PARTS), "kernel_ms", "kernels", "idle", "clock_mhz", "power_w",
+    "mfu_padded", "tflops", "tflops_padded", "memory_gib", *(f"{part}_ms" for part in PARTS), "kernel_ms", "kernels", "idle", "clock_mhz", "power_w",
     "warmup_s", "warmup_steps", "compiled_graphs", "note",
 )  # fmt: skip
 Row = dict[str, Any]  # by column
@@ -202,13 +205,14 @@ def measure(ladder: Ladder, rung: Rung, seconds: float, args: argparse.Namespace
                     row["note"] = f"compiled {graphs() - before} graphs in measured steps"
                 row["step_ms"] = 1e3 * row["batch"] / row["samples_per_s"]
                 row["memory_gib"] = memory.peak() / GIB
-                row["tflops"] = ladder.tflops(settings, row["samples_per_s"])
                 peak = peak_tflops(device, settings.train.arithmetic)
-                row["mfu"] = None if row["tflops"] is None or peak is None else row["tflops"] / peak
+                for suffix, padded in (("", False), ("_padded", True)):
+                    found = row[f"tflops{suffix}"] = ladder.tflops(settings, row["samples_per_s"], padded=padded)
+                    row[f"mfu{suffix}"] = None if found is None or peak is None else found / peak
                 row.update(sensors.medians())
                 if not rung.open_clip:
-                    found, steps = timer.take()
-                    row.update({f"{part}_ms": 1e3 * spent / steps for part, spent in found.items()})
+                    parts_s, steps = timer.take()
+                    row.update({f"{part}_ms": 1e3 * spent / steps for part, spent in parts_s.items()})
                 if device != "cpu":
                     kernels = kernels_of(step, device)
                     row["kernel_ms"], row["kernels"] = busy_ms(kernels) / PROFILED, len(kernels) / PROFILED

@@ -152,6 +152,8 @@ def test_the_gpus_models(tmp_path: Path) -> None:
             continue
         assert float(row["lowest"]) <= float(row["samples_per_s"]) <= float(row["highest"]) and row["batch"] == "8"
         assert bool(row["backward_ms"]) == (not way.startswith("open_clip"))
+        padded = float(row["tflops_padded"]) / float(row["tflops"])
+        assert padded == 1 if model.endswith("SigLIP") else padded > 1
         assert way == "shards" or not row["note"]
         assert int(row["warmup_steps"]) == 4 if way in ("eager-packed", "open_clip") else int(row["warmup_steps"]) >= 8
     text = page.read_text()

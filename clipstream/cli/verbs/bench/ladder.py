@@ -472,17 +472,21 @@ class Ladder:
             work = sum(spent for stage, spent in times.seconds.items() if stage not in (IDLE, HAND_OVER))
             row.input_ms = 1e3 * work / decoded if decoded else None
 
-    def tflops(self, settings: Settings, rate: float) -> float | None:
+    def tflops(self, settings: Settings, rate: float, *, padded: bool = False) -> float | None:
         """TFLOP/s of a device at `rate` samples/s of all ranks; None where the model's FLOPs cannot be counted.
 
         Args:
             settings: of a rung that was built.
+            padded: count each text as long as the context, as published figures do, in place of its true tokens.
         """
         if (flops := self._flops[settings.model.patch_dropout]) is None:
             return None
         work = Work()
         for batch in self.batches:
-            work.add(batch, flops)
+            if padded:  # without lengths and a way to tell them, all ids count
+                work.add(replace(batch, lengths=None), replace(flops, buckets=None))
+            else:
+                work.add(batch, flops)
         return work.flops(flops, self._frozen) / sum(map(len, self.batches)) * rate / self.world.size / 1e12
 
 
