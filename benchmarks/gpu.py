@@ -15,20 +15,20 @@ Each model has these rows, in bf16 with a fused optimizer:
 A row is written to the CSV file as soon as it is measured. The models share `--minutes`, L/14 with twice the share of
 another; a row may take 60% of the time that its model has left, the last one all of it, and says so where that is too
 short. Before the clock, a row passes over all batches that it will be measured on, again until nothing is compiled;
-`shards` has new batches, and tells how many graphs were compiled meanwhile. To compile the model of `open_clip-compiled`
-takes minutes: `--rows open_clip open_clip-compiled --minutes 20` measures it. A figure of speed is the median of the
-rounds.
+`shards` has new batches, and tells how many graphs were compiled meanwhile. To compile the model of
+`open_clip-compiled` takes minutes: `--rows open_clip open_clip-compiled --minutes 20` measures it. A figure of speed
+is the median of the rounds.
 
 Pictures are generated (`made.py`); captions are those of `captions.txt`, written as alternative texts of web pages are:
 3 to 41 tokens, 12 in the median. Shards of your own may be given instead. SigLIP has CLIP's tokenizer, which needs no
 download; its token table is larger so, and its arithmetic the same.
 
 Columns of the CSV file: `mfu` and `tflops`, of true text tokens, and `mfu_padded` and `tflops_padded`, as if each text
-were as long as the context, which is how published figures are counted; `X_ms`, time of a part of the step on the
-GPU's stream, with waits for the host in it (`clipstream.utils.timing`); `kernel_ms` and `kernels`, time in which any
-kernel runs and number of kernels of a step, of torch's profiler; `idle`, the share of a step, as measured without the
-profiler, in which no kernel runs; `clock_mhz` and `power_w`, medians of NVML's (`pip install nvidia-ml-py`), empty without it. `--kernels FILE` lists
-the kernels of each row by time.
+were as long as the context, which is how published figures are counted; `X_ms`, time of a part of the step on the GPU's
+stream, with waits for the host in it (`clipstream.utils.timing`); `kernel_ms` and `kernels`, time in which any kernel
+runs and number of kernels of a step, of torch's profiler; `idle`, the share of a step, as measured without the
+profiler, in which no kernel runs; `clock_mhz` and `power_w`, medians of NVML's (`pip install nvidia-ml-py`), empty
+without it. `--kernels FILE` lists the kernels of each row by time.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ TIMES = (
 )  # fmt: skip
 COLUMNS = (
     "date", "card", "versions", "model", "row", "batch", "samples_per_s", "lowest", "highest", "step_ms", "mfu",
-    "mfu_padded", "tflops", "tflops_padded", "memory_gib", *(f"{part}_ms" for part in PARTS), "kernel_ms", "kernels", "idle", "clock_mhz", "power_w",
-    "warmup_s", "warmup_steps", "compiled_graphs", "note",
+    "mfu_padded", "tflops", "tflops_padded", "memory_gib", *(f"{part}_ms" for part in PARTS), "kernel_ms", "kernels",
+    "idle", "clock_mhz", "power_w", "warmup_s", "warmup_steps", "compiled_graphs", "note",
 )  # fmt: skip
 Row = dict[str, Any]  # by column
 
@@ -149,7 +149,7 @@ def model_file(name: str, folder: Path, small: bool) -> str:
     if small:
         cfg |= {"embed_dim": 16}
         cfg["vision_cfg"] |= {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 16}
-        cfg["text_cfg"] |= {"layers": 2, "width": 32, "heads": 2, "context_length": 16}
+        cfg["text_cfg"] |= {"layers": 2, "width": 32, "heads": 2, "context_length": 32}
         if "timm_model_name" in cfg["vision_cfg"]:
             cfg["vision_cfg"] = {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 16}
     if cfg["text_cfg"].pop("hf_tokenizer_name", None) is not None:

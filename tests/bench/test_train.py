@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clipstream.cli.verbs.bench import RUNGS, Measured, Options, main, needs
-from clipstream.cli.verbs.bench.ladder import BASELINE, CHOSEN, Ladder, Row, settings_to_use, tables, with_changes
+from clipstream.cli.verbs.bench.ladder import BASELINE, CHOSEN, Ladder, Row, Rung, settings_to_use, tables, with_changes
 from clipstream.config.plan import survey
 from clipstream.config.settings import Settings, load
 from clipstream.data.loader.stage_timing import StageTimes
@@ -221,6 +221,15 @@ def test_a_users_shards_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_wrong_flags_are_told(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_workers_that_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's rate against the step on batches in memory, not against that of the shards, which the data bound."""
+    monkeypatch.setattr("clipstream.cli.verbs.bench.ladder.cores", lambda: 16)
+    in_memory = Row(Rung(CHOSEN), {}, 2, rates=[9000.0, 9100.0, 9200.0])
+    shards = Row(Rung("shards"), {}, 2, before=in_memory, rates=[4500.0], input_ms=4.0)
+    expected = "a worker reads 250 samples/s, the step takes 9,100: 37 workers, a core each; here are 16 cores"
+    assert shards.record()["note"] == expected
 
 
 def test_the_workers_that_gpus_need() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ from clipstream.train import build_loader, build_model, build_plan, build_step
 from clipstream.training.settings import TrainSettings
 from clipstream.utils.console import ResultConsole
 from clipstream.utils.logs import logger
+from clipstream.utils.processes import cores
 from clipstream.utils.timing import GIB, PeakMemory
 from clipstream.utils.torch_state import restore_matmul_precision
 
@@ -156,7 +158,11 @@ class Row:
             return found | {"note": f"not run: {self.reason}"}
         notes = list(self.notes)
         if self.input_ms is not None:
-            notes.append(f"a worker takes {self.input_ms:.1f} ms a sample, a step {1e3 / self.rate:.1f} ms")
+            step = (self.before or self).rate  # on batches in memory, so that the data do not bound it
+            notes.append(
+                f"a worker reads {_figure(1e3 / self.input_ms)} samples/s, the step takes {_figure(step)}: "
+                f"{math.ceil(step * self.input_ms / 1e3)} workers, a core each; here are {cores()} cores"
+            )
         return found | {
             "samples_per_s": self.rate,
             "lowest": min(self.rates),
