@@ -190,6 +190,28 @@ def test_towers_that_padding_reaches_are_refused(text: dict[str, Any], reason: s
             build(name, text_buckets=setting)
 
 
+def test_the_states_of_siglips_padding_are_those_of_its_text_after_the_first_block(tmp_path: Path) -> None:
+    """Why padding is not computed once: it is the same in all texts before the first block alone."""
+    name = write(tmp_path, text_cfg={**TEXT_CFG, **UNLIKE[0][0]}, custom_text=True)
+    tower, states = build(name).double().clip.text, list[torch.Tensor]()
+    for block in tower.transformer.resblocks:
+        block.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    _, ids = make_texts(BATCHES["mixed"])
+    padded = (ids == 0).nonzero()[:, 1].bincount(minlength=TOKENS) > 1  # positions that are padding in several texts
+    features = tower(ids)
+    for number, state in enumerate(states):
+        spread = [state[ids[:, place] == 0, place].std(dim=0).max().item() for place in padded.nonzero()[:, 0].tolist()]
+        assert max(spread) == 0 if number == 0 else min(spread) > 1e-6
+    # Of the last block, the last position alone is used.
+    last = tower.transformer.resblocks[-1]
+    keys = last.ln_1(states[-1])
+    query = states[-1][:, -1:] + last.attention(keys[:, -1:], keys, keys)
+    pooled = tower.ln_final(query + last.mlp(last.ln_2(query)))[:, 0]
+    projection = tower.text_projection
+    found = projection(pooled) if isinstance(projection, torch.nn.Linear) else pooled @ projection
+    torch.testing.assert_close(found, features, rtol=0, atol=1e-12)
+
+
 def test_the_setting(tmp_path: Path) -> None:
     name = write(tmp_path)
     assert build(name, text_buckets="off").text_buckets is None
