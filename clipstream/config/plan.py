@@ -488,7 +488,8 @@ def _in_steps(settings: Settings) -> Settings:
     evals = {key: _every_in_steps(section, settings) for key, section in settings.evals.items()}
     val = evals.get("val")
     if checkpoint.keep_best is None and val is not None and val.every and val.best_metric is not None:
-        checkpoint = with_value(checkpoint, "keep_best", f"{eval_name('val', val.kinds[0])}/{val.best_metric}")
+        metric = f"{'mean_' if getattr(val, 'languages', None) else ''}{val.best_metric}"
+        checkpoint = with_value(checkpoint, "keep_best", f"{eval_name('val', val.kinds[0])}/{metric}")
     return settings.model_copy(update={"checkpoint": checkpoint, "schedule": schedule, "evals": evals})
 
 

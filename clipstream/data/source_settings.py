@@ -20,6 +20,9 @@ SWAP = "swap"  # in place of a path to hard negatives
 SENTENCE = "sentence"  # in place of a path to short texts
 
 
+LANG = "{lang}"  # stands for a language in the settings of an evaluator
+
+
 class CaptionSettings(PluginSection):
     """Where the caption of a sample is. `type` may be a user's own `package.module:Name`."""
 
@@ -70,7 +73,7 @@ class TextCaption(SeveralTexts):
     @field_validator("key")
     @classmethod
     def _no_template(cls, value: str) -> str:
-        if "{" in value:
+        if "{" in value.replace(LANG, ""):
             raise ValueError("a text of several fields is a caption of type json: --caption-json '{title} by {brand}'")
         return value
 

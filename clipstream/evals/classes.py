@@ -58,7 +58,7 @@ def template_spec(settings: ZeroShotSettings) -> str | list[str]:
 
 def repeated_names_warning(settings: LabelledSettings) -> str | None:
     """A warning about class names of the user's own that are given more than once, ignoring case as labels do."""
-    if settings.classes in (None, *OF_OPEN_CLIP):
+    if settings.classes in (None, *OF_OPEN_CLIP) or getattr(settings, "languages", None):
         return None
     names = class_names(settings.classes or [])
     counts = Counter(name.strip().casefold() for name in names)
@@ -67,9 +67,13 @@ def repeated_names_warning(settings: LabelledSettings) -> str | None:
     return f"duplicate class names: {shown}" if twice else None
 
 
-def unreadable(settings: LabelledSettings) -> dict[str, str]:
+def unreadable(settings: LabelledSettings, *, gaps: bool = False) -> dict[str, str]:
     """Key -> why the class names or templates cannot be read, found without an import of torch."""
     found: dict[str, str] = {}
+    if isinstance(settings, ZeroShotSettings) and settings.languages:
+        for language in reversed(settings.languages):
+            found |= unreadable(settings.in_language(language), gaps=True)
+        return found
     names = templates = None
     try:
         names = class_spec(settings)
@@ -81,7 +85,7 @@ def unreadable(settings: LabelledSettings) -> dict[str, str]:
         templates = template_spec(settings) if isinstance(settings, ZeroShotSettings) else None
     except SettingsError as error:
         found["templates"] = str(error).removeprefix("templates: ")
-    found = unreadable_names(names, templates) | found
+    found = unreadable_names(names, templates, gaps=gaps) | found
     if found.get("templates") == found.get("classes"):  # names and templates may lack the same folder
         found.pop("templates", None)
     return found

@@ -14,98 +14,180 @@ single smaller batch (`batch_size`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
 
 import numpy as np
 import torch
 
 from clipstream.data.batch import Batch, hash_rows
-from clipstream.data.decode.labels import NO_CAPTION, CaptionsEncoder, CaptionsField
+from clipstream.data.decode.labels import NO_CAPTION, CaptionsEncoder, CaptionsField, LanguagesField
 from clipstream.data.sources.tars import RETRIEVAL, of_source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext, of_samples
 from clipstream.evals.gallery import Kept, Matches, Wording, show_retrieval
-from clipstream.evals.metrics import EqualCaptions, Ranks, place_pairs
+from clipstream.evals.metrics import EqualCaptions, Ranks, by_language, place_pairs
 from clipstream.evals.settings import LossEvalSettings, RetrievalSettings, source_of
 from clipstream.utils.logs import logger
 
 KS = (1, 5, 10)
 MOST_CAPTIONS = 64  # of an image
+MOST_OF_LANGUAGE = 4  # on average, of an image in a language
+
+
+@dataclass
+class Texts:
+    """The captions of this rank in one language."""
+
+    features: list[torch.Tensor] = field(default_factory=list)  # [m, D] each
+    hashes: list[torch.Tensor] = field(default_factory=list)  # int64 [m] each, equal for equal captions
+    tokens: list[torch.Tensor] = field(default_factory=list)  # int [m, T] each, where they may be shown
 
 
 class Retrieval:
     """Yields image_to_text_R@k and text_to_image_R@k for k = 1, 5, 10, image_to_text_median_rank and
     text_to_image_median_rank (from 1), n (images), captions and chance_R@1 (both directions; 1/n if captions differ).
 
-    Raises SettingsError: no data are set, or a data set in CLIP_benchmark's layout is missing.
+    With languages it yields what `metrics.by_language` does of these, and n. Images without a caption in a language are
+    left out for that language; the images that are shown are those of the first language.
+
+    Raises SettingsError: no data are set, a data set in CLIP_benchmark's layout is missing, or {lang} has no place.
     """
 
     def __init__(self, settings: RetrievalSettings) -> None:
         self.settings = settings
         self.source = source_of(settings)
+        for key, text in settings.conflicts():  # of data that were set later than the settings were read
+            raise SettingsError(f"{key}: {text}")
         benchmark = of_source(self.source.shards, self.source.type)
         own = benchmark is not None and not settings.captions and benchmark.kind == RETRIEVAL
+        self.languages = settings.languages or [""]
         self.all, self.groups = settings.captions == "all" or own, benchmark is None
+        self.target: CaptionsField | LanguagesField | None = CaptionsField(self.source.caption) if self.all else None
+        self.most, self.lead = MOST_CAPTIONS if self.all else 1, 0
+        if settings.languages:
+            self.target = LanguagesField(self.source.caption, settings.languages, every=self.all)
+            self.lead = 1  # the number of the language stands before ids
+            self.most = max(self.most, len(self.languages) * (MOST_OF_LANGUAGE if self.all else 1))
         self.told = False  # whether the user knows that images or captions are shared
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate. Collective. Raises DataError: no usable pair, or an image with too many captions."""
-        settings, length = self.settings, context.tokenizer.context_length
-        target = CaptionsField(self.source.caption) if self.all else None
-        encoder = CaptionsEncoder(context.tokenizer, MOST_CAPTIONS) if self.all else None
-        images, texts, counts, ids, hashes, checksums = [], [], [], [], [], []
+        settings, lead, number = self.settings, self.lead, len(self.languages)
+        width = lead + context.tokenizer.context_length
+        encoder = CaptionsEncoder(context.tokenizer, self.most, languages=bool(lead)) if self.target else None
+        images, checksums, counts, found = [], [], [], [Texts() for _ in self.languages]
         kept, matches, wording = Kept(context), Matches(context, settings.prompts), Wording(context)
         for batch in context.batches(
-            self.source, settings.batch_size, target=target, tokenizer=encoder, max_samples=settings.max_samples
+            self.source, settings.batch_size, target=self.target, tokenizer=encoder, max_samples=settings.max_samples
         ):
             assert batch.checksums is not None, "an evaluation source gives images"
             checksums.append(batch.checksums.clone())
-            captions = batch.ids.view(len(batch), -1, length)
-            there = captions[:, :, 0] != NO_CAPTION
+            slots = batch.ids.view(len(batch), -1, width)
+            there = slots[:, :, 0] != NO_CAPTION
+            tokens, owners = slots[there][:, lead:], there.nonzero()[:, 0]
+            language = slots[there][:, 0].long() if lead else torch.zeros(len(tokens)).long()
+            counts.append((owners * number + language).bincount(minlength=len(batch) * number).view(-1, number))
             images.append(context.encode_image(batch.images))
-            texts += [context.encode_text(some) for some in torch.split(captions[there], settings.batch_size)]
-            counts.append(there.sum(dim=1))
-            hashes.append(hash_rows(captions[there]))
-            kept.take(batch)
-            words = batch.captions or [""] * len(batch)
-            matches.add(images[-1], batch, lambda i, of=batch.ids, words=words: context.label(words[i], of[i][:length]))  # type: ignore[misc]
-            if context.examples_wanted:
-                ids.append(captions[there])
-            if batch.captions is not None and ids:
-                wording.add(ids[-1], [text for one in words for text in (one.split("\n") if self.all else [one])])
-        pairs, device, none = context.stack("pair", images, texts), context.world.device, torch.zeros(0).long()
-        of_each = torch.cat([none, *counts]).to(device)
+            texts = torch.cat([context.encode_text(some) for some in torch.split(tokens, settings.batch_size)])
+            hashes = hash_rows(tokens)
+            for i, one in enumerate(found):
+                own = language == i
+                one.features.append(texts[own.to(texts.device)])
+                one.hashes.append(hashes[own])
+            if not context.examples_wanted:
+                continue
+            words = [text for caption in batch.captions or () for text in self._split(caption)] or [""] * len(tokens)
+            first = torch.searchsorted(owners, torch.arange(len(batch))).tolist()  # the first caption of each image
+            shown = replace(batch, ids=tokens[first], captions=tuple(words[i] for i in first))
+            kept.take(shown)
+            matches.add(images[-1], batch, lambda i, of=shown: context.label(of.captions[i], of.ids[i]))  # type: ignore[misc]
+            found[0].tokens.append(tokens[language == 0])
+            if batch.captions is not None:
+                wording.add(found[0].tokens[-1], list(compress(words, (language == 0).tolist())))
+        pictures, *features = context.stack("pair", images, *(one.features for one in found))
+        device, metrics = context.world.device, dict[str, dict[str, float]]()
+        files = torch.cat([torch.zeros(0).long(), *checksums]).to(device)
+        of_each = torch.cat([torch.zeros(0, number).long(), *counts]).to(device)
+        for i, name in enumerate(self.languages):
+            has = of_each[:, i] > 0
+            there = sum(context.world.gather_objects(int(has.sum())))
+            if not there and context.AT_MOST is not None:
+                continue  # the few samples of a dry run may lack a language
+            if not there:
+                raise context.unusable(f"caption in {name}")
+            gallery = (kept, wording) if i == 0 else None
+            if i == 0:
+                kept.only(has)
+            pairs = pictures[has], features[i]
+            metrics[name] = dict(self._evaluate(context, pairs, of_each[has, i], files[has], found[i], gallery))
+        if context.examples_wanted:
+            matches.show()
+        if not lead:
+            yield from metrics[""].items()
+            return
+        yield from by_language(metrics, sum(context.world.gather_objects(len(pictures))), context)
+
+    def _split(self, caption: str) -> list[str]:
+        """The captions in a text of a batch."""
+        if self.lead:
+            return [text for of_language in json.loads(caption) for text in of_language]
+        return caption.split("\n") if self.all else [caption]
+
+    def _evaluate(
+        self,
+        context: EvalContext,
+        pairs: Sequence[torch.Tensor],
+        of_each: torch.Tensor,
+        files: torch.Tensor,
+        texts: Texts,
+        gallery: tuple[Kept, Wording] | None,
+    ) -> Iterator[tuple[str, float]]:
+        """The metrics of one language. Collective.
+
+        Args:
+            pairs: features of images [n, D] and of captions [m, D], in the order of the images.
+            of_each: int64 [n], number of captions of each image.
+            files: int64 [n], checksums of the image files.
+            gallery: to show images, or None.
+        """
+        world, device = context.world, files.device
+        show = gallery if context.examples_wanted else None
+        none = torch.zeros(0).long()
         owners = torch.arange(len(of_each), device=device).repeat_interleave(of_each)
-        tokens = torch.cat([torch.zeros((0, length), dtype=torch.int32), *ids]).to(device)
-        same, equal, said = torch.cat([none, *hashes]).to(device), None, []
+        length = context.tokenizer.context_length
+        tokens = torch.cat([torch.zeros((0, length), dtype=torch.int32), *texts.tokens]).to(device)
+        same, equal, said = torch.cat([none, *texts.hashes]).to(device), None, []
         if self.groups:
-            files = context.world.gather_rows(torch.cat([none, *checksums]).to(device))
+            files = world.gather_rows(files)
             count = len(torch.unique(files))
             if count < len(files):
-                own, here, owners = share_images(owners, len(pairs[0]), files, context.world)
-                pairs = [pairs[0][own], context.world.gather_rows(pairs[1])[here]]
-                same = context.world.gather_rows(same)[here]
-                tokens = context.world.gather_rows(tokens)[here] if context.examples_wanted else tokens
-                kept.only(own)
+                own, here, owners = share_images(owners, len(pairs[0]), files, world)
+                pairs = [pairs[0][own], world.gather_rows(pairs[1])[here]]
+                same = world.gather_rows(same)[here]
+                if show is not None:
+                    tokens = world.gather_rows(tokens)[here]
+                    show[0].only(own)
                 said.append(
                     f"{len(files):,} samples have {count:,} different images: "
                     "samples with the same image count as one image with several captions"
                 )
-            if (equal := EqualCaptions.find(same, owners, context.world)) is not None:
-                pairs[1] = context.world.gather_rows(pairs[1])[equal.first]  # of copies they differ by rounding
+            if (equal := EqualCaptions.find(same, owners, world)) is not None:
+                pairs = [pairs[0], world.gather_rows(pairs[1])[equal.first]]  # of copies they differ by rounding
                 times = equal.of.bincount()
                 said.append(
                     f"{len(equal.of):,} captions have {len(times):,} different texts, one of them "
                     f"{int(times.max()):,} times: a text counts as right for each image that has it"
                 )
-            for text in said if context.world.is_main and context.AT_MOST is None and not self.told else ():
+            for text in said if world.is_main and context.AT_MOST is None and not self.told else ():
                 logger.info(f"evaluation {context.name!r}: {text}")
                 self.told = True
-        if context.examples_wanted:
-            show_retrieval(context, kept, pairs, owners, tokens, wording)
-            matches.show()
-        yield from recalls(pairs[0], pairs[1], context.world, owners=owners, equal=equal)
+        if show is not None:
+            show_retrieval(context, show[0], pairs, owners, tokens, show[1])
+        yield from recalls(pairs[0], pairs[1], world, owners=owners, equal=equal)
 
 
 def share_images(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from clipstream.data.json_path import parse_path
-from clipstream.data.source_settings import SourceSettings
+from clipstream.data.source_settings import LANG, SourceSettings
 from clipstream.errors import SettingsError
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, other_than, part
 
@@ -68,8 +70,44 @@ class PromptedSettings(EvalSettings):
     )
 
 
+class LanguageSettings(PromptedSettings):
+    """What evaluators have in common whose texts may be in several languages, with {lang} in the places of texts."""
+
+    languages: list[str] = Field(
+        default_factory=list,
+        description="codes that take the place of {lang} in the path, key or column of the caption, or in the files of "
+        "classes and templates; metrics of each language, and their means",
+    )
+
+    @field_validator("languages")
+    @classmethod
+    def _codes(cls, value: list[str]) -> list[str]:
+        for code in value:
+            if not re.fullmatch(r"[A-Za-z][\w-]*", code) or code in ("mean", "chance"):
+                raise ValueError(f"{code!r} is no code of a language, such as de or zh-TW")
+            if value.count(code) > 1:
+                raise ValueError(f"{code} is given {value.count(code)} times")
+        return value
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Languages without {lang}, and {lang} without languages; see Section."""
+        yield from super().conflicts()
+        places = self.texts()
+        marked = [key for key, text in places.items() if LANG in text]
+        if self.languages and places and not marked:
+            yield "languages", f"requires {LANG}, which stands for the language, in {' or '.join(places)}"
+        for key in () if self.languages else marked:
+            # Where it is a word of several, it is a field of the sample: '{title} in {lang}'.
+            if not re.search(r"\s", places[key]):
+                yield key, f"has {LANG}: set languages to the codes that it stands for"
+
+    def texts(self) -> dict[str, str]:
+        """The settings that may have {lang}, by key; none where they are not known yet."""
+        return {}
+
+
 @part(EvalSettings, "retrieval")
-class RetrievalSettings(PromptedSettings):
+class RetrievalSettings(LanguageSettings):
     """Image-text retrieval, R@1/5/10 and median rank both ways, over all images and captions of `data`."""
 
     type: Literal["retrieval"] = "retrieval"
@@ -81,6 +119,11 @@ class RetrievalSettings(PromptedSettings):
     max_samples: int | None = Field(None, ge=1, description="number of images to evaluate; default: all")
 
     best_metric: ClassVar[str | None] = "image_to_text_R@1"
+
+    def texts(self) -> dict[str, str]:
+        caption = None if self.data is None else self.data.caption
+        keys = [key for key in ("path", "key", "fallback", "classes") if getattr(caption, key, None)]
+        return {f"data.caption.{key}": str(getattr(caption, key)) for key in keys}
 
 
 class LabelledSettings(EvalSettings):
@@ -107,7 +150,7 @@ class LabelledSettings(EvalSettings):
 
 
 @part(EvalSettings, "zero_shot")
-class ZeroShotSettings(LabelledSettings, PromptedSettings):
+class ZeroShotSettings(LabelledSettings, LanguageSettings):
     """Zero-shot classification of `data`: a member (`cls`) or a JSON field has the label, prompts the classes."""
 
     type: Literal["zero_shot"] = "zero_shot"
@@ -121,6 +164,15 @@ class ZeroShotSettings(LabelledSettings, PromptedSettings):
         description="prompts with {c} or {}: a list, a file, openai (80), simple (7) or plain (1); default: openai, or "
         "those of a benchmark: source",
     )
+
+    def texts(self) -> dict[str, str]:
+        files = {"classes": self.classes, "templates": self.templates}
+        return {key: value if isinstance(value, str) else "" for key, value in files.items()}
+
+    def in_language(self, language: str) -> ZeroShotSettings:
+        """The settings with the files of class names and templates of a language."""
+        files = {key: value.replace(LANG, language) for key, value in self.texts().items() if LANG in value}
+        return self.model_copy(update={**files, "languages": []})
 
 
 def eval_name(name: str, weights: Weights) -> str:

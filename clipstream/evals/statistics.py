@@ -21,7 +21,10 @@ FINGERPRINTED = ("classes", "templates", "label", "max_samples")
 PIXELS = ("transform", "background", "orientation")  # settings of a source that change the pixels of the same files
 # Oldest first, the last one by evaluator, step, whether `clipstream evaluate` made it, and whether it failed.
 Evaluations = dict[tuple[str, int, bool, bool], Record]
-_SHARE = re.compile(r"chance|(?:chance_)?(?:top\d+|(?:\w+_)?R@\d+|mAP|mean|mean_per_class_recall|(?:\w+_)?accuracy)")
+_SHARE = re.compile(
+    r"chance|(?:chance_)?(?:(?:[\w-]+_)?(?:top\d+|R@\d+|mean_per_class_recall)|mAP|mean|(?:\w+_)?accuracy)"
+)
+_OF_LANGUAGE = re.compile(r"([\w-]+)_(?:(?:image_to_text|text_to_image)_R@\d+|top\d+)")  # or of their mean
 
 
 def metrics_of(record: Record) -> dict[str, Any]:
@@ -36,8 +39,16 @@ def metrics_of(record: Record) -> dict[str, Any]:
 
 
 def is_minor(metric: str) -> bool:
-    """Whether a metric is not a main one (top1, R@1 or mean)."""
-    return not (metric in ("top1", "mean") or metric.endswith("R@1"))
+    """Whether a metric is not a main one (top1, R@1 or mean); of several languages, their mean is one."""
+    language = _OF_LANGUAGE.fullmatch(metric)
+    if language and language[1] != "mean":
+        return True
+    return not (metric in ("top1", "mean", "mean_top1") or metric.endswith("R@1"))
+
+
+def is_count(metric: str) -> bool:
+    """Whether a metric is a number of images, captions or languages."""
+    return metric in ("n", "captions", "languages") or metric.startswith(("n_", "captions_"))
 
 
 def is_share(metric: str, value: Any) -> bool:
@@ -52,12 +63,15 @@ def interval(record: Record, metric: str) -> str:
 
 
 def bounds(record: Record, metric: str) -> tuple[float, float] | None:
-    """The 95% interval of the share of n answers that are right, top1, top5 or R@k; None for other metrics.
+    """The 95% interval of the share of n answers that are right, top1, top5 or R@k; None for others, and for means.
 
     Wilson's score interval (JASA 22, 1927): (p + z²/2n ± z √(p (1 - p)/n + z²/4n²)) / (1 + z²/n), with z = 1.96.
     """
-    n, share = record.get("captions" if metric.startswith("text_to_image") else "n", 0), record[metric]
-    if not n or not is_share(metric, share) or not re.fullmatch(r"top\d+|.*_R@\d+", metric):
+    count, language = "captions" if "text_to_image" in metric else "n", _OF_LANGUAGE.fullmatch(metric)
+    of = f"_{language[1]}" if language else ""
+    # The metric of a user's own evaluator may look like one of a language.
+    n, share = record.get(count + of, 0 if of == "_mean" else record.get(count, 0)), record[metric]
+    if not n or not is_share(metric, share) or not re.fullmatch(r"top\d+|.*_(?:R@|top)\d+", metric):
         return None
     z = 1.96**2 / n
     middle, half = (share + z / 2) / (1 + z), math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
@@ -65,7 +79,9 @@ def bounds(record: Record, metric: str) -> tuple[float, float] | None:
 
 
 def chance_of(record: Record, metric: str) -> float | None:
-    """The chance level of a metric: `chance_X` belongs to the metrics that end in X, `chance` to top1."""
+    """The chance level of a metric: `chance_X` belongs to X or else to the metrics that end in X, `chance` to top1."""
+    if f"chance_{metric}" in record:
+        return float(record[f"chance_{metric}"])
     for name, value in record.items():
         if name.startswith("chance_") and metric.endswith(name.removeprefix("chance_")):
             return float(value)

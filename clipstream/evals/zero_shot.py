@@ -7,16 +7,19 @@ features. For ties see `evals.metrics`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.decode.class_names import Template, prompt_templates
-from clipstream.evals.classes import Labelling, template_spec
+from clipstream.data.decode.class_names import Template, class_names, prompt_templates
+from clipstream.data.source_settings import LANG
+from clipstream.errors import SettingsError
+from clipstream.evals.classes import Labelling, class_spec, template_spec
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import Kept, Matches, show_classes, show_confusions
-from clipstream.evals.metrics import accuracies, mean_average_precision, place
+from clipstream.evals.metrics import accuracies, by_language, mean_average_precision, place
 from clipstream.evals.settings import ZeroShotSettings, source_of
 
 PROMPTS_AT_ONCE = 8192  # over all ranks
@@ -28,45 +31,82 @@ class ZeroShot:
     mean_per_class_recall is the mean of top1 over the classes in the data, scikit-learn's balanced_accuracy_score. For
     images with several labels it yields mAP, n and chance_mAP instead.
 
-    Raises SettingsError: no data are set, or a file of names or templates is missing or invalid.
+    With languages it yields what `metrics.by_language` does of these, and n. A language that has names for some of the
+    classes is evaluated on the images of those, among them; what is shown is of the first language.
+
+    Raises SettingsError: no data are set, a file of names or templates is missing or invalid, or languages are set for
+    images with several labels.
     """
 
     def __init__(self, settings: ZeroShotSettings) -> None:
         self.settings = settings
         self.source = source_of(settings)
-        self.labelling = Labelling.of(settings)
-        self.classes = self.labelling.named
-        self.templates = prompt_templates(template_spec(settings))
+        self.languages = settings.languages or [""]
+        # Names in several languages are no labels: these are numbers, or names that the data set has.
+        named = settings if LANG not in settings.texts()["classes"] else settings.model_copy(update={"classes": None})
+        self.labelling = Labelling.of(named)
+        if settings.languages and self.labelling.labels != "one":
+            raise SettingsError(f"languages: not supported with labels: {self.labelling.labels}")
+        self.names, self.numbers, self.templates = list[list[str]](), list[torch.Tensor](), list[list[Template]]()
+        for language in self.languages:
+            own = settings.in_language(language)
+            spec = class_spec(own)
+            names = self.labelling.named if not language or spec is None else class_names(spec, gaps=True)
+            numbers = [number for number, name in enumerate(names) if name or not language]
+            self.numbers.append(torch.tensor(numbers))
+            self.names.append([names[number] for number in numbers])
+            self.templates.append(prompt_templates(template_spec(own)))
+        self.classes = self.names[0]
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate. Collective. Raises DataError: no usable image, or a label outside the classes."""
-        classifier = text_classifier(context, self.classes, self.templates)
+        classifiers = text_classifiers(context, [*zip(self.names, self.templates, strict=True)])
         if self.labelling.labels != "one":
-            yield from self._multilabel(context, classifier)
+            yield from self._multilabel(context, classifiers[0])
             return
-        tally = torch.zeros((len(classifier), 3), dtype=torch.float64, device=classifier.device)
-        kept, first = Kept(context), []
+        device = classifiers[0].device
+        tallies = [torch.zeros((len(one), 3), dtype=torch.float64, device=device) for one in classifiers]
+        beyond = max(int(numbers[-1]) for numbers in self.numbers) + 1
+        rows = torch.full((len(tallies), beyond + 1), -1)  # of a classifier, by language and label
+        for row, numbers in zip(rows, self.numbers, strict=True):
+            row[numbers] = torch.arange(len(numbers))
+        kept, first, total = Kept(context), [], 0
         matches = Matches(context, self.settings.prompts)
         true: list[torch.Tensor] = []
         guessed: list[torch.Tensor] = []
         for batch in self.labelling.batches(context, self.source, self.settings.batch_size):
-            labels = batch.ids[:, 0].to(classifier.device, torch.int64)
-            images = context.encode_image(batch.images)
-            tally.index_add_(0, labels, score(images, classifier, labels))
-            if kept.take(batch):
-                first.append(images)
-            matches.add(images, batch, partial(self._words, batch))
+            images, total = context.encode_image(batch.images), total + len(batch)
+            labels = rows[:, batch.ids[:, 0].long().clamp(max=beyond)]
+            for tally, classifier, of_images in zip(tallies, classifiers, labels, strict=True):
+                some = of_images >= 0
+                own = of_images[some].to(device)
+                tally.index_add_(0, own, score(images[some.to(device)], classifier, own))
             if context.examples_wanted:
-                true.append(labels)
-                guessed.append((images @ classifier.T).argmax(dim=1))
-        tally = context.world.all_reduce_sum(tally)
-        if not tally[:, 2].any():
-            raise context.unusable("image with a label")
-        self.labelling.warn_of_unseen(context, tally[:, 2].tolist())
-        show_classes(context, kept, first, classifier, self.classes)
+                own, some = labels[0].to(device), (labels[0] >= 0).to(device)
+                true.append(own[some])
+                guessed.append((images[some] @ classifiers[0].T).argmax(dim=1))
+                if kept.take(replace(batch, ids=labels[0][:, None])):
+                    first.append(images)
+                matches.add(images, batch, partial(self._word, labels[0]))
+        tallies = [context.world.all_reduce_sum(tally) for tally in tallies]
+        found = {}
+        for language, tally in zip(self.languages, tallies, strict=True):
+            if tally[:, 2].any():
+                found[language] = dict(accuracies(tally))
+            elif not language or context.AT_MOST is None:
+                raise context.unusable(f"image with a {f'class of {language}' if language else 'label'}")
+        named = torch.tensor([int(one.ids[0]) >= 0 for one in kept], dtype=torch.bool)
+        if len(kept):
+            first = [torch.cat(first)[: len(kept)][named.to(device)]]
+            kept.only(named)
+        show_classes(context, kept, first, classifiers[0], self.classes)
         show_confusions(context, true, guessed, self.classes)
         matches.show()
-        yield from accuracies(tally)
+        if not self.settings.languages:
+            self.labelling.warn_of_unseen(context, tallies[0][:, 2].tolist())
+            yield from found[""].items()
+            return
+        yield from by_language(found, sum(context.world.gather_objects(total)), context)
 
     def _multilabel(self, context: EvalContext, classifier: torch.Tensor) -> Iterator[tuple[str, float]]:
         images = [classifier[:0]]
@@ -86,10 +126,12 @@ class ZeroShot:
         yield "n", total
         yield "chance_mAP", float(share) / (total * len(classifier))
 
+    def _word(self, labels: torch.Tensor, i: int) -> str:
+        """The class name of a batch's i-th image; '' if it has none in the first language."""
+        return self.classes[int(labels[i])] if labels[i] >= 0 else ""
+
     def _words(self, batch: Batch, i: int) -> str:
         """The class names of a batch's i-th image."""
-        if self.labelling.labels == "one":
-            return self.classes[int(batch.ids[i, 0])]
         return ", ".join(self.classes[j] for j in batch.ids[i].nonzero().flatten().tolist())
 
 
@@ -114,14 +156,24 @@ def text_classifier(context: EvalContext, classes: Sequence[str], templates: Seq
 
     Collective; each rank encodes a share of the prompts.
     """
-    prompts = [template(name) for name in classes for template in templates]
+    return text_classifiers(context, [(classes, templates)])[0]
+
+
+def text_classifiers(
+    context: EvalContext, sets: Sequence[tuple[Sequence[str], Sequence[Template]]]
+) -> list[torch.Tensor]:
+    """As `text_classifier`, of several sets of classes and templates, which are cached together."""
+    prompts = [[template(name) for name in classes for template in templates] for classes, templates in sets]
+    per_class = [len(templates) for _, templates in sets]
 
     def make() -> torch.Tensor:
-        step = max(1, PROMPTS_AT_ONCE // len(templates)) * len(templates)
         rows = []
-        for start in range(0, len(prompts), step):
-            features = context.encode_prompts(prompts[start : start + step])
-            rows.append(features.view(-1, len(templates), features.shape[1]).mean(dim=1))
+        for count, of_set in zip(per_class, prompts, strict=True):
+            step = max(1, PROMPTS_AT_ONCE // count) * count
+            for start in range(0, len(of_set), step):
+                features = context.encode_prompts(of_set[start : start + step])
+                rows.append(features.view(-1, count, features.shape[1]).mean(dim=1))
         return torch.nn.functional.normalize(torch.cat(rows), dim=1)
 
-    return context.remember([str(len(templates)), *prompts], make)
+    key = [text for count, of_set in zip(per_class, prompts, strict=True) for text in (str(count), *of_set)]
+    return list(torch.split(context.remember(key, make), [len(classes) for classes, _ in sets]))

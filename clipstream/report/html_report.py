@@ -31,6 +31,7 @@ from clipstream.evals.statistics import (
     differences,
     groups,
     interval,
+    is_count,
     is_minor,
     is_share,
     metrics_of,
@@ -453,7 +454,7 @@ def _evaluations(runs: Sequence[RunContents], names: Sequence[str]) -> list[dict
             others[mark] = f"{who} with {names[having[0]]}: {grouped[members[0]][1]}"
         rows = []
         for metric in dict.fromkeys(metric for metrics in last for metric in metrics):
-            if metric.startswith("chance") or metric in COUNTS:
+            if metric.startswith("chance") or metric in COUNTS or is_count(metric):
                 continue
             lines = [metrics.get(metric, []) for metrics in of_runs]
             share = all(is_share(metric, float(y)) for points in lines for _, y in points)

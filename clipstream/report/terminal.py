@@ -274,7 +274,7 @@ def table(records: Sequence[Record]) -> str:
     rows = [("evaluation", "metric", "value", "95% interval", "chance")]
     for record in records:
         for name, value in metrics_of(record).items():
-            if name.startswith("chance"):
+            if name.startswith("chance") or name.startswith(("n_", "captions_")):  # of a language
                 continue
             shown = duration(value) if name == "seconds" else format_value(name, value, "g")
             rows.append((record["eval"], name, shown, interval(record, name), format_chance(record, name)))

@@ -9,16 +9,19 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clipstream.errors import SettingsError, each
+from clipstream.storage.shard_url import with_variables
 from clipstream.text import printable
 from clipstream.utils.content import read_text, to_utf8
 
 Template = Callable[[str], str]
 NAME_COLUMNS = ("name", "class_name", "classname", "class", "label", "text", "template", "prompt", "category", "title")
 NUMBER_COLUMNS = ("id", "index", "idx", "number", "class_id", "class_idx", "class_index", "label_id", "label", "")
+MOST = 1 << 20  # classes of a file with gaps
 OF_OPEN_CLIP = ("imagenet", "openai", "simple")
 _NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 _OTHER_PLACE = re.compile(r"(?i)[{}]|%s|[<\[](?:cls|class|label|name|category|object)\w*[>\]]|\blambda\b")
@@ -27,8 +30,11 @@ _MARKS = re.compile(r"^(['\"]).*\1$|,$")
 _NUMBERED = re.compile(r"(?:(\d+)\s*[\s:;,.)]|n\d{8}\s)\s*\S")
 
 
-def class_names(spec: str | Sequence[str]) -> list[str]:
+def class_names(spec: str | Sequence[str], *, gaps: bool = False) -> list[str]:
     """Class names from a list, 'imagenet' (open_clip's names), or a file, see `text_list`.
+
+    Args:
+        gaps: the numbers of a file may leave out classes, whose names are ''.
 
     Raises SettingsError: no such file, or fewer than 2 names.
     """
@@ -36,10 +42,12 @@ def class_names(spec: str | Sequence[str]) -> list[str]:
         from open_clip import IMAGENET_CLASSNAMES
 
         return list(IMAGENET_CLASSNAMES)
-    text = isinstance(spec, str)
-    names = _lines(str(spec), "classes") if text else list(each("classes", "names, a file or imagenet", spec, str))
-    if len(names) < 2:
-        raise SettingsError(f"classes: expected at least 2, not {len(names)}, one a line or in a list")
+    if isinstance(spec, str):
+        names = _lines(spec, "classes", gaps=gaps)
+    else:
+        names = list(each("classes", "names, a file or imagenet", spec, str))
+    if (count := len([*filter(None, names)]) if gaps else len(names)) < 2:
+        raise SettingsError(f"classes: expected at least 2, not {count}, one a line or in a list")
     return names
 
 
@@ -68,10 +76,13 @@ def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
     return [lambda name, text=text: text.replace("{c}", name).replace("{}", name) for text in texts]  # type: ignore[misc]
 
 
-def unreadable_names(classes: str | Sequence[str] | None, templates: str | Sequence[str] | None) -> dict[str, str]:
+def unreadable_names(
+    classes: str | Sequence[str] | None, templates: str | Sequence[str] | None, *, gaps: bool = False
+) -> dict[str, str]:
     """Key -> why class names or templates cannot be read, found without an import of torch."""
     found: dict[str, str] = {}
-    for key, spec, read in (("classes", classes, class_names), ("templates", templates, prompt_templates)):
+    names = partial(class_names, gaps=gaps)
+    for key, spec, read in (("classes", classes, names), ("templates", templates, prompt_templates)):
         try:
             if spec is not None and spec not in OF_OPEN_CLIP:
                 read(spec)
@@ -85,24 +96,25 @@ def has_place(text: str) -> bool:
     return "{c}" in text or "{}" in text
 
 
-def _lines(path: str, what: str) -> list[str]:
+def _lines(path: str, what: str, *, gaps: bool = False) -> list[str]:
     try:
-        text = read_text(Path(path))
+        text = read_text(Path(with_variables(path)))
         try:
             text.encode()
         except UnicodeEncodeError:
             raise ValueError(f"no UTF-8: {to_utf8(text.encode(errors='surrogateescape'))}") from None
-        return text_list(text, Path(path).suffix.lower())
+        return text_list(text, Path(path).suffix.lower(), gaps=gaps)
     except (OSError, ValueError) as error:
         raise SettingsError(f"{what}: cannot read the file {path!r} ({error}); write texts as a list") from error
 
 
-def text_list(text: str, suffix: str = "") -> list[str]:
+def text_list(text: str, suffix: str = "", *, gaps: bool = False) -> list[str]:
     """The texts of a file: one a line, a list or a map from or to numbers in JSON, or a column of a CSV with a header.
 
     Args:
         text: of the file.
         suffix: of its name; .json is JSON, .csv is a table, whose column of numbers, if any, orders the texts.
+        gaps: numbers may be left out, their texts are ''.
 
     Raises ValueError: it is of another form, or its numbers are not those from 0 without a gap.
     """
@@ -115,7 +127,7 @@ def text_list(text: str, suffix: str = "") -> list[str]:
         if isinstance(found, dict):
             keys, values = list(found), list(found.values())
             inverse = bool(values) and all(isinstance(value, int) for value in values)
-            found = _in_order(map(str, values), keys) if inverse else _in_order(keys, values)
+            found = _in_order(map(str, values), keys, gaps) if inverse else _in_order(keys, values, gaps)
         if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
             raise ValueError("expected a JSON list of texts or a map from numbers to texts")
         return [one.strip() for one in found]
@@ -129,7 +141,7 @@ def text_list(text: str, suffix: str = "") -> list[str]:
         if any(len(row) != len(columns) for row in rows):
             raise ValueError(f"expected {len(columns)} columns in each row, as in the header")
         texts = [row[name].strip() for row in rows]
-        return texts if number is None else _in_order([row[number] for row in rows], texts)
+        return texts if number is None else _in_order([row[number] for row in rows], texts, gaps)
     if suffix in (".yaml", ".yml"):
         raise ValueError("YAML is not supported: write one text per line, or JSON")
     numbers = [int(one[1] or n) for n, line in enumerate(lines) if (one := _NUMBERED.match(line))]
@@ -144,10 +156,12 @@ def text_list(text: str, suffix: str = "") -> list[str]:
     return lines
 
 
-def _in_order(numbers: Iterable[str], texts: Sequence[Any]) -> list[Any]:
-    """The texts by their numbers. Raises ValueError: these are not all from 0, without a gap."""
+def _in_order(numbers: Iterable[str], texts: Sequence[Any], gaps: bool) -> list[Any]:
+    """The texts by their numbers. Raises ValueError: these are not all from 0, without a gap unless `gaps`."""
     keys = list(numbers)
     by_number = {number_of(key): text for key, text in zip(keys, texts, strict=True)}
+    if gaps and len(by_number) == len(texts) and all(n is not None and 0 <= n < MOST for n in by_number):
+        return [by_number.get(number, "") for number in range(1 + max((n or 0 for n in by_number), default=-1))]
     if set(by_number) != set(range(len(texts))):
         shown = ", ".join(map(printable, keys[:3]))
         raise ValueError(f"its {len(texts)} texts are not numbered from 0 to {len(texts) - 1}: {shown}, …")

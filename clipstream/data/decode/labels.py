@@ -7,19 +7,29 @@ data workers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from clipstream.data.decode.captions import JsonField, RawSample, TextField, build_caption, label_text, usable_text
+from clipstream.data.decode.captions import (
+    JsonField,
+    RawSample,
+    TextField,
+    build_caption,
+    json_value,
+    label_text,
+    split_keys,
+    usable_text,
+)
 from clipstream.data.decode.captions import LabelField as LabelField
 from clipstream.data.decode.class_names import fold_name, number_of
 from clipstream.data.decode.key_lists import TABLES, KeyList, ListedSource
 from clipstream.data.decode.tokenizers import Ids, Tokenizer
 from clipstream.data.order.rng import hash_of
-from clipstream.data.source_settings import CaptionSettings
+from clipstream.data.source_settings import LANG, CaptionSettings, JsonCaption
 from clipstream.errors import DataError, Dropped, SettingsError
 
 if TYPE_CHECKING:
@@ -161,6 +171,42 @@ class CaptionsField:
         return "\n".join(usable_text(text) for text in texts if text.strip()) or usable_text("")
 
 
+class LanguagesField:
+    """The captions of a sample in L languages, as a JSON list with a list for each, which is empty without a caption.
+
+    Args:
+        settings: of the caption, in which {lang} stands for a language.
+        languages: their codes.
+        every: take all captions of a language, as `CaptionsField`; else one.
+    """
+
+    def __init__(self, settings: CaptionSettings, languages: Sequence[str], *, every: bool) -> None:
+        text = settings.model_dump_json()
+        of_each = [type(settings).model_validate_json(text.replace(LANG, language)) for language in languages]
+        self._every = every
+        self._fields = [CaptionsField(one) if every else build_caption(one) for one in of_each]
+        self._json = {key for one in of_each if isinstance(one, JsonCaption) for key in split_keys(one.key)}
+        self.members = tuple(dict.fromkeys(name for one in self._fields for name in one.members or ()))
+
+    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
+        """Lists of which at least one is not empty. Raises Dropped: there is no caption in any language."""
+        # Parsed once for all languages; what is no JSON is found by the first of them.
+        with contextlib.suppress(Dropped):
+            sample = {**sample, **{key: json_value(sample[key]) for key in self._json if key in sample}}
+        found: list[list[str]] = []
+        dropped = Dropped("no_caption", "")
+        for field in self._fields:
+            found.append([])
+            try:
+                text = field(sample, None)
+                found[-1] = text.split("\n") if self._every else [text]
+            except Dropped as drop:
+                dropped = drop
+        if not any(found):
+            raise dropped
+        return json.dumps(found)
+
+
 class LabelEncoder:
     """A tokenizer of labels: each becomes the number of its class, ids [n, 1].
 
@@ -250,23 +296,28 @@ class CaptionsEncoder:
     """A tokenizer of the texts of `CaptionsField`: the ids of each caption, ids [n, most · T].
 
     If a sample has fewer captions than `most`, the remaining ids are NO_CAPTION. `tokenizer` gives T ids a caption.
+    With `languages` it takes the texts of `LanguagesField`, and the number of its language stands before the ids of a
+    caption: ids [n, most · (1 + T)].
     """
 
-    def __init__(self, tokenizer: Tokenizer, most: int) -> None:
-        self._tokenizer, self._most = tokenizer, most
-        self.context_length = most * tokenizer.context_length
+    def __init__(self, tokenizer: Tokenizer, most: int, *, languages: bool = False) -> None:
+        self._tokenizer, self._most, self._lead = tokenizer, most, int(languages)
+        self.context_length = most * (self._lead + tokenizer.context_length)
         self.vocab_size = tokenizer.vocab_size
 
     def encode(self, texts: Sequence[str]) -> Ids:
-        """Texts with one caption per line to int32 [n, most · T]. Raises DataError: a sample has more captions."""
-        ids = np.full((len(texts), self._most, self._tokenizer.context_length), NO_CAPTION, dtype=np.int32)
+        """Texts of n samples to int32 ids. Raises DataError: a sample has more captions."""
+        ids = np.full((len(texts), self._most, self.context_length // self._most), NO_CAPTION, dtype=np.int32)
         for row, text in zip(ids, texts, strict=True):
-            captions = text.split("\n")
+            by_language: list[list[str]] = json.loads(text) if self._lead else [text.split("\n")]
+            captions = [caption for some in by_language for caption in some]
             if len(captions) > self._most:
                 raise DataError(f"an image has {len(captions)} captions, more than {self._most}")
-            row[: len(captions)] = self._tokenizer.encode(captions)
+            row[: len(captions), self._lead :] = self._tokenizer.encode(captions)
+            if self._lead:
+                row[: len(captions), 0] = np.repeat(range(len(by_language)), list(map(len, by_language)))
         return ids.reshape(len(texts), self.context_length)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The first caption."""
-        return self._tokenizer.decode(ids[: self._tokenizer.context_length])
+        return self._tokenizer.decode(ids[self._lead : self._lead + self._tokenizer.context_length])

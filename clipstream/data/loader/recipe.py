@@ -40,7 +40,7 @@ from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.loader.stored import StoredData, StoredSamples
 from clipstream.data.settings import MAX_PIXELS, DataSettings
-from clipstream.data.source_settings import SourceSettings
+from clipstream.data.source_settings import LANG, SourceSettings
 from clipstream.data.sources import Source
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import IMAGE
@@ -161,6 +161,8 @@ def build_recipe(
     Args:
         shards: of the source, for its lists and probabilities; without them, all samples are read.
     """
+    if target is None and LANG in getattr(source.caption, "key", ""):
+        raise SettingsError(f"{name}: caption.key: {LANG} requires an evaluator with languages")
     upright = source.orientation == "exif" or (source.orientation == "auto" and training is not None)
 
     def transform(spec: ImageSpec) -> ImageTransform:
