@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from statistics import fmean
 from typing import ClassVar, Protocol
 
@@ -38,10 +39,12 @@ from clipstream.models.precision import autocast, check_device, prepare_towers, 
 from clipstream.models.settings import ModelSettings, Precision
 from clipstream.models.towers import Features, Towers
 from clipstream.storage.shard_url import redact
-from clipstream.text import Lines
+from clipstream.text import Lines, listed
 from clipstream.training.settings import TrainSettings
+from clipstream.utils.logs import logger
 
 PROMPTS = 256  # encoded at once
+_tell_once = lru_cache(maxsize=256)(logger.info)
 AT_ONCE = 1 << 18  # elements summed at once: fits a CPU's cache, which is five times as fast
 
 
@@ -179,6 +182,13 @@ class EvalContext:
     def unusable(self, what: str) -> DataError:
         """The error for a source without a usable sample on any rank, with this rank's reason."""
         return DataError(Lines(": ".join(filter(None, (f"the source has no usable {what}", self.complaint)))))
+
+    def tell_left_out(self, found: Mapping[str, Mapping[str, float]], images: int) -> None:
+        """Log once how many of the images a language leaves out, given the metrics by language; not in a dry run."""
+        left = [f"{language} {images - int(one['n']):,}" for language, one in found.items() if one["n"] < images]
+        if left and self.world.is_main and self.AT_MOST is None:
+            some = f"of {images:,} images some have no text in a language: {listed(left, 8)}"
+            _tell_once(f"evaluation {self.name!r}: {some}")
 
     def stack(self, what: str, *features: list[torch.Tensor]) -> list[torch.Tensor]:
         """Each list of this rank's features [n, D] as one tensor; [0, D] if it is empty. Collective.

@@ -11,20 +11,12 @@ they equal those of CLIP_benchmark and open_clip.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from clipstream.distributed.world import World
-from clipstream.evals.statistics import chance_of, is_count
-from clipstream.text import listed
-from clipstream.utils.logs import logger
-
-if TYPE_CHECKING:
-    from clipstream.evals.context import EvalContext
 
 TIE = 1e-12  # far above float64's rounding of a product of unit vectors, far below a float32 difference
 ROWS, COLUMNS = 2048, 4096  # of a float32 tile: 32 MiB
@@ -112,43 +104,6 @@ def accuracies(tally: torch.Tensor) -> Iterator[tuple[str, float]]:
     yield "mean_per_class_recall", float((top1[present] / n[present]).mean())
     yield "n", total
     yield "chance", 1 / len(n)
-
-
-_tell_once = lru_cache(maxsize=256)(logger.info)
-
-
-def by_language(
-    found: Mapping[str, Mapping[str, float]], images: int, context: EvalContext
-) -> Iterator[tuple[str, float]]:
-    """The metrics of evaluations that differ in the language of their texts.
-
-    Args:
-        found: language -> metrics as of `accuracies` or of retrieval; at least one.
-        images: number of all images; how many a language leaves out is logged once.
-
-    Yields:
-        n (images); of the shares among the metrics mean_METRIC, their means over the languages, and languages, their
-        number; then of each LANGUAGE_METRIC, n_LANGUAGE and captions_LANGUAGE. `chance_NAME` is the chance level of a
-        metric NAME, if known.
-    """
-    names = [*next(iter(found.values()))]
-    counts, chances = [name for name in names if is_count(name)], [name for name in names if name.startswith("chance")]
-    shares = [name for name in names if name not in (*counts, *chances) and not name.endswith("median_rank")]
-    mean = {name: fmean(metrics[name] for metrics in found.values()) for name in (*shares, *chances)}
-    left = [f"{language} {images - int(one['n']):,}" for language, one in found.items() if one["n"] < images]
-    if left and context.world.is_main and context.AT_MOST is None:
-        _tell_once(
-            f"evaluation {context.name!r}: of {images:,} images some have no text in a language: {listed(left, 8)}"
-        )
-    yield "n", images
-    for language, metrics in {"mean": mean, **found}.items():
-        yield from ((f"{language}_{name}", metrics[name]) for name in shares)
-        own = {name: chance for name in shares if (chance := chance_of(metrics, name)) is not None}
-        yield from ((f"chance_{language}_{name}", chance) for name, chance in own.items())
-        if metrics is mean:
-            yield "languages", len(found)
-        else:
-            yield from ((f"{name}_{language}", metrics[name]) for name in counts)
 
 
 class EqualCaptions(NamedTuple):

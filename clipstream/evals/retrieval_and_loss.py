@@ -29,8 +29,9 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext, of_samples
 from clipstream.evals.gallery import Kept, Matches, Wording, show_retrieval
-from clipstream.evals.metrics import EqualCaptions, Ranks, by_language, place_pairs
+from clipstream.evals.metrics import EqualCaptions, Ranks, place_pairs
 from clipstream.evals.settings import LossEvalSettings, RetrievalSettings, source_of
+from clipstream.evals.statistics import by_language
 from clipstream.utils.logs import logger
 
 KS = (1, 5, 10)
@@ -129,7 +130,9 @@ class Retrieval:
         if not lead:
             yield from metrics[""].items()
             return
-        yield from by_language(metrics, sum(context.world.gather_objects(len(pictures))), context)
+        total = sum(context.world.gather_objects(len(pictures)))
+        context.tell_left_out(metrics, total)
+        yield from by_language(metrics, total)
 
     def _split(self, caption: str) -> list[str]:
         """The captions in a text of a batch."""

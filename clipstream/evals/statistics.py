@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from clipstream.text import percent
@@ -24,7 +25,7 @@ Evaluations = dict[tuple[str, int, bool, bool], Record]
 _SHARE = re.compile(
     r"chance|(?:chance_)?(?:(?:[\w-]+_)?(?:top\d+|R@\d+|mean_per_class_recall)|mAP|mean|(?:\w+_)?accuracy)"
 )
-_OF_LANGUAGE = re.compile(r"([\w-]+)_(?:(?:image_to_text|text_to_image)_R@\d+|top\d+)")  # or of their mean
+_OF_LANGUAGE = re.compile(r"([\w-]+)_(?:(?:image_to_text|text_to_image)_R@\d+|top\d+|mean_per_class_recall)")
 
 
 def metrics_of(record: Record) -> dict[str, Any]:
@@ -40,10 +41,13 @@ def metrics_of(record: Record) -> dict[str, Any]:
 
 def is_minor(metric: str) -> bool:
     """Whether a metric is not a main one (top1, R@1 or mean); of several languages, their mean is one."""
+    return is_of_language(metric) or not (metric in ("top1", "mean", "mean_top1") or metric.endswith("R@1"))
+
+
+def is_of_language(metric: str) -> bool:
+    """Whether a metric is that of one of several languages, not of their mean."""
     language = _OF_LANGUAGE.fullmatch(metric)
-    if language and language[1] != "mean":
-        return True
-    return not (metric in ("top1", "mean", "mean_top1") or metric.endswith("R@1"))
+    return language is not None and language[1] != "mean"
 
 
 def is_count(metric: str) -> bool:
@@ -86,6 +90,33 @@ def chance_of(record: Record, metric: str) -> float | None:
         if name.startswith("chance_") and metric.endswith(name.removeprefix("chance_")):
             return float(value)
     return float(record["chance"]) if metric == "top1" and "chance" in record else None
+
+
+def by_language(found: Mapping[str, Mapping[str, float]], images: int) -> Iterator[tuple[str, float]]:
+    """The metrics of evaluations that differ in the language of their texts.
+
+    Args:
+        found: language -> metrics as of `accuracies` or of retrieval; at least one.
+        images: number of all images.
+
+    Yields:
+        n (images); of the shares among the metrics mean_METRIC, their means over the languages, and languages, their
+        number; then of each LANGUAGE_METRIC, n_LANGUAGE and captions_LANGUAGE. `chance_NAME` is the chance level of a
+        metric NAME, if known.
+    """
+    names = [*next(iter(found.values()))]
+    counts, chances = [name for name in names if is_count(name)], [name for name in names if name.startswith("chance")]
+    shares = [name for name in names if name not in (*counts, *chances) and not name.endswith("median_rank")]
+    mean = {name: fmean(metrics[name] for metrics in found.values()) for name in (*shares, *chances)}
+    yield "n", images
+    for language, metrics in {"mean": mean, **found}.items():
+        yield from ((f"{language}_{name}", metrics[name]) for name in shares)
+        own = {name: chance for name in shares if (chance := chance_of(metrics, name)) is not None}
+        yield from ((f"chance_{language}_{name}", chance) for name, chance in own.items())
+        if metrics is mean:
+            yield "languages", len(found)
+        else:
+            yield from ((f"{name}_{language}", metrics[name]) for name in counts)
 
 
 def format_value(metric: str, value: Any, form: str = ".4g") -> str:

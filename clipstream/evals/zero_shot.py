@@ -19,8 +19,9 @@ from clipstream.errors import SettingsError
 from clipstream.evals.classes import Labelling, class_spec, template_spec
 from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import Kept, Matches, show_classes, show_confusions
-from clipstream.evals.metrics import accuracies, by_language, mean_average_precision, place
+from clipstream.evals.metrics import accuracies, mean_average_precision, place
 from clipstream.evals.settings import ZeroShotSettings, source_of
+from clipstream.evals.statistics import by_language
 
 PROMPTS_AT_ONCE = 8192  # over all ranks
 
@@ -106,7 +107,9 @@ class ZeroShot:
             self.labelling.warn_of_unseen(context, tallies[0][:, 2].tolist())
             yield from found[""].items()
             return
-        yield from by_language(found, sum(context.world.gather_objects(total)), context)
+        total = sum(context.world.gather_objects(total))
+        context.tell_left_out(found, total)
+        yield from by_language(found, total)
 
     def _multilabel(self, context: EvalContext, classifier: torch.Tensor) -> Iterator[tuple[str, float]]:
         images = [classifier[:0]]

@@ -33,6 +33,7 @@ from clipstream.evals.statistics import (
     interval,
     is_count,
     is_minor,
+    is_of_language,
     is_share,
     metrics_of,
     put,
@@ -352,7 +353,8 @@ def _results(runs: Sequence[RunContents], names: Sequence[str], evaluations: lis
     charts = _training_charts(runs, names)
     machine = [metric for metric in charts if metric.startswith(MACHINE)]
     minor = [chart for metric, chart in charts.items() if metric not in ("loss", *machine)]
-    minor += [row["chart"] for one in evaluations for row in one["rows"] if row["chart"] not in main]
+    others = [row for one in evaluations for row in one["rows"] if row["chart"] not in main]
+    minor += [row["chart"] for row in others if not is_of_language(row["metric"])]  # these are in the table alone
     drawn = {"curves": [*losses, *main], "minor": minor, "machine": [charts[metric] for metric in machine]}
     shown = {name: [chart for chart in those if chart.svg()] for name, those in drawn.items()}
     few = max(0, ROW - len(shown["curves"]))

@@ -69,13 +69,17 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("suite", SUITES, ids=lambda path: path.stem)
 def test_a_suite_names_each_set_its_folder_and_how_it_is_fetched(suite: Path) -> None:
     sections = load(["--config", str(suite)], trains=False).evals
-    metrics = {"zero_shot": ("top1", "mean_per_class_recall"), "retrieval": ("image_to_text_R@1", "text_to_image_R@1")}
+    both = tuple(f"{mean}{way}_R@1" for mean in ("", "mean_") for way in ("image_to_text", "text_to_image"))
+    metrics = {"zero_shot": ("top1", "mean_per_class_recall"), "retrieval": both}
     for section in sections.values():
         if isinstance(section, Mean.Settings):
             for name, told in section.of.items():
                 assert set([told] if isinstance(told, str) else told) <= set(metrics[sections[name].type]), name
             continue
         assert section.data is not None and section.fetch is not None
+        if suite.stem == "languages":  # whose commands tests/evals/test_languages.py runs
+            assert "${CLIPSTREAM_EVALS}/" in str(section.data.shards) and "${CLIPSTREAM_EVALS}/" in section.fetch
+            continue
         found = re.fullmatch(r"benchmark:\$\{CLIPSTREAM_EVALS\}/(wds_[\w-]+)", str(section.data.shards))
         assert found is not None
         assert shlex.split(section.fetch) == [
@@ -84,7 +88,9 @@ def test_a_suite_names_each_set_its_folder_and_how_it_is_fetched(suite: Path) ->
         ]
     head = suite.read_text().partition("evals:")[0]
     assert re.search(rf"^#   clipstream evaluate .*--suite configs/evals/{suite.name}$", head, re.M)
-    assert len(sections) == {"datacomp": 32 + 3, "robustness": 6 + 1, "retrieval": 2 + 1}[suite.stem]
+    assert (
+        len(sections) == {"datacomp": 32 + 3, "robustness": 6 + 1, "retrieval": 2 + 1, "languages": 4 + 1}[suite.stem]
+    )
 
 
 def test_a_model_on_two_suites(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +132,15 @@ def test_what_is_missing_is_told_at_once_with_the_way_to_get_it(sets: Path, caps
     assert found.keys() == {"imagenet1k", *left, "robustness"} and found["robustness"]["sets"] == 2
     assert found["robustness"]["mean"] == pytest.approx(sum(found[name]["top1"] for name in left) / 2)
     assert "warning: robustness is the mean of 2 of 5 sets" in capsys.readouterr().err
+
+
+def test_class_names_of_languages_are_files_of_a_data_set(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    languages = str(ROOT / "configs/evals/languages.yaml")
+    write_benchmark(sets / "wds_imagenet1k", drawn(8), shards=2)
+    assert main(["--model", "no-such-model", "--suite", languages, "--evals-root", str(sets)]) == 2
+    told = capsys.readouterr().err
+    assert "4 of 4 data sets are missing" in told and f"mkdir -p '{sets}/xm3600/images' && cd" in told
+    assert re.search(r"babel_imagenet: .*babel/classes/AF.json", told), told
 
 
 def test_sets_of_any_source_type_are_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
