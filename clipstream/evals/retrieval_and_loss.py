@@ -52,7 +52,7 @@ class Retrieval:
     """Yields image_to_text_R@k and text_to_image_R@k for k = 1, 5, 10, image_to_text_median_rank and
     text_to_image_median_rank (from 1), n (images), captions and chance_R@1 (both directions; 1/n if captions differ).
 
-    With languages it yields what `metrics.by_language` does of these, and n. Images without a caption in a language are
+    With languages it yields what `statistics.by_language` does of these. Images without a caption in a language are
     left out for that language; the images that are shown are those of the first language.
 
     Raises SettingsError: no data are set, a data set in CLIP_benchmark's layout is missing, or {lang} has no place.

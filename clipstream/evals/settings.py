@@ -121,9 +121,10 @@ class RetrievalSettings(LanguageSettings):
     best_metric: ClassVar[str | None] = "image_to_text_R@1"
 
     def texts(self) -> dict[str, str]:
-        caption = None if self.data is None else self.data.caption
-        keys = [key for key in ("path", "key", "fallback", "classes") if getattr(caption, key, None)]
-        return {f"data.caption.{key}": str(getattr(caption, key)) for key in keys}
+        if self.data is None:
+            return {}
+        texts = {key: getattr(self.data.caption, key, None) for key in ("path", "key", "fallback", "classes")}
+        return {f"data.caption.{key}": str(text) for key, text in texts.items() if text} or {"data.caption.path": ""}
 
 
 class LabelledSettings(EvalSettings):

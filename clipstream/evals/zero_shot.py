@@ -32,7 +32,7 @@ class ZeroShot:
     mean_per_class_recall is the mean of top1 over the classes in the data, scikit-learn's balanced_accuracy_score. For
     images with several labels it yields mAP, n and chance_mAP instead.
 
-    With languages it yields what `metrics.by_language` does of these, and n. A language that has names for some of the
+    With languages it yields what `statistics.by_language` does of these. A language that has names for some of the
     classes is evaluated on the images of those, among them; what is shown is of the first language.
 
     Raises SettingsError: no data are set, a file of names or templates is missing or invalid, or languages are set for
@@ -90,12 +90,16 @@ class ZeroShot:
                     first.append(images)
                 matches.add(images, batch, partial(self._word, labels[0]))
         tallies = [context.world.all_reduce_sum(tally) for tally in tallies]
+        total = sum(context.world.gather_objects(total))
+        if not total:
+            raise context.unusable("image with a label")
         found = {}
         for language, tally in zip(self.languages, tallies, strict=True):
-            if tally[:, 2].any():
-                found[language] = dict(accuracies(tally))
-            elif not language or context.AT_MOST is None:
-                raise context.unusable(f"image with a {f'class of {language}' if language else 'label'}")
+            if not tally[:, 2].any():
+                if context.AT_MOST is None:
+                    raise context.unusable(f"image with a class of {language}")
+                tally[0] = 1  # the few samples of a dry run may lack it, and its metrics mean nothing
+            found[language] = dict(accuracies(tally))
         named = torch.tensor([int(one.ids[0]) >= 0 for one in kept], dtype=torch.bool)
         if len(kept):
             first = [torch.cat(first)[: len(kept)][named.to(device)]]
@@ -107,7 +111,6 @@ class ZeroShot:
             self.labelling.warn_of_unseen(context, tallies[0][:, 2].tolist())
             yield from found[""].items()
             return
-        total = sum(context.world.gather_objects(total))
         context.tell_left_out(found, total)
         yield from by_language(found, total)
 

@@ -329,6 +329,17 @@ def test_a_dry_run_of_few_samples_needs_no_text_in_each_language(tmp_path: Path)
         runner(1, last=True)
 
 
+def test_a_dry_run_needs_no_image_of_a_class_with_a_name(tmp_path: Path) -> None:
+    draw_babel(tmp_path)
+    write_tar(tmp_path / "0.tar", [{"__key__": f"{i}", "jpg": picture(i), "cls": "0"} for i in range(3)])
+    data = {"shards": f"{tmp_path}/0.tar"}
+    section = suite_entry("babel_imagenet", tmp_path, ["DE", "NE"], data=data, on_error="raise")
+    runner = EvalRunner({"babel": section}, context_of(World()))
+    assert {"mean_top1", "DE_top1", "NE_top1"} <= set(runner.dry_run()["babel"])
+    with pytest.raises(DataError, match="evals\\.babel: the source has no usable image with a class of NE"):
+        runner(1, last=True)
+
+
 def test_what_metrics_of_languages_mean() -> None:
     record = {
         "n": 50,
@@ -363,6 +374,7 @@ def with_caption(**caption: Any) -> dict[str, Any]:
         ({"languages": ["de"]}, "languages: .*requires {lang}, which stands for the language, in data.caption.key"),
         (with_caption(type="text", key="{lang}.txt"), "data.caption.key.*has {lang}: set languages to the codes"),
         (with_caption(type="json", path="c.{lang}"), "data.caption.path.*has {lang}: set languages to the codes"),
+        ({**with_caption(type="label", label="cls"), "languages": ["de"]}, "languages: .*requires {lang}"),
         ({"type": "zero_shot", "languages": ["de"], "classes": "a.txt"}, "requires {lang}.*in classes or templates"),
         ({"type": "zero_shot", "templates": "{lang}.txt"}, "has {lang}: set languages"),
         ({"languages": ["de", "de"]}, "de is given 2 times"),
