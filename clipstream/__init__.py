@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from clipstream.api.loader import BatchLoader as BatchLoader
     from clipstream.api.loader import ImageTextBatch as ImageTextBatch
     from clipstream.api.loader import build_loader as build_loader
+    from clipstream.api.model import ImageLabel as ImageLabel
     from clipstream.api.model import Model as Model
     from clipstream.api.model import Preprocess as Preprocess
     from clipstream.api.model import TextTokenizer as TextTokenizer
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchLoader",
     "CheckReport",
+    "ImageLabel",
     "ImageTextBatch",
     "Match",
     "Model",
@@ -69,7 +71,7 @@ _PLACES = {  # of what is not a module of its own name
     "load_settings": "clipstream.config.settings",
     **dict.fromkeys(("BatchLoader", "ImageTextBatch", "build_loader"), "clipstream.api.loader"),
     **dict.fromkeys(
-        ("Model", "Preprocess", "TextTokenizer", "ZeroShotClassifier", "load_model", "zero_shot"),
+        ("ImageLabel", "Model", "Preprocess", "TextTokenizer", "ZeroShotClassifier", "load_model", "zero_shot"),
         "clipstream.api.model",
     ),
 }

@@ -6,9 +6,11 @@ training. Nothing here has a gradient; to train a model, take its `clip`, or `cl
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -22,7 +24,7 @@ from clipstream.api.run import Run
 from clipstream.checkpoint.store import locate, model_in, resolve_model_name, with_own_config
 from clipstream.config.settings import Settings, load
 from clipstream.data.batch import ImageSpec
-from clipstream.data.decode.class_names import class_names, prompt_templates
+from clipstream.data.decode.class_names import class_names, fold_name, prompt_templates
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.distributed.world import World, resolve_device
@@ -126,6 +128,17 @@ class TextTokenizer:
     def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
         """int64 [n, T] of one text or several. Raises what `encode` does."""
         return torch.from_numpy(self.encode(texts)).long()
+
+
+@dataclass(frozen=True)
+class ImageLabel:
+    """The class of an image, as `Model.label` finds it; '' and NaN if the image cannot be read."""
+
+    name: str = ""
+    score: float = math.nan  # its cosine, the largest
+    margin: float = math.nan  # that cosine minus the second largest
+    probability: float = math.nan  # the softmax over the classes at the model's scale; not calibrated
+    error: str = ""  # why the image cannot be read
 
 
 def usable_device(device: str | torch.device) -> str:
@@ -265,6 +278,37 @@ class Model:
             else:
                 found.append(normalize(values.to(self.device).float(), dim=-1))
         return found[0] @ found[1].T
+
+    def label(
+        self, images: ImagesLike, classes: str | Sequence[str], templates: str | Sequence[str] = "openai"
+    ) -> list[ImageLabel]:
+        """The class of each image, in their order; takes images as `encode_image` does, or features [n, D].
+
+        Names that differ in case alone are one class. Raises as `encode_image` and `zero_shot`, but not for an image
+        that cannot be read.
+        """
+        names = {fold_name(name): name for name in class_names(classes)}  # of ImageNet's, two occur twice
+        classifier, found = zero_shot(self, list(names.values()), templates), list[ImageLabel | None]()
+
+        def readable() -> Iterator[torch.Tensor]:
+            for item in each("images", "images, paths or tensors", images, (*FILES, torch.Tensor)):
+                try:
+                    rows = self._rows(item)
+                except (ValueError, OSError) as error:
+                    if isinstance(item, torch.Tensor):
+                        raise
+                    found.append(ImageLabel(error=str(error)))
+                    continue
+                found.extend([None] * len(rows))
+                yield from rows
+
+        known = isinstance(images, torch.Tensor) and images.ndim == 2
+        cosines = self.similarity(images if known else self.encode_image(readable()), classifier.weights)  # type: ignore[arg-type]
+        best, top, logits = cosines.argmax(dim=1).tolist(), cosines.topk(2).values, self.logit_scale * cosines
+        chances = (logits.amax(dim=1) - logits.logsumexp(dim=1)).exp()
+        values = torch.stack([top[:, 0], top[:, 0] - top[:, 1], chances], dim=1).tolist()
+        labels = (ImageLabel(classifier.classes[number], *of) for number, of in zip(best, values, strict=True))
+        return list(labels) if known else [one or next(labels) for one in found]
 
 
 def _positive(batch_size: int) -> int:

@@ -125,6 +125,36 @@ def test_a_classifier_is_the_evaluators(saved: Path, tmp_path: Path) -> None:
     assert figures["mine"]["top1"] == pytest.approx(sum(hits) / 20) and figures["mine"]["n"] == 20
 
 
+def test_labels_are_those_of_the_classifier(saved: Path, tmp_path: Path) -> None:
+    model, *_ = clipstream.load_model(saved / "model", device="cpu")
+    classes, templates = ["cat", "dog", "bird"], ["a photo of a {c}", "{}"]
+    paths = [saved / f"{number}.png" for number in range(3)]
+    classifier = clipstream.zero_shot(model, classes, templates)
+    cosines = model.similarity(paths, classifier.weights)
+    top = cosines.sort(dim=1, descending=True).values
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    mixed = [paths[0], tmp_path / "broken.png", tmp_path / "missing.png", *paths[1:]]
+    found = model.label(mixed, classes, templates)
+    assert [bool(one.error) for one in found] == [False, True, True, False, False]
+    assert "broken.png cannot be used" in found[1].error and "missing.png" in found[2].error
+    assert found[1].name == "" and found[1].score != found[1].score  # NaN
+    read = [one for one in found if not one.error]
+    assert [one.name for one in read] == classifier.predict(paths)
+    assert [one.score for one in read] == pytest.approx(top[:, 0].tolist(), abs=1e-5)
+    assert [one.margin for one in read] == pytest.approx((top[:, 0] - top[:, 1]).tolist(), abs=1e-5)
+    assert [one.probability for one in read] == pytest.approx(classifier(paths).amax(dim=1).tolist(), abs=1e-5)
+    of_features = model.label(model.encode_image(paths), classes, templates)
+    assert [one.name for one in of_features] == [one.name for one in read]
+    assert [one.margin for one in of_features] == pytest.approx([one.margin for one in read], abs=1e-5)
+    assert [one.name for one in model.label(paths[0], classes, templates)] == [read[0].name]
+    assert model.label([], classes, templates) == []
+    assert model.label(paths, [*classes, "Dog "], templates)[0].margin == pytest.approx(read[0].margin, abs=1e-5)
+    with pytest.raises(SettingsError, match="classes: expected at least 2, not 1"):
+        model.label(paths, ["cat", "Cat "], templates)
+    with pytest.raises(ValueError, match="expected an image tensor"):
+        model.label(torch.zeros(1, 3, 5, 5), classes, templates)
+
+
 def test_evaluators_come_from_shards_files_and_mappings(saved: Path, tmp_path: Path) -> None:
     shards = make_shards(tmp_path, [6, 5])
     of_shards = clipstream.evaluate(saved / "model", shards, workers=0)

@@ -58,7 +58,7 @@ def test_nothing_public_changes_unnoticed() -> None:
 ORDER = ("train", "Run", "load_settings", "load_model", "zero_shot", "evaluate", "check", "build_loader", "search")
 NO_EXAMPLE = {  # nor have the classes that a function with one returns
     "__version__", "errors", "losses", "Settings", "BatchLoader", "CheckReport", "ImageTextBatch", "Match", "Model",
-    "Preprocess", "SearchResults", "TextTokenizer", "ZeroShotClassifier",
+    "ImageLabel", "Preprocess", "SearchResults", "TextTokenizer", "ZeroShotClassifier",
 }  # fmt: skip
 
 
