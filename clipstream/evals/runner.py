@@ -21,11 +21,13 @@ from typing import Any, Protocol
 from clipstream.distributed.run_record import now, versions
 from clipstream.distributed.world import AgreeingWorld, Failure, RankFailed, Torn
 from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped, did_you_mean, errors_as
+from clipstream.evals.choice import Choice
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating, of_tokenizer
 from clipstream.evals.evaluators.mean import Mean
 from clipstream.evals.probes import LinearProbe, Neighbours
 from clipstream.evals.retrieval_and_loss import Retrieval, ValidationLoss
 from clipstream.evals.settings import (
+    ChoiceSettings,
     EvalSettings,
     LinearProbeSettings,
     LossEvalSettings,
@@ -82,6 +84,8 @@ def _evaluator(name: str, settings: EvalSettings) -> Evaluator:
                 return Retrieval(settings)
             case ZeroShotSettings():
                 return ZeroShot(settings)
+            case ChoiceSettings():
+                return Choice(settings)
             case LossEvalSettings():
                 return ValidationLoss(settings)
             case LinearProbeSettings():

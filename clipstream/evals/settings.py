@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from clipstream.data.json_path import parse_path
 from clipstream.data.source_settings import LANG, SourceSettings
@@ -189,6 +189,42 @@ class LossEvalSettings(EvalSettings):
     best_metric: ClassVar[str | None] = "val_loss"
     global_batch_size: int | None = Field(None, ge=2, description="pairs per batch; default: data.global_batch_size")
     max_samples: int | None = Field(None, ge=1, description="number of pairs to evaluate; default: all")
+
+
+@part(EvalSettings, "choice")
+class ChoiceSettings(EvalSettings):
+    """The right one of an image's own texts; with `group`, Winoground's scores of two images and their captions."""
+
+    type: Literal["choice"] = "choice"
+    wrong: str | list[str] = Field(
+        default_factory=list,
+        description="members or json:PATH with the wrong texts (with answer: all); default: all captions but the first",
+    )
+    answer: str | None = Field(None, description="member or json:PATH with the number of the right text, from 0")
+    category: str | None = Field(None, description="member or json:PATH; each category has an accuracy of its own")
+    group: str | None = Field(None, description="member or json:PATH that two samples share, each with its caption")
+
+    @field_validator("wrong")
+    @classmethod
+    def _list(cls, value: str | list[str]) -> list[str]:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("answer", "category", "group", "wrong")
+    @classmethod
+    def _well_formed(cls, value: str | list[str] | None) -> str | list[str] | None:
+        for one in [value] if isinstance(value, str) else value or ():
+            if one.lower().startswith("json:"):
+                parse_path(one[5:])
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> ChoiceSettings:
+        for key in ("wrong", "answer", "category"):
+            if self.group and getattr(self, key):
+                raise ValueError(f"group compares the captions of two samples: remove {key}")
+        if self.answer and not self.wrong:
+            raise ValueError("answer requires wrong: the fields of all texts")
+        return self
 
 
 class FrozenSettings(LabelledSettings):

@@ -23,7 +23,8 @@ PIXELS = ("transform", "background", "orientation")  # settings of a source that
 # Oldest first, the last one by evaluator, step, whether `clipstream evaluate` made it, and whether it failed.
 Evaluations = dict[tuple[str, int, bool, bool], Record]
 _SHARE = re.compile(
-    r"chance|(?:chance_)?(?:(?:[\w-]+_)?(?:top\d+|R@\d+|mean_per_class_recall)|mAP|mean|(?:\w+_)?accuracy)"
+    r"chance|(?:chance_)?(?:(?:[\w-]+_)?(?:top\d+|R@\d+|mean_per_class_recall)|mAP|mean|(?:\w+_)?accuracy|"
+    r"(?:text|image|group)_score)"
 )
 _OF_LANGUAGE = re.compile(r"([\w-]+)_(?:(?:image_to_text|text_to_image)_R@\d+|top\d+|mean_per_class_recall)")
 
@@ -40,8 +41,9 @@ def metrics_of(record: Record) -> dict[str, Any]:
 
 
 def is_minor(metric: str) -> bool:
-    """Whether a metric is not a main one (top1, R@1 or mean); of several languages, their mean is one."""
-    return is_of_language(metric) or not (metric in ("top1", "mean", "mean_top1") or metric.endswith("R@1"))
+    """Whether a metric is not a main one (top1, R@1, accuracy, group_score, mean); of several languages, their mean."""
+    main = ("top1", "mean", "mean_top1", "accuracy", "group_score")
+    return is_of_language(metric) or not (metric in main or metric.endswith("R@1"))
 
 
 def is_of_language(metric: str) -> bool:
@@ -67,7 +69,9 @@ def interval(record: Record, metric: str) -> str:
 
 
 def bounds(record: Record, metric: str) -> tuple[float, float] | None:
-    """The 95% interval of the share of n answers that are right, top1, top5 or R@k; None for others, and for means.
+    """The 95% interval of the share of n answers that are right (top1, top5, R@k, accuracy, Winoground's scores).
+
+    None for others, and for means.
 
     Wilson's score interval (JASA 22, 1927): (p + z²/2n ± z √(p (1 - p)/n + z²/4n²)) / (1 + z²/n), with z = 1.96.
     """
@@ -75,7 +79,11 @@ def bounds(record: Record, metric: str) -> tuple[float, float] | None:
     of = f"_{language[1]}" if language else ""
     # The metric of a user's own evaluator may look like one of a language.
     n, share = record.get(count + of, 0 if of == "_mean" else record.get(count, 0)), record[metric]
-    if not n or not is_share(metric, share) or not re.fullmatch(r"top\d+|.*_(?:R@|top)\d+", metric):
+    if (
+        not n
+        or not is_share(metric, share)
+        or not re.fullmatch(r"top\d+|.*_(?:R@|top)\d+|accuracy|(?:text|image|group)_score", metric)
+    ):
         return None
     z = 1.96**2 / n
     middle, half = (share + z / 2) / (1 + z), math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)

@@ -48,6 +48,7 @@ def sections(place: Path) -> dict[str, EvalSettings]:
         "loss": {"type": "loss", "data": {**data, "caption": {"type": "json", "path": "caption.en"}}},
         "probe": {"type": "linear_probe", "train_shards": train},
         "near": {"type": "knn", "train_shards": train, "k": 3},
+        "choose": {"type": "choice", "category": "cls"},
     }
     common = {"data": data, "batch_size": 8, "on_error": "raise"}
     return {name: EvalSettings.model_validate({**common, **section}) for name, section in told.items()}
@@ -70,7 +71,7 @@ def evaluate(world: World, place: Path, parallel: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("size", "parallel"), [(4, "ddp"), (2, "fsdp")])  # of three prompts, four ranks
 def test_the_figures_of_one_process(place: Path, size: int, parallel: str) -> None:
     alone = evaluate(World(), place, "ddp")
-    assert [record["n"] for record in alone] == [23, 23, 23, 23, 18, 23, 23]
+    assert [record["n"] for record in alone] == [23, 23, 23, 23, 18, 23, 23, 23]
     assert (alone[1]["captions"], alone[4]["left_out"]) == (46, 5)
     for found in run_ranks(size, evaluate, place, parallel):
         for mine, theirs in zip(found, alone, strict=True):

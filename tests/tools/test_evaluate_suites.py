@@ -70,7 +70,11 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
 def test_a_suite_names_each_set_its_folder_and_how_it_is_fetched(suite: Path) -> None:
     sections = load(["--config", str(suite)], trains=False).evals
     both = tuple(f"{mean}{way}_R@1" for mean in ("", "mean_") for way in ("image_to_text", "text_to_image"))
-    metrics = {"zero_shot": ("top1", "mean_per_class_recall"), "retrieval": both}
+    metrics: dict[str, tuple[str, ...]] = {
+        "zero_shot": ("top1", "mean_per_class_recall"),
+        "retrieval": both,
+        "choice": ("accuracy",),
+    }
     for section in sections.values():
         if isinstance(section, Mean.Settings):
             for name, told in section.of.items():
@@ -79,6 +83,13 @@ def test_a_suite_names_each_set_its_folder_and_how_it_is_fetched(suite: Path) ->
         assert section.data is not None and section.fetch is not None
         if suite.stem == "languages":  # whose commands tests/evals/test_languages.py runs
             assert "${CLIPSTREAM_EVALS}/" in str(section.data.shards) and "${CLIPSTREAM_EVALS}/" in section.fetch
+            continue
+        if section.type == "choice":
+            table = re.fullmatch(r"\$\{CLIPSTREAM_EVALS\}/([\w-]+)/data/\*\.parquet", str(section.data.shards))
+            assert table is not None
+            words = shlex.split(section.fetch)
+            assert words[:2] == ["hf", "download"] and words[2].partition("/")[2] == table[1]
+            assert words[3:] == ["--repo-type", "dataset", "--local-dir", f"${{CLIPSTREAM_EVALS}}/{table[1]}"]
             continue
         found = re.fullmatch(r"benchmark:\$\{CLIPSTREAM_EVALS\}/(wds_[\w-]+)", str(section.data.shards))
         assert found is not None
@@ -89,7 +100,10 @@ def test_a_suite_names_each_set_its_folder_and_how_it_is_fetched(suite: Path) ->
     head = suite.read_text().partition("evals:")[0]
     assert re.search(rf"^#   clipstream evaluate .*--suite configs/evals/{suite.name}$", head, re.M)
     assert (
-        len(sections) == {"datacomp": 32 + 3, "robustness": 6 + 1, "retrieval": 2 + 1, "languages": 4 + 1}[suite.stem]
+        len(sections)
+        == {"datacomp": 32 + 3, "robustness": 6 + 1, "retrieval": 2 + 1, "languages": 4 + 1, "composition": 9 + 2}[
+            suite.stem
+        ]
     )
 
 

@@ -28,6 +28,7 @@ from clipstream.data.decode.captions import LabelField as LabelField
 from clipstream.data.decode.class_names import fold_name, number_of
 from clipstream.data.decode.key_lists import TABLES, KeyList, ListedSource
 from clipstream.data.decode.tokenizers import Ids, Tokenizer
+from clipstream.data.json_path import structure
 from clipstream.data.order.rng import hash_of
 from clipstream.data.source_settings import LANG, CaptionSettings, JsonCaption
 from clipstream.errors import DataError, Dropped, SettingsError
@@ -321,3 +322,99 @@ class CaptionsEncoder:
     def decode(self, ids: Sequence[int]) -> str:
         """The first caption."""
         return self._tokenizer.decode(ids[self._lead : self._lead + self._tokenizer.context_length])
+
+
+class ChoicesField:
+    """The texts that a sample chooses between, the right one first, with its category and group, as JSON.
+
+    Args:
+        caption: settings of the right text.
+        wrong: fields of the wrong texts, each a text per line, a list of texts, or texts in maps; with `answer`, fields
+            of all texts. Without `wrong` they are the captions, of which the first is right.
+        answer: field of the right text's number, from 0.
+        category: field of the category.
+        group: field that joins two samples; each then has its caption alone.
+
+    Attributes:
+        members: of a sample that are needed; None for all.
+    """
+
+    def __init__(
+        self,
+        caption: CaptionSettings,
+        wrong: Sequence[str],
+        answer: str | None,
+        category: str | None,
+        group: str | None,
+    ) -> None:
+        self._caption = build_caption(caption) if wrong or group else CaptionsField(caption)
+        self._wrong, self._all = [LabelField(field) for field in wrong], not (wrong or group)
+        self._answer, self._category, self._group = (
+            None if field is None else LabelField(field) for field in (answer, category, group)
+        )
+        others = [*self._wrong, *filter(None, (self._answer, self._category, self._group))]
+        own = () if self._answer else self._caption.members
+        self.members = (
+            None if own is None else tuple(dict.fromkeys([*own, *(m for one in others for m in one.members)]))
+        )
+
+    def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
+        """The JSON. Raises Dropped: `no_wrong_text`, `no_label`, or as the extractor of the caption."""
+        texts = [] if self._answer else self._caption(sample, None).split("\n" if self._all else "\0")
+        for field in self._wrong:
+            texts += _texts_in(field.value(sample), lines=field.of_member)
+        texts = [usable_text(" ".join(text.split())) for text in texts]
+        if self._answer is not None:
+            found = self._answer(sample, None)
+            if not found.isdecimal() or int(found) >= len(texts):
+                raise Dropped("no_label", f"answer {found[:40]!r} is no number from 0 to {len(texts) - 1}")
+            texts.insert(0, texts.pop(int(found)))
+        if len(texts) < 2 and self._group is None:
+            raise Dropped("no_wrong_text", "no text to choose besides the right one: set the evaluator's wrong")
+        about = (None if field is None else field(sample, None) for field in (self._category, self._group))
+        return json.dumps([texts, *about])
+
+
+def _texts_in(value: Any, *, lines: bool) -> list[str]:
+    """The texts of a field that are not blank, with those of lists, printed lists and maps."""
+    if isinstance(value, str):
+        inner = structure(value)
+        found = (value.splitlines() if lines else [value]) if inner is None else _texts_in(inner, lines=False)
+    elif isinstance(value, (list, dict)):
+        inside = value.values() if isinstance(value, dict) else value
+        found = [text for one in inside for text in _texts_in(one, lines=False)]
+    else:
+        found = []
+    return [text for text in found if text.strip()]
+
+
+class ChoicesEncoder:
+    """A tokenizer of the texts of `ChoicesField`: the ids of CaptionsEncoder, 64 bytes of the category, 8 of the group.
+
+    ids [n, most · T + ABOUT].
+    """
+
+    ABOUT = 18  # columns of int32
+
+    def __init__(self, tokenizer: Tokenizer, most: int) -> None:
+        self._captions = CaptionsEncoder(tokenizer, most)
+        self.context_length, self.vocab_size = self._captions.context_length + self.ABOUT, tokenizer.vocab_size
+
+    def encode(self, texts: Sequence[str]) -> Ids:
+        """To int32. Raises DataError: a sample has more than `most` texts."""
+        rows = [json.loads(text) for text in texts]
+        ids = self._captions.encode(["\n".join(row[0]) for row in rows])
+        about = np.zeros((len(rows), self.ABOUT), dtype=np.int32)
+        for one, (_, category, group) in zip(about, rows, strict=True):
+            one[:16] = np.frombuffer((category or "").encode(errors="replace")[:64].ljust(64, b"\0"), np.int32)
+            one[16:] = np.array([hash_of((group or "").encode(errors="replace"))], np.uint64).view(np.int32)
+        return np.concatenate([ids, about], axis=1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The right text."""
+        return self._captions.decode(ids)
+
+    @classmethod
+    def category(cls, ids: np.ndarray[Any, np.dtype[np.int32]]) -> str:
+        """The category in the ids of a sample, int32 [most · T + ABOUT]; '' for none."""
+        return ids[-cls.ABOUT : -2].tobytes().rstrip(b"\0").decode(errors="ignore")

@@ -1,0 +1,133 @@
+"""Choice: each image has texts of its own, of which one is right (SugarCrepe, ARO, NegBench), or two images have their
+captions to share (Winoground, arXiv:2204.03162).
+
+Without ties the figures equal clip-benchmark's image_caption_selection; its argmax takes the first of equal scores,
+here they receive their expected share, so that constant features score exactly chance.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import permutations
+
+import torch
+
+from clipstream.data.decode.labels import NO_CAPTION, ChoicesEncoder, ChoicesField
+from clipstream.errors import DataError
+from clipstream.evals.context import EvalContext
+from clipstream.evals.metrics import TIE, Ranks, products
+from clipstream.evals.settings import ChoiceSettings, source_of
+
+MOST_TEXTS = 64  # of an image
+# A random order of the four scores of two images and two captions: two independent comparisons, or both right ones
+# above both wrong ones (2! 2! / 4!).
+CHANCE = {"text_score": 1 / 4, "image_score": 1 / 4, "group_score": 1 / 6}
+
+
+class Choice:
+    """Yields accuracy, CATEGORY_accuracy of each category, n (images) and chance_accuracy (mean of 1 / texts).
+
+    With `group` it yields text_score, image_score, group_score, n (groups) and the chance of each.
+
+    Raises SettingsError: no data are set.
+    """
+
+    def __init__(self, settings: ChoiceSettings) -> None:
+        self.settings, self.source = settings, source_of(settings)
+
+    def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
+        """Evaluate. Collective. Raises DataError: no usable image, too many texts, or a group not of two samples."""
+        of, about = self.settings, ChoicesEncoder.ABOUT
+        target = ChoicesField(self.source.caption, [*of.wrong], of.answer, of.category, of.group)
+        encoder = ChoicesEncoder(context.tokenizer, 1 if of.group else MOST_TEXTS)
+        tally: dict[str, list[float]] = {}  # by category, sums: accuracy, 1, chance
+        pictures, captions, groups = [], [], []
+        for batch in context.batches(self.source, of.batch_size, target=target, tokenizer=encoder):
+            ids = batch.ids[:, :-about].reshape(len(batch), -1, context.tokenizer.context_length)
+            there = ids[:, :, 0] != NO_CAPTION
+            images = context.encode_image(batch.images)
+            texts = torch.cat([context.encode_text(some) for some in torch.split(ids[there], of.batch_size)])
+            if of.group:
+                pictures.append(images)
+                captions.append(texts)
+                groups.append(batch.ids[:, -2:].contiguous().view(torch.int64)[:, 0])
+                continue
+            counts = there.sum(dim=1)
+            right = first_of(images, texts, counts.to(images.device)).tolist()
+            for row, share, count in zip(batch.ids.numpy(), right, counts.tolist(), strict=True):
+                name = re.sub(r"\W+", "_", ChoicesEncoder.category(row)).strip("_") if of.category else ""
+                sums = tally.setdefault(name, [0.0, 0.0, 0.0])
+                sums[:] = sums[0] + share, sums[1] + 1, sums[2] + 1 / count
+        if of.group:
+            one, other = map(context.world.gather_rows, context.stack("pair", pictures, captions))
+            none = torch.zeros(0, dtype=torch.int64)
+            joined = context.world.gather_rows(torch.cat([none, *groups]).to(context.world.device))
+            yield from self._scores(context, one, other, joined)
+            return
+        total: dict[str, list[float]] = {}
+        for part in context.world.gather_objects(tally):
+            for name, sums in part.items():
+                total[name] = [one + other for one, other in zip(total.get(name, [0.0] * 3), sums, strict=True)]
+        if not total:
+            raise context.unusable("image with a right and a wrong text")
+        share, n, chance = map(sum, zip(*total.values(), strict=True))
+        yield "accuracy", share / n
+        for name in sorted(filter(None, total)):
+            yield f"{name}_accuracy", total[name][0] / total[name][1]
+        yield "n", int(n)
+        yield "chance_accuracy", chance / n
+        for name in sorted(filter(None, total)):
+            yield f"chance_{name}_accuracy", total[name][2] / total[name][1]
+
+    def _scores(
+        self, context: EvalContext, images: torch.Tensor, texts: torch.Tensor, groups: torch.Tensor
+    ) -> Iterator[tuple[str, float]]:
+        """Of all ranks' samples: features [n, D] of each, and int64 [n]."""
+        _, inverse, counts = torch.unique(groups, return_inverse=True, return_counts=True)
+        whole = counts == 2
+        if not whole.all() and context.AT_MOST is None:
+            raise DataError(
+                f"group: {int((~whole).sum()):,} of {len(counts):,} values of {self.settings.group} do not have "
+                "exactly two usable samples: name the field that an image with its caption and the other one share"
+            )
+        order = inverse.sort(stable=True).indices
+        order = order[whole[inverse[order]]].view(-1, 2)
+        found = pair_scores(images[order].double() @ texts[order].double().transpose(1, 2))
+        for name, value in zip(CHANCE, found.sum(dim=0).tolist(), strict=True):
+            yield name, value / max(1, len(order))
+        yield "n", len(order)
+        yield from ((f"chance_{name}", value) for name, value in CHANCE.items())
+
+
+def first_of(images: torch.Tensor, texts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The probability that an image's first text is chosen, float64 [n].
+
+    Args:
+        images: [n, D], L2-normalised.
+        texts: [m, D], L2-normalised, those of the first image first.
+        counts: int64 [n], texts of each image, at least one.
+    """
+    owners = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    scores = products(images[owners], texts)
+    gap = scores - scores[counts.cumsum(0) - counts][owners]
+    none = torch.zeros_like(counts)
+    ahead, level = (none.index_add(0, owners, hit.long()) for hit in (gap > TIE, gap.abs() <= TIE))
+    return Ranks(ahead, level, level.clamp(max=1)).hits(1)
+
+
+def pair_scores(scores: torch.Tensor) -> torch.Tensor:
+    """text_score, image_score and group_score of groups, float64 [k, 3]: the means over all orders of equal scores.
+
+    Args:
+        scores: float64 [k, 2, 2], of images (rows) and captions; NaN counts as a miss.
+    """
+    flat = scores.flatten(1)
+    below = (flat[:, :, None] - flat[:, None, :] > TIE).sum(dim=2) * 4
+    found = torch.zeros((len(flat), 3), dtype=torch.float64, device=flat.device)
+    orders = list(permutations(range(4)))
+    for order in orders:
+        a, b, c, d = (below + torch.tensor(order, device=flat.device)).unbind(dim=1)
+        text, image = (a > b) & (d > c), (a > c) & (d > b)
+        found += torch.stack([text, image, text & image], dim=1)
+    return torch.where(flat.isnan().any(dim=1, keepdim=True), 0.0, found / len(orders))
