@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
         print(f"error: unknown verb {verb!r}{near}", file=sys.stderr)
         return SettingsError.exit_code
     codes: list[int] = []
-    shown = ("train", "check", "search")
+    shown = ("train", "check", "label", "search")
     asked = any(word.startswith(("--help", "-h", "--print-config")) for word in rest)
     if own and verb in shown and not asked and World.of_launcher().is_main:
         loading.begin("loading clipstream")

@@ -391,7 +391,7 @@ def handle_signals(verb: str) -> None:
         for number in SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, end)
-    elif verb in ("bench", "export", "filter", "search"):
+    elif verb in ("bench", "export", "filter", "label", "search"):
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, _stop)

@@ -17,7 +17,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,9 @@ FEATURES, IMAGES, ENDS, TEXT_MODEL, QUERIES = "features.npy", "images.jsonl", "e
 DTYPES = {"F32": np.float32, "F16": np.float16}
 KNOWN = {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "quick_gelu"}  # of text_cfg
 Floats = np.ndarray[Any, Any]  # float32
+Columns = Mapping[
+    str, tuple[Sequence[str], str]
+]  # of labels: title -> names and templates, as `Model.label` takes them
 ERF = np.vectorize(math.erf, otypes=[np.float32])
 
 

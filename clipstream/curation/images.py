@@ -1,4 +1,5 @@
 """`clipstream search RUN DATA QUERY…` and `clipstream.search`: the images of a data set that match a text or an image.
+`clipstream label`: the names of all images.
 
 Names of a model and of data, and queries, enter; paths, scores and captions leave. The first call computes the features
 of all images into a folder of the cache (`indexing`). Later calls look whether the files of model and data have
@@ -7,6 +8,7 @@ changed, and import torch only for a query that is neither in that folder nor a 
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import json
@@ -14,6 +16,7 @@ import os
 import re
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ from clipstream.curation.image_index import (
     IMAGES,
     QUERIES,
     TEXT_MODEL,
+    Columns,
     Floats,
     ImageRow,
     ImageSearch,
@@ -40,12 +44,13 @@ from clipstream.text import frame, printable, shortened
 from clipstream.utils import atomic_write
 from clipstream.utils.content import SUFFIXES, file_state
 from clipstream.utils.logs import loading, logger, on_terminal
-from clipstream.utils.section import with_home
 
 if TYPE_CHECKING:
     from clipstream.api.run import Run
-    from clipstream.curation.indexing import Card
 
+LABEL = "label"  # title of the column of classes
+ON_PAGE = 600  # labelled images of a page, whose thumbnails fit
+_UNSAFE = re.compile(r'[\x00-\x1f\x7f\\/:*?"<>|]+')  # in names of files of Windows, and `/`
 KEPT, KEPT_DAYS = 10, 30  # indexes that stay in the cache
 
 
@@ -203,13 +208,8 @@ class SearchResults:
         near = dict(zip(rows, self._nearest(self._features[rows], indexing.NEAR + 1), strict=True))
         heads = [(query, _content(query) if is_image(query) else None) for query in self.queries]
         found = list(zip(heads, self._hits, strict=True))
-        call, data = self._call, self._call.data
-
-        def card(row: int) -> Card:
-            shown = (image := self._image(row)).display_name(data).removeprefix(os.path.join(with_home(data), ""))
-            return indexing.card(image, shown, lambda: indexing.open_call(call)[1])
-
-        return indexing.render_gallery(found, near, card, f"{data} by {call.model}")
+        about = f"{self._call.data} by {self._call.model}"
+        return indexing.render_gallery(found, near, lambda row: indexing.card(self._image(row), self._call), about)
 
     def _nearest(self, queries: Floats, k: int) -> list[list[tuple[int, float]]]:
         """(row, cosine) of the k best rows for each query, best first."""
@@ -263,3 +263,85 @@ def search(
     run: str | os.PathLike[str] = getattr(model, "folder", model)  # type: ignore[arg-type]
     with on_terminal():
         return SearchResults(ImageSearch(os.fspath(run), os.fspath(data), tuple(given)), texts, k)
+
+
+class LabelledImages:
+    """The images of a data set with the names that a model gives them, the least certain first.
+
+    Attributes:
+        images: in the order of their margins: that of the class, or else the smallest of an attribute.
+        columns: title -> the label of each image.
+        lost: samples of the data without a readable image, as far as their number is known.
+        in_files: whether each image is a file of its own.
+    """
+
+    def __init__(self, call: ImageSearch, columns: Columns) -> None:
+        self._call, folder = call, index_of(call)
+        loading.show("loading the model")
+        found, self.lost = import_compute().label(call, folder, columns)
+        by = [
+            [label.margin for label in labels]
+            for title, labels in found.items()
+            if title == LABEL or LABEL not in found
+        ]
+        order = np.argsort(np.min(by, axis=0), kind="stable").tolist()
+        with (folder / IMAGES).open("rb") as file:
+            images = [ImageRow(*json.loads(line)) for line in file]
+        self.images = [images[row] for row in order]
+        self.columns = {title: [labels[row] for row in order] for title, labels in found.items()}
+        self.in_files = all(image.place is not None and not image.place[2] for image in images)
+
+    def save(self, path: Path) -> None:
+        """Write the table, with paths that are found from its folder. Raises OSError: it cannot be written."""
+        here, file = os.path.join(os.path.dirname(os.path.abspath(path)), ""), io.StringIO(newline="")
+        heads = [
+            (one, "score", "margin", "probability") if one == LABEL else (one, f"{one}_margin") for one in self.columns
+        ]
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(
+            [*(["filepath"] if self.in_files else ["shard", "key"]), *(name for head in heads for name in head)]
+        )
+        for image, *labels in zip(self.images, *self.columns.values(), strict=True):
+            below, key = image.name.removeprefix(here), image.sample[1]
+            where = [image.name.removesuffix(f"/{key}"), key]
+            if self.in_files:  # one that could be read as a URL, a home folder or JSON is whole
+                where = [below if re.match(r"[^:~\[{(<]+$", below) else image.name]
+            for title, label in zip(self.columns, labels, strict=True):
+                values = [label.score, label.margin, label.probability] if title == LABEL else [label.margin]
+                where += [label.name, *(f"{value:.5f}" for value in values)]
+            rows.writerow(where)
+        atomic_write.replace(path, file.getvalue().encode(errors="surrogateescape"))
+
+    def groups(self) -> dict[str, list[tuple[int, float]]]:
+        """What a label says -> images that have it, with their margins, the least certain first; large groups first."""
+        found = defaultdict[str, list[tuple[int, float]]](list)
+        for title, labels in self.columns.items():
+            for row, label in enumerate(labels):
+                found[label.name if title == LABEL else f"{title}: {label.name}"].append((row, label.margin))
+        ranked = sorted(found.items(), key=lambda group: -len(group[1]))
+        return {name: sorted(rows, key=lambda one: one[1]) for name, rows in ranked}
+
+    def page(self, most: int) -> str:
+        """A page with up to `most` images of each group."""
+        from clipstream.curation import indexing
+
+        groups, call = self.groups(), self._call
+        most = max(1, min(most, ON_PAGE // len(groups)))
+        shown = [((f"{name} ({len(rows):,})", None), rows[:most]) for name, rows in groups.items()]
+        note = "the margin of each to the second best name, the least certain first."
+        return indexing.render_gallery(
+            shown, {}, lambda row: indexing.card(self.images[row], call), f"{call.data} by {call.model}", note
+        )
+
+    def link(self, folder: Path) -> None:
+        """Make FOLDER/NAME/FILE, links to images by the first column. Raises OSError: the file system refuses."""
+        taken: dict[str, int] = {}
+        for image, label in zip(self.images, next(iter(self.columns.values())), strict=True):
+            inside = _UNSAFE.sub("_", label.name).strip(" .")[:80] or "_"
+            stem, suffix = os.path.splitext(os.path.basename(image.name))
+            name, number = f"{stem}{suffix}", taken.get(own := f"{inside}/{stem}{suffix}".casefold(), 0)
+            while f"{inside}/{name}".casefold() in taken:
+                number, name = number + 1, f"{stem}-{number + 2}{suffix}"
+            taken[own], taken[f"{inside}/{name}".casefold()] = number, 0
+            (folder / inside).mkdir(parents=True, exist_ok=True)
+            (folder / inside / name).symlink_to(image.name)

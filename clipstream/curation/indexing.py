@@ -32,16 +32,17 @@ from clipstream.data.decode.captions import RawSample, build_caption, candidates
 from clipstream.data.shard_pass import ImageReader
 from clipstream.data.source_settings import CaptionSettings
 from clipstream.data.sources import OpenShard, SampleRef, Source
-from clipstream.data.sources.folders import levels
+from clipstream.data.sources.folders import NoCaptions, contents, levels
 from clipstream.distributed.world import World
-from clipstream.errors import Dropped, SettingsError
+from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.models.model_config import CONFIG_FILE
 from clipstream.models.pretrained import fetch, preflight
 from clipstream.report.pages import SIDE, SMALL, Thumbnails, fill, thumbnail
 from clipstream.storage.shard_cache import ShardCache
 from clipstream.storage.shard_url import PATH_SCHEMES, ShardURL, parts_of, with_variables
 from clipstream.text import shortened
-from clipstream.utils.content import file_state
+from clipstream.utils import atomic_write
+from clipstream.utils.content import SUFFIXES, file_state
 from clipstream.utils.section import with_home
 
 NEAR = 8  # neighbours of each image on a page
@@ -84,7 +85,7 @@ def open_call(call: ImageSearch) -> tuple[Settings, Source]:
 
     Raises ClipstreamError: there is no such model or data.
     """
-    argv, model = ["--train-data", call.data, *call.flags], Path(call.model).expanduser()
+    argv, model = ["--train-data", _with_list(call.data), *call.flags], Path(call.model).expanduser()
     if model_at(model) is not None:
         subject = locate(str(model))
         assert subject.checkpoint is not None
@@ -106,6 +107,24 @@ def open_call(call: ImageSearch) -> tuple[Settings, Source]:
     source = validate_sources(Written(settings, Node())).sources[NAME]
     source.begin(ShardCache(settings.data.cache, fetcher=settings.data.fetcher))
     return settings, source
+
+
+def _with_list(data: str) -> str:
+    """The data as training reads them; of a folder with images and no captions, a table of their paths in the cache."""
+    folder = os.path.abspath(with_home(data).removeprefix("folder:"))
+    try:
+        if os.path.isdir(folder):
+            contents(folder)
+        return data
+    except NoCaptions:
+        names = [name for name in sorted(os.listdir(folder)) if name.lower().endswith(SUFFIXES)]
+        rows = "".join(f"{json.dumps({'filepath': os.path.join(folder, name)})}\n" for name in names).encode()
+    file = root() / "lists" / f"{hashlib.sha256(rows).hexdigest()[:24]}.jsonl"
+    with errors_as(SettingsError, f"the list of {data} cannot be written; set $CLIPSTREAM_CACHE", OSError):
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write.replace(file, rows)
+    return str(file)
 
 
 def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
@@ -134,6 +153,8 @@ def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
     given = Path(call.model).expanduser()  # a run, whose next checkpoint appears in a folder, or a file `best`
     about = [str(given / "checkpoints" if (given / "checkpoints").is_dir() else given), *split(call.flags, [])[0]]
     weights = [str(files.weights), str(Path(str(files.weights)).with_name(CONFIG_FILE))]
+    if os.path.isdir(folder_of_data := with_home(call.data).removeprefix("folder:")):
+        watched.append(folder_of_data)
     return folder, [os.path.abspath(path) for path in (*weights, *about, *listed, *watched)]
 
 
@@ -192,10 +213,11 @@ class Card:
     image: bytes | None = None  # the image file; None if it cannot be read
 
 
-def card(image: ImageRow, shown: str, source: Callable[[], Source]) -> Card:
-    """An image on a page, named `shown`; read by the source where only its sample is known."""
+def card(image: ImageRow, call: ImageSearch) -> Card:
+    """An image of a call on a page; read by the source where only its sample is known."""
+    shown = image.display_name(call.data).removeprefix(os.path.join(with_home(call.data), ""))
     if image.place is None:
-        return Card(shown, image.caption, "", ImageReader(source())(*image.sample))
+        return Card(shown, image.caption, "", ImageReader(open_call(call)[1])(*image.sample))
     data, (path, offset, size) = None, image.place
     with suppress(OSError), open(path, "rb") as file:
         file.seek(offset)
@@ -208,6 +230,7 @@ def render_gallery(
     near: Mapping[int, Hits],
     card: Callable[[int], Card],
     about: str = "",
+    note: str = "the cosine of each. A click on an image shows those like it.",
 ) -> str:
     """The page.
 
@@ -216,6 +239,7 @@ def render_gallery(
         near: of rows that were found, the rows near them, themselves included.
         card: gives the card of a row; called once for each.
         about: the data and the model, in words.
+        note: what the number of an image is, and what else there is to say.
     """
     shown = dict.fromkeys(row for _, hits in queries for row, _ in hits)
     order = dict.fromkeys([*shown, *(row for row in shown for row, _ in near.get(row, ()))])
@@ -232,6 +256,7 @@ def render_gallery(
         queries=[(shortened(text, LONGEST), *thumbnail(image, SMALL), hits) for (text, image), hits in queries],
         cards=cards,
         about=about,
+        note=note,
         others=[row for row in order if row not in shown],
         near={row: card["near"] for row, card in cards.items() if card["near"]},
     )

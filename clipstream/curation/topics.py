@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from clipstream.api.model import Model, usable_device
+from clipstream.api.model import ImageLabel, Model, usable_device
 from clipstream.config.entry import CommandLine, output_file
 from clipstream.config.plan import survey
 from clipstream.curation import stores
@@ -31,6 +31,7 @@ from clipstream.curation.image_index import (
     FEATURES,
     IMAGES,
     TEXT_MODEL,
+    Columns,
     Floats,
     ImageRow,
     ImageSearch,
@@ -376,18 +377,33 @@ def _images(rows: StoredRows, source: Source) -> Iterator[ImageRow]:
             reader.close()
 
 
+def _model(call: ImageSearch) -> Model:
+    """The model of a call, in float32."""
+    settings, _ = open_call(call)
+    own = settings.model.without_training()  # as the images were encoded
+    with restore_matmul_precision():
+        train = settings.train.model_copy(update={"precision": "fp32"})
+        context = context_for(
+            settings.model_copy(update={"train": train}), own, World(device=usable_device(settings.run.device))
+        )
+    return Model(context.towers, context)
+
+
+def label(call: ImageSearch, folder: Path, columns: Columns) -> tuple[dict[str, list[ImageLabel]], int]:
+    """By column the labels of the images in an index, and how many samples of the data, if known, are not in it."""
+    model, features = _model(call), torch.from_numpy(np.load(folder / FEATURES))
+    _, source = open_call(call)
+    found = {name: model.label(features, *texts) for name, texts in columns.items()}
+    return found, max(0, (source.samples or 0) - len(features))
+
+
 def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floats]:
     """Features of queries, float32 [D] each, by torch; notes whether numpy computes those of texts alike.
 
     Raises SettingsError: an image cannot be decoded.
     """
     settings, _ = open_call(call)
-    own = settings.model.without_training()  # as the images were encoded
-    with restore_matmul_precision():
-        train = settings.train.model_copy(update={"precision": "fp32"})
-        world = World(device=usable_device(settings.run.device))
-        context = context_for(settings.model_copy(update={"train": train}), own, world)
-    model = Model(context.towers, context)
+    model, own = _model(call), settings.model.without_training()
     files = fetch(own, settings.tokenizer, World())
     tower = NumpyText.of(files.weights, files.model_cfg)
     with suppress(LookupError):  # tensors of another text tower

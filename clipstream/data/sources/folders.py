@@ -96,6 +96,10 @@ class Contents(NamedTuple):
     what: str = ""  # in words
 
 
+class NoCaptions(SettingsError):
+    """A folder has images and nothing else, which no training can read."""
+
+
 def named_folder(part: str, type: str = AUTO) -> str | None:
     """The path in an entry that names a local folder, `folder:PATH` or PATH, also with `#SPLIT`; None for others."""
     text = with_home(with_variables(part))
@@ -245,7 +249,7 @@ def _kind(folder: str, files: Sequence[str], image_keys: Collection[str]) -> str
     if any("/" in image for image in images):
         return "classes"
     if images:
-        raise SettingsError(f"{folder} holds {counted(len(images), 'image', ',')} and no captions: {_ADVICE}")
+        raise NoCaptions(f"{folder} holds {counted(len(images), 'image', ',')} and no captions: {_ADVICE}")
     suffixes = Counter(f".{suffix}" for file in files if (suffix := suffix_of(file)))
     held = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(3)) or "no files"
     raise SettingsError(f"{folder} holds no tar, no table and no image, but {held}{_hint(folder, files)}: {_ADVICE}")
