@@ -69,6 +69,11 @@ FILES = {
     ("search", "doubt", "--html"): ("search doubt store --html {out} --images pairs.csv", "pairs.csv"),
     ("search", "neighbours", "--out"): ("search neighbours store --query-key 0 --out {out}", "pairs.csv"),
     ("search", "clusters", "--out"): ("search clusters store --k 2 --out {out}", "pairs.csv"),
+    ("label", "", "--out"): ("label local-dir:store/model pairs.csv --classes classes.txt --out {out}", "pairs.csv"),
+    ("label", "", "--html"): (
+        "label local-dir:store/model pairs.csv --classes classes.txt --html {out}",
+        "pairs.csv classes.txt photos/a.jpg",
+    ),
     ("search", "scores", "--out"): ("search scores store --out {out}", "pairs.csv"),
 }
 OTHERS = {  # flags of files or folders that are read, are caches, or are folders, which other tests try
@@ -80,7 +85,8 @@ OTHERS = {  # flags of files or folders that are read, are caches, or are folder
     ("export", "*", "--config"), ("export", "*", "--int8"), ("export", "*", "--push-to-hub"),
     ("precompute", "", "--checkpoint"), ("search", "", "--html"), ("export", "features", "--format"),
     ("export", "features", "--captions"), ("export", "features", "--images"), ("export", "features", "--rows"),
-    ("export", "features", "--cache"),
+    ("export", "features", "--cache"), ("label", "", "--classes"), ("label", "", "--templates"),
+    ("label", "", "--attributes"), ("label", "", "--links"),
 }  # fmt: skip
 ABOUT_FILES = re.compile(r"(?i)\b(file|folder|write|page)\b")
 

@@ -41,7 +41,7 @@ class LabelFlags(Section):
     )
     out: OutPath = flag("CSV to write", "labels.csv", form="FILE")
     html: OutPath | None = flag("write a page with images of each class to this file", form="FILE")
-    k: int = flag("images of each class on the page", 12, ge=1, also="-k")
+    k: int = flag("images of each class that --html shows", 12, ge=1, also="-k")
     links: OutPath | None = flag(
         "a new folder, for symbolic links to the images in a folder for each class (or text of the first attribute)",
         form="FOLDER",
