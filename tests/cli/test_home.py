@@ -24,7 +24,7 @@ NO_PATH = {
 NO_PATH_ANYWHERE = {  # the last part of a key; shards have a language of their own, which `expand` reads
     "type", "shards", "train_shards", "image_key", "separator", "path", "key", "fallback", "transform", "background",
     "fetch", "label", "grad_checkpointing", "profile", "negatives", "short",
-    "by", "target",
+    "by", "target", "wrong", "answer", "category", "group",
 }  # fmt: skip
 
 
