@@ -64,7 +64,7 @@ class Batch:
             'text' in place of images and texts, 'TEACHER.image' and 'TEACHER.text' beside them.
         checksums: int64 [n], checksums of the image files, equal for the same image; None if none were read.
         groups: int64 [n], labels of the samples, equal for those of a group (`loss.positives`), odd for those without a
-            group; None if no groups are set, and in evaluation.
+            group; None if no groups are set.
         teacher_pixels: as `pixels`, at a live teacher's size; None where the teacher takes `pixels`.
         teacher_ids: as `ids`, of a live teacher's tokenizer; None where the teacher takes `ids`.
         known: 'image' or 'text' where `features` has what the tower would give, as it is.

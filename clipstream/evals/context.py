@@ -137,6 +137,7 @@ class EvalContext:
         *,
         target: CaptionExtractor | None = None,
         tokenizer: Tokenizer | None = None,
+        groups: str | None = None,
         max_samples: int | None = None,
         key: str = "data",
     ) -> Iterator[Batch]:
@@ -148,6 +149,7 @@ class EvalContext:
             batch_size: maximum samples per batch on this rank.
             target: extracts the text that becomes `ids`; the source's caption extractor by default.
             tokenizer: turns it into `ids`; the model's by default.
+            groups: field with the group of a sample, for `Batch.groups`.
             max_samples: read only the first samples of the source.
             key: the source's key in the evaluator's settings, for messages.
 
@@ -156,7 +158,7 @@ class EvalContext:
         most = min((n for n in (self.AT_MOST, max_samples) if n), default=None)
         loader = evaluation_loader(
             EvalSource(source, f"evals.{self.name}.{key}", target, most),
-            ModelInputs(tokenizer or self.tokenizer, self.towers.image),
+            ModelInputs(tokenizer or self.tokenizer, self.towers.image, groups=groups),
             batch_size=batch_size,
             world=self.world,
             data=self.data,

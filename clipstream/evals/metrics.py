@@ -23,6 +23,7 @@ ROWS, COLUMNS = 2048, 4096  # of a float32 tile: 32 MiB
 EXACT_ROWS = 1024  # of a float64 tile with as many columns
 DENSE = 64  # if more than one in this many scores of a tile is near a limit, the whole tile is computed in float64
 AT_ONCE = 1 << 22  # feature elements converted to float64 at once: 32 MiB
+NO_SCORE = -3 / TIE  # the level of NaN, below that of any score
 CLASSES_AT_ONCE = 1 << 22  # scores sorted at once, over all ranks
 
 
@@ -128,8 +129,8 @@ class EqualCaptions(NamedTuple):
         pairs, pair = torch.unique(owners * len(distinct) + own, return_inverse=True)
         if sum(world.gather_objects(len(pairs))) == len(distinct):
             return None
-        once = _first(pair, len(pairs))[pair] == torch.arange(len(pair), device=pair.device)
-        return cls(of, _first(of, len(distinct))[own], own, of.bincount()[own] * once)
+        once = first_places(pair, len(pairs))[pair] == torch.arange(len(pair), device=pair.device)
+        return cls(of, first_places(of, len(distinct))[own], own, of.bincount()[own] * once)
 
     def limits(self, scores: torch.Tensor, world: World) -> tuple[torch.Tensor, torch.Tensor]:
         """The best score of an image with the text of each caption, float64 [m], and the number of such images.
@@ -144,7 +145,7 @@ class EqualCaptions(NamedTuple):
         return best[self.own], right[self.own]
 
 
-def _first(numbers: torch.Tensor, count: int) -> torch.Tensor:
+def first_places(numbers: torch.Tensor, count: int) -> torch.Tensor:
     """The first place of each of the numbers below `count`, int64 [count]."""
     places = torch.arange(len(numbers), device=numbers.device)
     return places.new_full((count,), len(numbers)).scatter_reduce(0, numbers, places, "amin")
@@ -276,6 +277,11 @@ def mean_average_precision(images: torch.Tensor, classifier: torch.Tensor, label
     return float(torch.cat(found).mean())
 
 
+def _levels(scores: torch.Tensor) -> torch.Tensor:
+    """Whole numbers, equal for scores that tie. NaN is last; it would be first, in the order of the data."""
+    return (scores / TIE).round().nan_to_num(nan=NO_SCORE, neginf=2 * NO_SCORE)
+
+
 def average_precision(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Average precision of each class, float64 [C].
 
@@ -283,15 +289,67 @@ def average_precision(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
         scores: float64 [n, C], from -1 to 1; scores that differ by less than `TIE` are equal.
         labels: bool [n, C].
     """
-    # NaN is ranked last, as ties; it would be ranked first, in the order of the data.
-    ranked, order = (scores / TIE).round().nan_to_num(nan=-2 / TIE).sort(dim=0, descending=True, stable=True)
-    right = labels.gather(0, order).cumsum(dim=0).double()
-    seen = torch.arange(1, len(scores) + 1, device=scores.device, dtype=torch.float64)[:, None]
-    last = torch.ones_like(labels)  # of a run of equal scores, where precision is read
-    last[:-1] = ranked[1:] != ranked[:-1]
+    ranked, order = _levels(scores).sort(dim=0, descending=True, stable=True)
+    return _average_precision(ranked, labels.gather(0, order))
+
+
+def _average_precision(ranked: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    right, seen, last = _counts(ranked, labels)
     precision = torch.where(last, right / seen, 0.0)
     # Gain of recall between two such positions, in right answers.
     until = torch.where(last, right, 0.0).cummax(dim=0).values
     before = torch.cat([torch.zeros_like(until[:1]), until[:-1]])
     gain = torch.where(last, right - before, 0.0)
     return (precision * gain).sum(dim=0) / right[-1].clamp(min=1)
+
+
+def _counts(ranked: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Right answers and answers up to each place, float64, and whether it is the last one of a run of ties, bool."""
+    right = labels.cumsum(dim=0).double()
+    seen = torch.arange(1, len(ranked) + 1, device=ranked.device, dtype=torch.float64)[:, None]
+    last = torch.ones_like(labels)
+    last[:-1] = ranked[1:] != ranked[:-1]
+    return right, seen, last
+
+
+def group_ranks(
+    queries: torch.Tensor,
+    groups: torch.Tensor,
+    answers: torch.Tensor,
+    of_answers: torch.Tensor,
+    own: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Average precision, R@1 and R-precision of each query, float64 [3, n]; right are the answers of its group.
+
+    R-precision is the share of right answers among the first R, if R are right.
+
+    Args:
+        queries: [n, D], L2-normalised.
+        groups: int64 [n], their groups, each of which has an answer besides the query.
+        answers: float64 [N, D], L2-normalised.
+        of_answers: int64 [N], their groups.
+        own: int64 [n], the place of each query among the answers, which is no answer to it; None for other queries.
+    """
+    step = max(1, CLASSES_AT_ONCE // len(answers))
+    found = [answers.new_zeros((3, 0))]
+    for start in range(0, len(queries), step):
+        some = slice(start, start + step)
+        scores = queries[some].double() @ answers.T
+        right = groups[some, None] == of_answers
+        if own is not None:
+            scores.scatter_(1, own[some, None], -torch.inf)
+            right.scatter_(1, own[some, None], False)
+        ranked, order = _levels(scores.T).sort(dim=0, descending=True, stable=True)
+        right = right.T.gather(0, order)
+        total = right.sum(dim=0)
+        of_total = _hits(ranked, right, total) / total
+        found.append(torch.stack([_average_precision(ranked, right), _hits(ranked, right, total * 0 + 1), of_total]))
+    return torch.cat(found, dim=1)
+
+
+def _hits(ranked: torch.Tensor, right: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Expected number of right answers within the first k [C] places; an answer without a score is a miss."""
+    limit, right = ranked.gather(0, k[None] - 1), right & (ranked > NO_SCORE)
+    ahead, level = ranked > limit, ranked == limit
+    free = (k - ahead.sum(dim=0)).double() / level.sum(dim=0)
+    return (right & ahead).sum(dim=0) + free * (right & level).sum(dim=0)

@@ -24,11 +24,13 @@ from clipstream.errors import ClipstreamError, DataError, SettingsError, Stopped
 from clipstream.evals.choice import Choice
 from clipstream.evals.context import DryRun, EvalContext, Example, Table, evaluating, of_tokenizer
 from clipstream.evals.evaluators.mean import Mean
+from clipstream.evals.groups import Groups
 from clipstream.evals.probes import LinearProbe, Neighbours
 from clipstream.evals.retrieval_and_loss import Retrieval, ValidationLoss
 from clipstream.evals.settings import (
     ChoiceSettings,
     EvalSettings,
+    GroupsSettings,
     LinearProbeSettings,
     LossEvalSettings,
     NeighboursSettings,
@@ -86,6 +88,8 @@ def _evaluator(name: str, settings: EvalSettings) -> Evaluator:
                 return ZeroShot(settings)
             case ChoiceSettings():
                 return Choice(settings)
+            case GroupsSettings():
+                return Groups(settings)
             case LossEvalSettings():
                 return ValidationLoss(settings)
             case LinearProbeSettings():

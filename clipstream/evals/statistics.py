@@ -23,8 +23,8 @@ PIXELS = ("transform", "background", "orientation")  # settings of a source that
 # Oldest first, the last one by evaluator, step, whether `clipstream evaluate` made it, and whether it failed.
 Evaluations = dict[tuple[str, int, bool, bool], Record]
 _SHARE = re.compile(
-    r"chance|(?:chance_)?(?:(?:[\w-]+_)?(?:top\d+|R@\d+|mean_per_class_recall)|mAP|mean|(?:\w+_)?accuracy|"
-    r"(?:text|image|group)_score)"
+    r"chance|(?:chance_)?(?:(?:[\w-]+_)?(?:top\d+|R@\d+|mean_per_class_recall)|mean|"
+    r"(?:\w+_)?(?:mAP|R-precision|accuracy)|(?:text|image|group)_score)"
 )
 _OF_LANGUAGE = re.compile(r"([\w-]+)_(?:(?:image_to_text|text_to_image)_R@\d+|top\d+|mean_per_class_recall)")
 
@@ -79,6 +79,8 @@ def bounds(record: Record, metric: str) -> tuple[float, float] | None:
     of = f"_{language[1]}" if language else ""
     # The metric of a user's own evaluator may look like one of a language.
     n, share = record.get(count + of, 0 if of == "_mean" else record.get(count, 0)), record[metric]
+    if metric.startswith("image_to_image"):
+        n -= record.get("left_out", 0)
     if (
         not n
         or not is_share(metric, share)

@@ -97,6 +97,7 @@ class _BuiltinLoss:
         self.max_logit_scale: float | None = settings.max_logit_scale
         self.gather_gib: float | None = settings.gather_gib
         self._settings = settings
+        self.groups_by = settings.positives.by  # field with the group of a sample; None for none
         self.parts: dict[str, torch.Tensor] = {}
         terms = {"image_image": settings.image_image, "text_text": settings.text_text}
         self.within = {name: weight for name, weight in terms.items() if weight}

@@ -184,7 +184,7 @@ def build_recipe(
         None if shards is None else build_filter(source, shards.context.key, shards),
         None if teacher is None else transform(teacher),
         stored,
-        None if inputs.groups is None or training is None else GroupField(inputs.groups, name),
+        None if inputs.groups is None else GroupField(inputs.groups, name),
         None if where is None or shards is None or exact else SampleProbability(where, shards.context.key, shards),
     )
 
