@@ -57,7 +57,7 @@ class Groups:
 
         # The first sample of each image, and where it is among the images.
         marks = torch.stack([every, world.gather_rows(of_files)], dim=1)
-        distinct, same = marks.unique(dim=0, return_inverse=True)
+        distinct, same = torch.unique(marks, dim=0, return_inverse=True)
         once = torch.zeros_like(every, dtype=torch.bool)
         once[first_places(same, len(distinct))] = True
         answers, of_answers = world.gather_rows(pairs[0])[once].double(), every[once]
@@ -65,7 +65,7 @@ class Groups:
         mine = torch.arange(start, start + len(own), device=own.device)
         mine = (once.cumsum(dim=0) - 1)[mine[once[mine]]]
 
-        names, group, sizes = of_answers.unique(return_inverse=True, return_counts=True)
+        names, group, sizes = torch.unique(of_answers, return_inverse=True, return_counts=True)
         queries, left_out = mine[sizes[group[mine]] > 1], int((sizes == 1).sum())
         if context.AT_MOST is None and left_out == len(answers):
             raise SettingsError(f"group: no two of the {left_out:,} images have the same {field!r}")
