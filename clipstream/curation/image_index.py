@@ -32,9 +32,8 @@ FEATURES, IMAGES, ENDS, TEXT_MODEL, QUERIES = "features.npy", "images.jsonl", "e
 DTYPES = {"F32": np.float32, "F16": np.float16}
 KNOWN = {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "quick_gelu"}  # of text_cfg
 Floats = np.ndarray[Any, Any]  # float32
-Columns = Mapping[
-    str, tuple[Sequence[str], str]
-]  # of labels: title -> names and templates, as `Model.label` takes them
+# Of labels: title -> names and templates, as `Model.label` takes them.
+Columns = Mapping[str, tuple[Sequence[str], str]]
 ERF = np.vectorize(math.erf, otypes=[np.float32])
 
 

@@ -25,6 +25,7 @@ import torch
 from clipstream.api.model import ImageLabel, Model, usable_device
 from clipstream.config.entry import CommandLine, output_file
 from clipstream.config.plan import survey
+from clipstream.config.settings import Settings
 from clipstream.curation import stores
 from clipstream.curation.image_index import (
     ENDS,
@@ -377,10 +378,8 @@ def _images(rows: StoredRows, source: Source) -> Iterator[ImageRow]:
             reader.close()
 
 
-def _model(call: ImageSearch) -> Model:
-    """The model of a call, in float32."""
-    settings, _ = open_call(call)
-    own = settings.model.without_training()  # as the images were encoded
+def _model(settings: Settings, own: ModelSettings) -> Model:
+    """The model, in float32."""
     with restore_matmul_precision():
         train = settings.train.model_copy(update={"precision": "fp32"})
         context = context_for(
@@ -391,8 +390,9 @@ def _model(call: ImageSearch) -> Model:
 
 def label(call: ImageSearch, folder: Path, columns: Columns) -> tuple[dict[str, list[ImageLabel]], int]:
     """By column the labels of the images in an index, and how many samples of the data, if known, are not in it."""
-    model, features = _model(call), torch.from_numpy(np.load(folder / FEATURES))
-    _, source = open_call(call)
+    settings, source = open_call(call)
+    model = _model(settings, settings.model.without_training())  # as the images were encoded
+    features = torch.from_numpy(np.load(folder / FEATURES))
     found = {name: model.label(features, *texts) for name, texts in columns.items()}
     return found, max(0, (source.samples or 0) - len(features))
 
@@ -403,7 +403,8 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
     Raises SettingsError: an image cannot be decoded.
     """
     settings, _ = open_call(call)
-    model, own = _model(call), settings.model.without_training()
+    own = settings.model.without_training()  # as the images were encoded
+    model = _model(settings, own)
     files = fetch(own, settings.tokenizer, World())
     tower = NumpyText.of(files.weights, files.model_cfg)
     with suppress(LookupError):  # tensors of another text tower
