@@ -39,32 +39,23 @@ class Choice:
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate. Collective. Raises DataError: no usable image, too many texts, or a group not of two samples."""
         of, about = self.settings, ChoicesEncoder.ABOUT
-        target = ChoicesField(self.source.caption, [*of.wrong], of.answer, of.category, of.group)
-        encoder = ChoicesEncoder(context.tokenizer, 1 if of.group else MOST_TEXTS)
+        if of.group:
+            yield from self._scores(context, of.group)
+            return
+        target = ChoicesField(self.source.caption, [*of.wrong], of.answer, of.category)
+        encoder = ChoicesEncoder(context.tokenizer, MOST_TEXTS)
         tally: dict[str, list[float]] = {}  # by category, sums: accuracy, 1, chance
-        pictures, captions, groups = [], [], []
         for batch in context.batches(self.source, of.batch_size, target=target, tokenizer=encoder):
             ids = batch.ids[:, :-about].reshape(len(batch), -1, context.tokenizer.context_length)
             there = ids[:, :, 0] != NO_CAPTION
             images = context.encode_image(batch.images)
             texts = torch.cat([context.encode_text(some) for some in torch.split(ids[there], of.batch_size)])
-            if of.group:
-                pictures.append(images)
-                captions.append(texts)
-                groups.append(batch.ids[:, -2:].contiguous().view(torch.int64)[:, 0])
-                continue
             counts = there.sum(dim=1)
             right = first_of(images, texts, counts.to(images.device)).tolist()
             for row, share, count in zip(batch.ids.numpy(), right, counts.tolist(), strict=True):
                 name = re.sub(r"\W+", "_", ChoicesEncoder.category(row)).strip("_") if of.category else ""
                 sums = tally.setdefault(name, [0.0, 0.0, 0.0])
                 sums[:] = sums[0] + share, sums[1] + 1, sums[2] + 1 / count
-        if of.group:
-            one, other = map(context.world.gather_rows, context.stack("pair", pictures, captions))
-            none = torch.zeros(0, dtype=torch.int64)
-            joined = context.world.gather_rows(torch.cat([none, *groups]).to(context.world.device))
-            yield from self._scores(context, one, other, joined)
-            return
         total: dict[str, list[float]] = {}
         for part in context.world.gather_objects(tally):
             for name, sums in part.items():
@@ -80,15 +71,24 @@ class Choice:
         for name in sorted(filter(None, total)):
             yield f"chance_{name}_accuracy", total[name][2] / total[name][1]
 
-    def _scores(
-        self, context: EvalContext, images: torch.Tensor, texts: torch.Tensor, groups: torch.Tensor
-    ) -> Iterator[tuple[str, float]]:
-        """Of all ranks' samples: features [n, D] of each, and int64 [n]."""
+    def _scores(self, context: EvalContext, field: str) -> Iterator[tuple[str, float]]:
+        """Winoground's scores of the pairs of samples that share a field. Collective."""
+        pictures, captions, joined = [], [], [torch.zeros(0, dtype=torch.int64)]
+        for batch in context.batches(self.source, self.settings.batch_size, groups=field):
+            assert batch.groups is not None, "asked for"
+            own = batch.groups & 1 == 0  # others lack the field
+            context.dropped += int((~own).sum())
+            pictures.append(context.encode_image(batch.images[own]))
+            captions.append(context.encode_text(batch.ids[own]))
+            joined.append(batch.groups[own])
+        gather = context.world.gather_rows
+        images, texts = map(gather, context.stack(f"pair with {field}", pictures, captions))
+        groups = gather(torch.cat(joined).to(context.world.device))
         _, inverse, counts = torch.unique(groups, return_inverse=True, return_counts=True)
         whole = counts == 2
         if not whole.all() and context.AT_MOST is None:
             raise DataError(
-                f"group: {int((~whole).sum()):,} of {len(counts):,} values of {self.settings.group} do not have "
+                f"group: {int((~whole).sum()):,} of {len(counts):,} values of {field} do not have "
                 "exactly two usable samples: name the field that an image with its caption and the other one share"
             )
         order = inverse.sort(stable=True).indices

@@ -203,13 +203,13 @@ def test_ties_receive_their_expected_share(place: Path) -> None:
 
 
 def test_an_image_without_a_wrong_text_is_never_right(place: Path) -> None:
-    only = ChoicesField(TextCaption(key="txt"), ["json:wrong"], None, None, None)
+    only = ChoicesField(TextCaption(key="txt"), ["json:wrong"], None, None)
     sample = {"__key__": "a", "__url__": "b", "txt": b"right", "json": b'{"wrong": ["", null]}'}
     with pytest.raises(Dropped, match="no text to choose besides"):
         only(sample, None)
     assert json.loads(only({**sample, "json": b'{"wrong": "no\\nbody"}'}, None))[0] == ["right", "no body"]
     with pytest.raises(Dropped, match="answer '7' is no number from 0 to 1"):
-        ChoicesField(TextCaption(key="txt"), ["json:o"], "json:a", None, None)(
+        ChoicesField(TextCaption(key="txt"), ["json:o"], "json:a", None)(
             {**sample, "json": b'{"o": ["a", "b"], "a": 7}'}, None
         )
     for form, more, text in (

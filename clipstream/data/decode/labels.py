@@ -325,7 +325,7 @@ class CaptionsEncoder:
 
 
 class ChoicesField:
-    """The texts that a sample chooses between, the right one first, with its category and group, as JSON.
+    """The texts that a sample chooses between, the right one first, with its category, as JSON.
 
     Args:
         caption: settings of the right text.
@@ -333,26 +333,18 @@ class ChoicesField:
             of all texts. Without `wrong` they are the captions, of which the first is right.
         answer: field of the right text's number, from 0.
         category: field of the category.
-        group: field that joins two samples; each then has its caption alone.
 
     Attributes:
         members: of a sample that are needed; None for all.
     """
 
     def __init__(
-        self,
-        caption: CaptionSettings,
-        wrong: Sequence[str],
-        answer: str | None,
-        category: str | None,
-        group: str | None,
+        self, caption: CaptionSettings, wrong: Sequence[str], answer: str | None, category: str | None
     ) -> None:
-        self._caption = build_caption(caption) if wrong or group else CaptionsField(caption)
-        self._wrong, self._all = [LabelField(field) for field in wrong], not (wrong or group)
-        self._answer, self._category, self._group = (
-            None if field is None else LabelField(field) for field in (answer, category, group)
-        )
-        others = [*self._wrong, *filter(None, (self._answer, self._category, self._group))]
+        self._caption = build_caption(caption) if wrong else CaptionsField(caption)
+        self._wrong, self._all = [LabelField(field) for field in wrong], not wrong
+        self._answer, self._category = (None if field is None else LabelField(field) for field in (answer, category))
+        others = [*self._wrong, *filter(None, (self._answer, self._category))]
         own = () if self._answer else self._caption.members
         self.members = (
             None if own is None else tuple(dict.fromkeys([*own, *(m for one in others for m in one.members)]))
@@ -369,10 +361,9 @@ class ChoicesField:
             if not found.isdecimal() or int(found) >= len(texts):
                 raise Dropped("no_label", f"answer {found[:40]!r} is no number from 0 to {len(texts) - 1}")
             texts.insert(0, texts.pop(int(found)))
-        if len(texts) < 2 and self._group is None:
+        if len(texts) < 2:
             raise Dropped("no_wrong_text", "no text to choose besides the right one: set the evaluator's wrong")
-        about = (None if field is None else field(sample, None) for field in (self._category, self._group))
-        return json.dumps([texts, *about])
+        return json.dumps([texts, "" if self._category is None else self._category(sample, None)])
 
 
 def _texts_in(value: Any, *, lines: bool) -> list[str]:
@@ -389,12 +380,12 @@ def _texts_in(value: Any, *, lines: bool) -> list[str]:
 
 
 class ChoicesEncoder:
-    """A tokenizer of the texts of `ChoicesField`: the ids of CaptionsEncoder, 64 bytes of the category, 8 of the group.
+    """A tokenizer of the texts of `ChoicesField`: the ids of CaptionsEncoder, and 64 bytes of the category.
 
     ids [n, most · T + ABOUT].
     """
 
-    ABOUT = 18  # columns of int32
+    ABOUT = 16  # columns of int32
 
     def __init__(self, tokenizer: Tokenizer, most: int) -> None:
         self._captions = CaptionsEncoder(tokenizer, most)
@@ -405,9 +396,8 @@ class ChoicesEncoder:
         rows = [json.loads(text) for text in texts]
         ids = self._captions.encode(["\n".join(row[0]) for row in rows])
         about = np.zeros((len(rows), self.ABOUT), dtype=np.int32)
-        for one, (_, category, group) in zip(about, rows, strict=True):
-            one[:16] = np.frombuffer((category or "").encode(errors="replace")[:64].ljust(64, b"\0"), np.int32)
-            one[16:] = np.array([hash_of((group or "").encode(errors="replace"))], np.uint64).view(np.int32)
+        for one, (_, category) in zip(about, rows, strict=True):
+            one[:] = np.frombuffer(category.encode(errors="replace")[:64].ljust(64, b"\0"), np.int32)
         return np.concatenate([ids, about], axis=1)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -417,4 +407,4 @@ class ChoicesEncoder:
     @classmethod
     def category(cls, ids: np.ndarray[Any, np.dtype[np.int32]]) -> str:
         """The category in the ids of a sample, int32 [most · T + ABOUT]; '' for none."""
-        return ids[-cls.ABOUT : -2].tobytes().rstrip(b"\0").decode(errors="ignore")
+        return ids[-cls.ABOUT :].tobytes().rstrip(b"\0").decode(errors="ignore")
