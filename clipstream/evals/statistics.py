@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -52,9 +52,9 @@ def is_of_language(metric: str) -> bool:
     return language is not None and language[1] != "mean"
 
 
-def is_count(metric: str) -> bool:
-    """Whether a metric is a number of images, captions or languages."""
-    return metric in ("n", "captions", "languages") or metric.startswith(("n_", "captions_"))
+def is_count_of_language(metric: str, found: Container[str]) -> bool:
+    """Whether a metric among those `found` is the number of images or captions of one of several languages."""
+    return "languages" in found and metric.startswith(("n_", "captions_"))
 
 
 def is_share(metric: str, value: Any) -> bool:
@@ -115,7 +115,8 @@ def by_language(found: Mapping[str, Mapping[str, float]], images: int) -> Iterat
         metric NAME, if known.
     """
     names = [*next(iter(found.values()))]
-    counts, chances = [name for name in names if is_count(name)], [name for name in names if name.startswith("chance")]
+    counts = [name for name in names if name in ("n", "captions")]
+    chances = [name for name in names if name.startswith("chance")]
     shares = [name for name in names if name not in (*counts, *chances) and not name.endswith("median_rank")]
     mean = {name: fmean(metrics[name] for metrics in found.values()) for name in (*shares, *chances)}
     yield "n", images

@@ -31,7 +31,7 @@ from clipstream.evals.statistics import (
     differences,
     groups,
     interval,
-    is_count,
+    is_count_of_language,
     is_minor,
     is_of_language,
     is_share,
@@ -85,7 +85,7 @@ HEADINGS = {  # of groups of images
 ROW = 3  # charts side by side
 ODD = 0.05  # share of dropped samples that is marked
 TILES = 8  # metrics shown as large figures
-COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out")
+COUNTS = ("n", "dropped", "seconds", "captions", "n_train", "batch_size", "batches", "left_out", "languages")
 _NO_CURVE = ("step", "samples", "epoch")
 
 
@@ -455,8 +455,8 @@ def _evaluations(runs: Sequence[RunContents], names: Sequence[str]) -> list[dict
             who = ", ".join(names[i] for i in members)
             others[mark] = f"{who} with {names[having[0]]}: {grouped[members[0]][1]}"
         rows = []
-        for metric in dict.fromkeys(metric for metrics in last for metric in metrics):
-            if metric.startswith("chance") or metric in COUNTS or is_count(metric):
+        for metric in (present := dict.fromkeys(metric for metrics in last for metric in metrics)):
+            if metric.startswith("chance") or metric in COUNTS or is_count_of_language(metric, present):
                 continue
             lines = [metrics.get(metric, []) for metrics in of_runs]
             share = all(is_share(metric, float(y)) for points in lines for _, y in points)

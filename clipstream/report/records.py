@@ -31,7 +31,7 @@ from clipstream.evals.statistics import (
     format_chance,
     format_value,
     interval,
-    is_count,
+    is_count_of_language,
     metrics_of,
     put,
 )
@@ -45,7 +45,7 @@ METRICS_FILE = "metrics.jsonl"
 FORMER_FILE = "evaluations.jsonl"  # of runs of before 0.2: see `with_provenance`
 TABLE_FILE = "evaluations.csv"
 TABLES = (".csv", ".md")  # suffixes of tables
-NO_ROW = ("n", "captions", "dropped", "seconds")
+NO_ROW = ("n", "captions", "languages", "dropped", "seconds")
 TABLE = ("run", "checkpoint", "model", "pretrained", "step", "eval", "metric", "value", "low", "high", "chance", "n")
 MARKDOWN = ("checkpoint", "model", "step", "eval", "metric", "value", "95% interval", "chance")
 
@@ -98,7 +98,7 @@ def table_lines(*evaluations: Record, head: bool, markdown: bool = False) -> str
         _row(one, metric, markdown)
         for one in evaluations
         for metric in metrics_of(one)
-        if metric not in NO_ROW and not is_count(metric) and not metric.startswith("chance")
+        if metric not in NO_ROW and not is_count_of_language(metric, one) and not metric.startswith("chance")
     ]
     if markdown:
         cells = [["" if row.get(key) is None else str(row[key]) for key in MARKDOWN] for row in rows]

@@ -27,7 +27,14 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from clipstream.data.decode.key_lists import LEFT_OUT
-from clipstream.evals.statistics import format_chance, format_value, interval, is_minor, metrics_of
+from clipstream.evals.statistics import (
+    format_chance,
+    format_value,
+    interval,
+    is_count_of_language,
+    is_minor,
+    metrics_of,
+)
 from clipstream.report.records import Record, flat
 from clipstream.report.sinks import NONFINITE_FILE, Sink
 from clipstream.storage.shard_url import redact
@@ -274,7 +281,7 @@ def table(records: Sequence[Record]) -> str:
     rows = [("evaluation", "metric", "value", "95% interval", "chance")]
     for record in records:
         for name, value in metrics_of(record).items():
-            if name.startswith("chance") or name.startswith(("n_", "captions_")):  # of a language
+            if name.startswith("chance") or is_count_of_language(name, record):
                 continue
             shown = duration(value) if name == "seconds" else format_value(name, value, "g")
             rows.append((record["eval"], name, shown, interval(record, name), format_chance(record, name)))

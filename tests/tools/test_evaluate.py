@@ -27,6 +27,7 @@ from clipstream.evals.retrieval_and_loss import Retrieval
 from clipstream.evals.settings import RetrievalSettings
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
+from clipstream.report.records import table_lines
 from clipstream.report.terminal import table
 from clipstream.training.state import TrainState
 from tests.support import hubtree
@@ -317,6 +318,16 @@ def test_losses_places_and_counts_are_no_shares() -> None:
     assert [line.split()[1:] for line in table([record]).splitlines()[1:]] == [
         ["val_loss", "0.5"], ["text_to_image_median_rank", "1"], ["batches", "1"], ["top1", "100.0%"],
     ]  # fmt: skip
+
+
+def test_counts_of_languages_alone_are_left_out() -> None:
+    """An evaluator's own n_ metrics stay, such as n_train of a linear probe."""
+    probe = {"step": 7, "eval": "probe", "top1": 0.5, "n": 8, "n_train": 9}
+    assert [line.split()[1] for line in table([probe]).splitlines()[1:]] == ["top1", "n", "n_train"]
+    assert "n_train" in table_lines(probe, head=False)
+    two = {"step": 7, "eval": "two", "n": 8, "mean_top1": 0.5, "languages": 1, "de_top1": 0.5, "n_de": 7}
+    assert [line.split()[1] for line in table([two]).splitlines()[1:]] == ["n", "mean_top1", "languages", "de_top1"]
+    assert not {"n_de", "languages"} & {row.split(",")[6] for row in table_lines(two, head=False).splitlines()}
 
 
 def test_a_run_and_data_are_named_as_in_search(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
