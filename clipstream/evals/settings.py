@@ -127,18 +127,6 @@ class RetrievalSettings(LanguageSettings):
         return {f"data.caption.{key}": str(text) for key, text in texts.items() if text} or {"data.caption.path": ""}
 
 
-@part(EvalSettings, "groups")
-class GroupsSettings(EvalSettings):
-    """Retrieval of the images of a group (a product, a class), by its other images and by its captions."""
-
-    type: Literal["groups"] = "groups"
-    group: str | None = Field(
-        None, min_length=1, description="field with the group of a sample, as loss.positives.by, which is the default"
-    )
-
-    best_metric: ClassVar[str | None] = "text_to_image_mAP"
-
-
 class LabelledSettings(EvalSettings):
     """What evaluators of labelled images have in common."""
 
@@ -237,6 +225,18 @@ class ChoiceSettings(EvalSettings):
         if self.answer and not self.wrong:
             raise ValueError("answer requires wrong: the fields of all texts")
         return self
+
+
+@part(EvalSettings, "groups")
+class GroupsSettings(EvalSettings):
+    """Retrieval of the images of a group (a product, a class), by its other images and by its captions."""
+
+    type: Literal["groups"] = "groups"
+    group: str | None = Field(
+        None, min_length=1, description="field with the group of a sample, as loss.positives.by, which is the default"
+    )
+
+    best_metric: ClassVar[str | None] = "text_to_image_mAP"
 
 
 class FrozenSettings(LabelledSettings):

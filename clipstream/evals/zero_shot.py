@@ -48,20 +48,19 @@ class ZeroShot:
         self.labelling = Labelling.of(named)
         if settings.languages and self.labelling.labels != "one":
             raise SettingsError(f"languages: not supported with labels: {self.labelling.labels}")
-        self.names, self.numbers, self.templates = list[list[str]](), list[torch.Tensor](), list[list[Template]]()
+        self.numbers, self.texts = list[torch.Tensor](), list[tuple[list[str], list[Template]]]()
         for language in self.languages:
             own = settings.in_language(language)
             spec = class_spec(own)
             names = self.labelling.named if not language or spec is None else class_names(spec, gaps=True)
             numbers = [number for number, name in enumerate(names) if name or not language]
             self.numbers.append(torch.tensor(numbers))
-            self.names.append([names[number] for number in numbers])
-            self.templates.append(prompt_templates(template_spec(own)))
-        self.classes = self.names[0]
+            self.texts.append(([names[number] for number in numbers], prompt_templates(template_spec(own))))
+        self.classes, self.templates = self.texts[0]
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate. Collective. Raises DataError: no usable image, or a label outside the classes."""
-        classifiers = text_classifiers(context, [*zip(self.names, self.templates, strict=True)])
+        classifiers = text_classifiers(context, self.texts)
         if self.labelling.labels != "one":
             yield from self._multilabel(context, classifiers[0])
             return
