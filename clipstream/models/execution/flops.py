@@ -155,19 +155,19 @@ def count_flops(towers: Towers) -> ModelFlops | None:
 
 
 def _count(towers: Towers, tower: Tower, length: int | None = None) -> Flops:
-    """FLOPs of a tower for one sample, counted on the meta device."""
+    """FLOPs of a tower for one sample, counted on the meta device with two: batch norm refuses one value a channel."""
     weights = {
         name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
         for name, tensor in [*towers.named_parameters(), *towers.named_buffers()]
     }
-    rows = torch.empty(1, 1, device="meta")
+    rows = torch.empty(2, 1, device="meta")
     if tower == "image":
-        pixels = torch.empty(1, 3, *towers.image.size, dtype=torch.uint8, device="meta")
+        pixels = torch.empty(2, 3, *towers.image.size, dtype=torch.uint8, device="meta")
         arguments: tuple[object, ...] = (pixels, rows, None, ("text",))
     else:
         length = length or towers.context_length
-        ids = torch.empty(1, length, dtype=torch.int32, device="meta")
-        arguments = (rows, ids, (length,), ("image",))
+        ids = torch.empty(2, length, dtype=torch.int32, device="meta")
+        arguments = (rows, ids, (length, length), ("image",))
     # The counter knows the products that attention is made of, but not every fused operation.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         features = functional_call(towers, weights, arguments)
@@ -176,7 +176,7 @@ def _count(towers: Towers, tower: Tower, length: int | None = None) -> Flops:
         if found.requires_grad:
             torch.autograd.backward(found.sum())
     # torch's counter takes the backward pass of a grouped convolution for that of a full one (ConvNeXt: 8 x forward).
-    return Flops(forward, min(counter.get_total_flops() - forward, 2 * forward))
+    return Flops(forward / 2, min(counter.get_total_flops() - forward, 2 * forward) / 2)
 
 
 def _text_terms(towers: Towers) -> tuple[Flops, Flops, Flops]:
