@@ -266,15 +266,49 @@ def mean_average_precision(images: torch.Tensor, classifier: torch.Tensor, label
         classifier: [C, D], L2-normalised.
         labels: bool [n, C].
     """
+    found = [average_precision(*of_some) for of_some in _by_classes(images, classifier, labels, world)]
+    return float(torch.cat(found).mean())
+
+
+def f1_counts(
+    images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor, tuning: torch.Tensor, world: World
+) -> torch.Tensor:
+    """What the F1 of each class is made of, at the threshold that has the best F1 on some images. Collective.
+
+    Args:
+        images: [n, D], L2-normalised, of this rank.
+        classifier: [C, D].
+        labels: bool [n, C].
+        tuning: bool [n], the images that the thresholds are chosen on; some rank has one.
+
+    Returns:
+        float64 [5, C]: the threshold, the lowest score that is taken for the class; of the other images those that are
+        taken for it and have it, that are taken for it, and that have it; the images for tuning that have it.
+    """
+    chosen, found = world.gather_rows(tuning.to(torch.uint8)).bool(), []
+    for scores, there in _by_classes(images, classifier, labels, world):
+        levels = _levels(scores)
+        ranked, order = levels[chosen].sort(dim=0, descending=True, stable=True)
+        right, seen, last = _counts(ranked, there[chosen].gather(0, order))
+        best = torch.where(last, 2 * right / (seen + right[-1]), -1.0).argmax(dim=0)
+        limit = ranked.gather(0, best[None])
+        taken, rest = levels[~chosen] >= limit, there[~chosen]
+        counts = [(taken & rest).sum(dim=0), taken.sum(dim=0), rest.sum(dim=0), right[-1]]
+        found.append(torch.stack([limit[0] * TIE, *counts]))
+    return torch.cat(found, dim=1)
+
+
+def _by_classes(
+    images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor, world: World
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """All ranks' (scores float64 [N, c], labels bool [N, c]) for some classes after the other. Collective."""
     counts = world.gather_objects(len(images))
     step = max(1, CLASSES_AT_ONCE // max(1, sum(counts)))
-    found = []
     for start in range(0, len(classifier), step):
         some = slice(start, start + step)
         scores = images.double() @ classifier[some].double().T
         there = world.gather_rows(labels[:, some].to(torch.uint8), counts)
-        found.append(average_precision(world.gather_rows(scores, counts), there.bool()))
-    return float(torch.cat(found).mean())
+        yield world.gather_rows(scores, counts), there.bool()
 
 
 def _levels(scores: torch.Tensor) -> torch.Tensor:
@@ -286,7 +320,7 @@ def average_precision(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     """Average precision of each class, float64 [C].
 
     Args:
-        scores: float64 [n, C], from -1 to 1; scores that differ by less than `TIE` are equal.
+        scores: float64 [n, C], from -2 to 2; scores that differ by less than `TIE` are equal.
         labels: bool [n, C].
     """
     ranked, order = _levels(scores).sort(dim=0, descending=True, stable=True)

@@ -165,6 +165,21 @@ class ZeroShotSettings(LabelledSettings, LanguageSettings):
         description="prompts with {c} or {}: a list, a file, openai (80), simple (7) or plain (1); default: openai, or "
         "those of a benchmark: source",
     )
+    against: PathText | list[str] | None = Field(
+        None,
+        description="with several labels per image: prompts of the opposite, as templates: a photo without a {c}; "
+        "their cosine is subtracted",
+    )
+    tune_shards: str | list[str] | None = Field(
+        None,
+        description="with several labels per image: shards to choose the thresholds on, read as data; default: half "
+        "of the images of data, and F1 is that of the other half",
+    )
+
+    @property
+    def tune(self) -> SourceSettings | None:
+        """The source to choose thresholds on; None for a part of `data`."""
+        return None if self.tune_shards is None else _other_shards(self, self.tune_shards)
 
     def texts(self) -> dict[str, str]:
         files = {"classes": self.classes, "templates": self.templates}
@@ -249,8 +264,7 @@ class FrozenSettings(LabelledSettings):
     @property
     def train(self) -> SourceSettings:
         """The source to train on. Raises SettingsError: `data` is not set."""
-        own = {"shards": self.train_shards, "index": None, "keep": None, "drop": None}
-        return source_of(self).model_copy(update=own)
+        return _other_shards(self, self.train_shards)
 
 
 @part(EvalSettings, "linear_probe")
@@ -276,8 +290,17 @@ def source_of(settings: EvalSettings) -> SourceSettings:
     return settings.data
 
 
+def _other_shards(settings: EvalSettings, shards: str | list[str]) -> SourceSettings:
+    """The source `shards`, read as the data of an evaluator. Raises SettingsError: it has none."""
+    return source_of(settings).model_copy(update={"shards": shards, "index": None, "keep": None, "drop": None})
+
+
 def sources_of(settings: EvalSettings) -> dict[str, SourceSettings]:
     """The sources that an evaluator reads, by the keys of their shards."""
     values = {key: getattr(settings, key) for key in type(settings).model_fields}
     found = {f"{key}.shards": value for key, value in values.items() if isinstance(value, SourceSettings)}
-    return {**found, "train_shards": settings.train} if found and isinstance(settings, FrozenSettings) else found
+    if found and isinstance(settings, FrozenSettings):
+        found["train_shards"] = settings.train
+    if found and isinstance(settings, ZeroShotSettings) and settings.tune is not None:
+        found["tune_shards"] = settings.tune
+    return found

@@ -24,7 +24,7 @@ PIXELS = ("transform", "background", "orientation")  # settings of a source that
 Evaluations = dict[tuple[str, int, bool, bool], Record]
 _SHARE = re.compile(
     r"chance|(?:chance_)?(?:(?:[\w-]+_)?(?:top\d+|R@\d+|mean_per_class_recall)|mean|"
-    r"(?:\w+_)?(?:mAP|R-precision|accuracy)|(?:text|image|group)_score)"
+    r"(?:\w+_)?(?:mAP|R-precision|accuracy)|F1|(?:text|image|group)_score)"
 )
 _OF_LANGUAGE = re.compile(r"([\w-]+)_(?:(?:image_to_text|text_to_image)_R@\d+|top\d+|mean_per_class_recall)")
 
@@ -41,9 +41,9 @@ def metrics_of(record: Record) -> dict[str, Any]:
 
 
 def is_minor(metric: str) -> bool:
-    """Whether a metric is not a main one (top1, R@1, accuracy, group_score, mean); of several languages, their mean."""
-    main = ("top1", "mean", "mean_top1", "accuracy", "group_score")
-    return is_of_language(metric) or not (metric in main or metric.endswith("R@1"))
+    """Whether a metric is not a main one (top1, R@1, mAP, F1, accuracy, group_score, mean); of languages, the mean."""
+    main = ("top1", "mean", "mean_top1", "accuracy", "group_score", "F1")
+    return is_of_language(metric) or not (metric in main or metric.endswith(("R@1", "mAP")))
 
 
 def is_of_language(metric: str) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 
+import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
@@ -17,11 +19,12 @@ from clipstream.data.decode.class_names import Template, class_names, prompt_tem
 from clipstream.data.source_settings import LANG
 from clipstream.errors import SettingsError
 from clipstream.evals.classes import Labelling, class_spec, template_spec
-from clipstream.evals.context import EvalContext
+from clipstream.evals.context import EvalContext, Table, of_samples
 from clipstream.evals.gallery import Kept, Matches, show_classes, show_confusions
-from clipstream.evals.metrics import accuracies, mean_average_precision, place
+from clipstream.evals.metrics import accuracies, f1_counts, mean_average_precision, place
 from clipstream.evals.settings import ZeroShotSettings, source_of
 from clipstream.evals.statistics import by_language
+from clipstream.text import percent
 
 PROMPTS_AT_ONCE = 8192  # over all ranks
 
@@ -30,13 +33,15 @@ class ZeroShot:
     """Yields top1, top5 (top C with C < 5 classes), mean_per_class_recall, n (images) and chance (1/C).
 
     mean_per_class_recall is the mean of top1 over the classes in the data, scikit-learn's balanced_accuracy_score. For
-    images with several labels it yields mAP, n and chance_mAP instead.
+    images with several labels it yields mAP, F1 (mean over labels, each at the threshold of the best F1 on other
+    images), labels (those that have images of both kinds, over which F1 is the mean), n, n_tune (images that thresholds
+    are chosen on) and chance_mAP instead.
 
     With languages it yields what `statistics.by_language` does of these. A language that has names for some of the
     classes is evaluated on the images of those, among them; what is shown is of the first language.
 
-    Raises SettingsError: no data are set, a file of names or templates is missing or invalid, or languages are set for
-    images with several labels.
+    Raises SettingsError: no data are set, a file of names or templates is missing or invalid, languages are set for
+    images with several labels, or thresholds or prompts of the opposite for those with one.
     """
 
     def __init__(self, settings: ZeroShotSettings) -> None:
@@ -48,6 +53,9 @@ class ZeroShot:
         self.labelling = Labelling.of(named)
         if settings.languages and self.labelling.labels != "one":
             raise SettingsError(f"languages: not supported with labels: {self.labelling.labels}")
+        for key in ("against", "tune_shards") if self.labelling.labels == "one" else ():
+            if getattr(settings, key) is not None:
+                raise SettingsError(f"{key}: requires several labels per image: set labels to list or multi_hot")
         self.numbers, self.texts = list[torch.Tensor](), list[tuple[list[str], list[Template]]]()
         for language in self.languages:
             own = settings.in_language(language)
@@ -57,12 +65,14 @@ class ZeroShot:
             self.numbers.append(torch.tensor(numbers))
             self.texts.append(([names[number] for number in numbers], prompt_templates(template_spec(own))))
         self.classes, self.templates = self.texts[0]
+        if settings.against is not None:
+            self.texts.append((self.classes, prompt_templates(settings.against)))
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate. Collective. Raises DataError: no usable image, or a label outside the classes."""
         classifiers = text_classifiers(context, self.texts)
         if self.labelling.labels != "one":
-            yield from self._multilabel(context, classifiers[0])
+            yield from self._multilabel(context, classifiers[0] - sum(classifiers[1:]))
             return
         device = classifiers[0].device
         tallies = [torch.zeros((len(one), 3), dtype=torch.float64, device=device) for one in classifiers]
@@ -116,10 +126,13 @@ class ZeroShot:
     def _multilabel(self, context: EvalContext, classifier: torch.Tensor) -> Iterator[tuple[str, float]]:
         images = [classifier[:0]]
         labels = [torch.zeros((0, len(classifier)), dtype=torch.bool)]
+        tuning = [torch.zeros(0, dtype=torch.bool)]
         matches = Matches(context, self.settings.prompts)
         for batch in self.labelling.batches(context, self.source, self.settings.batch_size):
             images.append(context.encode_image(batch.images))
             labels.append(batch.ids.bool())
+            halves = torch.from_numpy((of_samples(batch)[0] >> np.uint64(63)).astype(bool))
+            tuning.append(halves if self.settings.tune is None else torch.zeros_like(halves))
             matches.add(images[-1], batch, partial(self._words, batch))
         total = sum(context.world.gather_objects(sum(map(len, images))))
         if not total:
@@ -128,8 +141,33 @@ class ZeroShot:
         matches.show()
         share = context.world.all_reduce_sum(there.sum(dtype=torch.float64))
         yield "mAP", mean_average_precision(torch.cat(images), classifier, there, context.world)
+        for source in () if self.settings.tune is None else (self.settings.tune,):
+            for batch in self.labelling.batches(context, source, self.settings.batch_size, "tune"):
+                images.append(context.encode_image(batch.images))
+                labels.append(batch.ids.bool())
+                tuning.append(torch.ones(len(batch), dtype=torch.bool))
+        chosen, f1 = torch.cat(tuning).to(classifier.device), list[float]()
+        if n_tune := sum(context.world.gather_objects(int(chosen.sum()))):
+            there = torch.cat(labels).to(classifier.device)
+            f1 = self._f1(context, f1_counts(torch.cat(images), classifier, there, chosen, context.world))
+        yield "F1", fmean(f1) if f1 else float("nan")
+        yield "labels", len(f1)
         yield "n", total
+        yield "n_tune", n_tune
         yield "chance_mAP", float(share) / (total * len(classifier))
+
+    def _f1(self, context: EvalContext, counts: torch.Tensor) -> list[float]:
+        """F1 of the labels that have images of both kinds; shows precision and recall of each."""
+        found, rows = [], []
+        for name, (threshold, right, taken, images, known) in zip(self.classes, counts.T.tolist(), strict=True):
+            if images and known:
+                found.append(2 * right / (taken + images))
+                cells = (f"{threshold:.4f}", percent(right / taken) if taken else "", percent(right / images))
+                rows.append((name, *cells, percent(found[-1]), f"{int(images):,}"))
+        if context.examples_wanted and rows:
+            header = ("label", "threshold", "precision", "recall", "F1", "images")
+            context.tables.append(Table("labels at their thresholds", header, tuple(rows)))
+        return found
 
     def _word(self, labels: torch.Tensor, i: int) -> str:
         """The class name of a batch's i-th image; '' if it has none in the first language."""

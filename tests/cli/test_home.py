@@ -22,8 +22,8 @@ NO_PATH = {
     "checkpoint.keep_best", *(f"log.sinks.NAME.{key}" for key in ("project", "notes", "space")),
 }  # fmt: skip
 NO_PATH_ANYWHERE = {  # the last part of a key; shards have a language of their own, which `expand` reads
-    "type", "shards", "train_shards", "image_key", "separator", "path", "key", "fallback", "transform", "background",
-    "fetch", "label", "grad_checkpointing", "profile", "negatives", "short",
+    "type", "shards", "train_shards", "tune_shards", "image_key", "separator", "path", "key", "fallback", "transform",
+    "background", "fetch", "label", "grad_checkpointing", "profile", "negatives", "short",
     "by", "target", "wrong", "answer", "category", "group",
 }  # fmt: skip
 
