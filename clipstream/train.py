@@ -134,7 +134,7 @@ def recipe(run: RankRun) -> None:
     # Stages, one after the other; each goes on from the checkpoint at the end of the one before.
     failures, stages = dict[str, str](), staged(run.plan)
     if world.is_main and len(stages) > 1:
-        print_stages(stages)
+        stages = with_costs(stages)
     for stage in stages:
         if stage.last or resumed.step < stage.end:
             ended, failed = train_stage(replace(run, plan=stage.plan), stage, resumed)
@@ -399,7 +399,8 @@ def fit(
     # Outputs, evaluators and checkpoints; the names of metrics are known from a dry run.
     done = None if start is None else state.step
     ended = done is not None and (done >= total or early_stop.should_stop)
-    info = RunInfo(run.folder, total, done, world.size, ended, state.evaluation_pending, redact_settings(settings))
+    shown, ahead = redact_settings(settings), (stage.end, stage.later)
+    info = RunInfo(run.folder, total, done, world.size, ended, state.evaluation_pending, shown, *ahead)
     outputs = Outputs(log, world, info, run.ending)
     evals = build_evals(run, step, tokenizer, outputs)
     writer = build_writer(run, step, resumed, outputs)
@@ -551,9 +552,9 @@ def print_summary(plan: Plan, world: World, towers: Towers, resumed: Resumed) ->
     announce(f"folder   {settings.run_folder}")
 
 
-def print_stages(stages: Sequence[Stage]) -> None:
-    """Print the stages, what each changes, and its share of the run's FLOPs, with texts as long as the context."""
-    costs = []
+def with_costs(stages: Sequence[Stage]) -> list[Stage]:
+    """The stages with what is `later`. Prints each with its share of FLOPs, with texts as long as the context."""
+    counted = []
     for stage in stages:
         settings = stage.plan.settings
         model = settings.model.model_copy(update={"pretrained": None, "image_pretrained": None})
@@ -561,15 +562,18 @@ def print_stages(stages: Sequence[Stage]) -> None:
             loss_type = chosen_loss_type(settings.loss)
             towers = build_towers(model, seed=0, loss_type=loss_type, tokenizer=settings.tokenizer)
         flops, length = count_flops(towers), towers.context_length
-        work = Work(1, 1, length, length**2)
-        samples = settings.data.samples_before(stage.end) - settings.data.samples_before(stage.begin)
-        costs.append((0.0 if flops is None else work.flops(flops, ()), samples))
-    total = sum(cost * samples for cost, samples in costs)
-    for stage, (cost, samples) in zip(stages, costs, strict=True):
+        counted.append(0.0 if flops is None else Work(1, 1, length, length**2).flops(flops, ()))
+    known, before = all(counted), stages[0].plan.settings.data.samples_before
+    flops_of = counted if known else [1.0] * len(stages)
+    works = [cost * (before(one.end) - before(one.begin)) for one, cost in zip(stages, flops_of, strict=True)]
+    found = []
+    for number, (stage, cost) in enumerate(zip(stages, flops_of, strict=True)):
         changed = stage.plan.settings.stages[stage.name].set if stage.name else {}
         what = ", ".join(f"{key} {format_value(value)}" for key, value in changed.items()) or "the run's own settings"
-        share = f", {cost / 1e9:.2g} GFLOPs a sample, {cost * samples / total:.0%} of the run's" if total else ""
+        share = f", {cost / 1e9:.2g} GFLOPs a sample, {works[number] / sum(works):.0%} of the run's" if known else ""
         announce(f"stage    {stage.name or 'last'}, to step {stage.end}: {what}{share}")
+        found.append(stage._replace(later=sum(works[number + 1 :]) / cost))
+    return found
 
 
 def print_end(settings: Settings, report: str, failures: Mapping[str, str]) -> None:

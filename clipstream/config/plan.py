@@ -171,6 +171,7 @@ class Stage(NamedTuple):
     begin: int  # steps done before it
     end: int  # steps done after it
     plan: Plan
+    later: float = 0.0  # samples of later stages, in those of this stage that have the same FLOPs; on rank 0
 
     @property
     def last(self) -> bool:

@@ -67,6 +67,8 @@ def build_sinks(log: LogSettings, run: RunInfo) -> dict[str, Sink]:
         "terminal": lambda: ProgressDisplay(
             run.total_steps,
             start=run.resume_step or 0,
+            stage_end=run.stage_end,
+            later=run.later,
             mode=log.progress,
             every=log.terminal_every,
             ema_samples=log.loss_ema_samples,

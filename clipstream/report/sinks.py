@@ -71,6 +71,8 @@ class RunInfo:
     repeats_end: bool = False  # whether `resume_step` is the last step of a finished run, which evaluates again
     repeats_evals: bool = False  # whether the evaluations of `resume_step` were interrupted and run again
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, as nested mappings, without credentials
+    stage_end: int | None = None  # step at which the stage ends that this sink sees; None: the run's last
+    later: float = 0.0  # samples of later stages, in those of this stage that have the same FLOPs
 
 
 class Sink(Protocol):

@@ -56,6 +56,8 @@ class ProgressDisplay(Sink):
     Args:
         total: steps of the whole run.
         start: step at which this process begins.
+        stage_end: step at which the stage ends; by default `total`.
+        later: samples of later stages, in those of this stage that take as long.
         mode: 'auto' (a bar if `stream` is a terminal or a notebook's, else lines), 'bar', 'lines' or 'none'
             (evaluations and notes only).
         every: steps between lines.
@@ -68,12 +70,15 @@ class ProgressDisplay(Sink):
         total: int,
         *,
         start: int = 0,
+        stage_end: int | None = None,
+        later: float = 0.0,
         mode: Literal["auto", "bar", "lines", "none"] = "auto",
         every: int = 1,
         ema_samples: int = 0,
         stream: TextIO | None = None,
     ) -> None:
         self.total, self.every, self.ema_samples = total, every, ema_samples
+        self._stage_end, self._later = total if stage_end is None else stage_end, later
         self._next, self._ema, self._samples = start + 1, math.nan, 0
         self.stream = sys.stdout if stream is None else stream
         in_notebook = stream is None and get_console().is_jupyter
@@ -181,7 +186,7 @@ class ProgressDisplay(Sink):
         if "memory_peak_gib" in record.get("gpu", {}):
             parts.append(f"{record['gpu']['memory_peak_gib']:.1f} GiB")
         if self._speeds and step and record.get("samples"):
-            samples_left = (self.total - step) * record["samples"] / step
+            samples_left = (self._stage_end - step) * record["samples"] / step + self._later
             parts.append(f"eta {duration(samples_left * len(self._speeds) / sum(self._speeds))}")
         line = [f"step {step}/{self.total}", *parts]
         if "lr" in record:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +19,7 @@ from clipstream.evals.runner import EvalRunner
 from clipstream.training import step
 from clipstream.training.gradcache import GradCache
 from clipstream.training.rescue import Rescue
-from tests.support.ranks import end_ranks
+from tests.support.ranks import die, end_ranks
 from tests.support.runs import flags, lines, same_weights, train_on, weights
 
 STEPS = 6
@@ -45,20 +43,6 @@ CALLS = {
     "evaluation": (3, 3),
     "save": (2, 3),
 }
-
-
-def die(place: Any, name: str, call: int) -> None:
-    """The process is killed at the beginning of the `call`-th call of a function."""
-    whole, count = getattr(place, name), 0
-
-    def counting(*args: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(*args, **options)
-
-    setattr(place, name, counting)
 
 
 def train_and_die(world: World, argv: list[str], dying: int, point: str, call: int) -> int:

@@ -164,6 +164,9 @@ def test_lines_off_a_terminal() -> None:
     evaluation = "val at step 140: top1 100.0%"
     assert said["lines"][0] == line and "data wait 3%  MFU 41%  12.3 GiB  eta" in said["lines"][1]
     assert said["lines"][2:] == [health, evaluation], "what is wrong is said once"
+    staged = ProgressDisplay(1000, stage_end=200, later=8000.0, mode="lines", stream=(stream := io.StringIO()))
+    staged.write(train_line(120))
+    assert stream.getvalue().endswith("eta 16s\n"), "(200 - 120) x 64 samples, and 8,000 that cost as much"
     assert said["none"][-1] == said["lines"][-1] and not any("loss" in one for one in said["none"])
 
 

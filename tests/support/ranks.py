@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -72,6 +73,20 @@ def end_ranks(size: int, function: Callable[..., int], *args: Any, timeout: floa
         finally:
             for process in processes:
                 process.kill()
+
+
+def die(place: Any, name: str, call: int) -> None:
+    """The process is killed at the beginning of the `call`-th call of a function."""
+    whole, count = getattr(place, name), 0
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(*args, **options)
+
+    setattr(place, name, counting)
 
 
 def launched(world: World, verb: Callable[[list[str]], int], argv: list[str]) -> int:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from clipstream.checkpoint.async_writer import Snapshot
 from clipstream.cli.verbs.train import main
+from clipstream.distributed.world import World
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.weights import fit_positions
+from clipstream.training.gradcache import GradCache
 from tests.support.model_files import write
-from tests.support.runs import MODEL, flags, furnish, go, lines, same_weights, weights
+from tests.support.ranks import die, end_ranks
+from tests.support.runs import MODEL, flags, furnish, go, lines, same_weights, train_on, weights
 
 IMAGES = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
 RESNET = {"image_size": 64, "layers": [1, 1, 1, 1], "width": 4}
 STAGES = (
     "--stages.small.until=3",
     "--stages.small.set={model.image_size: 16, optim.lr: 0.002, data.augment.scale: [0.5, 1]}",
-    "--stages.dropped.until=5", "--stages.dropped.set={model.patch_dropout: 0.5, tokenizer.context_length: 6}",
+    "--stages.dropped.until=5", "--stages.dropped.set.model.patch_dropout=0.5",
+    "--stages.dropped.set.tokenizer.context_length=6",
     "--train.ema=0.9", "--checkpoint.every=1", "--checkpoint.keep-last=9",
 )  # fmt: skip
 
@@ -61,6 +69,43 @@ def test_ranks_pass_the_borders_alike(staged: Path, ranks: int, more: list[str])
     for one, other in zip(lines(staged, "whole"), lines(staged, f"on{ranks}"), strict=True):
         # patch dropout draws on each rank
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-5 if int(one["step"]) <= 3 else 0.2)
+
+
+def train_and_die(world: World, argv: list[str], place: Any, name: str, call: int) -> int:
+    die(place, name, call)
+    return train_on(world, argv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("place", [GradCache, Snapshot])  # before a step; before it is saved, borders included
+def test_a_run_that_is_killed_at_any_step_goes_on_exactly(staged: Path, ranks: int, place: Any) -> None:
+    whole = f"whole{ranks}"
+    if not (staged / "runs" / whole).exists():
+        go(flags(staged, whole, *STAGES, steps=7), ranks)
+    for call in range(1, 8):
+        argv = flags(staged, f"killed{ranks}-{place.__name__}-{call}", *STAGES, steps=7)
+        method = "take" if place is Snapshot else "__call__"
+        ends = end_ranks(ranks, train_and_die, [*argv, "--train.rescue-seconds", "0"], place, method, call)
+        assert {end.code for end in ends} == {-signal.SIGKILL}
+        go([*argv, "--resume", "auto"], ranks)
+        name = argv[argv.index("--name") + 1]
+        for file in ("open_clip_model", "averaged", "optimizer"):
+            assert same_weights(weights(staged, name, 7, file), weights(staged, whole, 7, file)), (name, file)
+        assert lines(staged, name)[-1] == lines(staged, whole)[-1]
+
+
+def test_the_plan_and_the_time_left_count_later_stages_by_their_flops(
+    staged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = write(staged, RESNET)  # at 32 px one position is left, which batch norm refuses of a single image
+    stage = ["--stages.one.until=2", "--stages.one.set.model.image_size=32"]
+    go(flags(staged, "resnet", "--model", name, *stage, "--checkpoint.keep-last=9", steps=4))
+    said = capsys.readouterr().out
+    small, large = map(int, re.findall(r"GFLOPs a sample, (\d+)% of the run's", said))
+    assert small + large == 100 and small < large
+    lefts = [float(left) for left in re.findall(r"eta ([\d.]+)s", said)]
+    assert lefts[1] > 0.0 == lefts[-1]
 
 
 def test_moments_are_resampled_with_their_positions(tmp_path: Path) -> None:
