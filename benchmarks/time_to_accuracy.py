@@ -62,7 +62,16 @@ SETS = {
             "open_clip": f"open_clip --lr 2e-3 --steps 300 {SAME}",
         },
     ),
-    "icons": DataSet("icons-train/*.tar", "icons-val/*.tar", None, 0.10, {}),
+    "icons": DataSet(
+        "icons-train/*.tar",
+        "icons-val/*.tar",
+        None,
+        0.10,
+        {
+            "emoji": "configs/emoji.yaml --caption-key txt --steps 1900",
+            "small-data": "configs/recipes/small-data.yaml --caption-key txt --steps 700 --optim.lr 6e-3",
+        },
+    ),
 }
 
 
