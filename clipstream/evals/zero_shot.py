@@ -66,7 +66,7 @@ class ZeroShot:
             self.texts.append(([names[number] for number in numbers], prompt_templates(template_spec(own))))
         self.classes, self.templates = self.texts[0]
         if settings.against is not None:
-            self.texts.append((self.classes, prompt_templates(settings.against)))
+            self.texts.append((self.classes, prompt_templates(settings.against, "against")))
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
         """Evaluate. Collective. Raises DataError: no usable image, or a label outside the classes."""

@@ -109,6 +109,8 @@ def test_thresholds_are_shown_by_label(worn: Path) -> None:
 def test_what_needs_several_labels_says_so(worn: Path, key: str) -> None:
     with pytest.raises(SettingsError, match=f"{key}: requires several labels per image"):
         ZeroShot(settings_of(worn, labels="one", **{key: ["with {c}"]}))
+    with pytest.raises(SettingsError, match=r"against: 'without' has no \{c\}"):
+        ZeroShot(settings_of(worn, against=["without"]))
 
 
 def counted(world: World) -> torch.Tensor:

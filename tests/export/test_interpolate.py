@@ -147,7 +147,7 @@ def test_guards_decide_which_weights_may_be_chosen() -> None:
         mixing.keeps(start, Point("0", {"old": math.nan}, 0.0))
 
 
-@pytest.mark.parametrize("name", ["lora", "full-with-guard", "groups", "class-folders", "small-data"])
+@pytest.mark.parametrize("name", ["lora", "full-with-guard", "groups", "class-folders", "small-data", "from-scratch"])
 def test_the_command_of_a_recipe_runs(name: str, place: Path) -> None:
     head = (ROOT / f"configs/recipes/{name}.yaml").read_text()
     found = re.search(r"^#\s+clipstream train (.*)$", head, re.M)
@@ -171,7 +171,7 @@ def test_the_command_of_a_recipe_runs(name: str, place: Path) -> None:
     argv = shlex.split(re.sub("|".join(words), lambda match: words[match[0]], found[1]))
     less = ["--steps", "2", "--warmup", "0", "--data.global-batch-size", "8", "--device", "cpu", "--run.threads", "1",
             "--workers", "0"]  # fmt: skip
-    less += ["--model.text.lora.rank", "4"] if name == "lora" else []
+    less += {"lora": ["--model.text.lora.rank", "4"], "from-scratch": ["--stages.small.until", "1"]}.get(name, [])
     assert train([*argv, *less, "--logs", f"{place}/recipes", "--name", name]) == 0
     if name in ("lora", "full-with-guard"):
         assert main([f"{place}/recipes/{name}", "--alphas", "[1]"]) == 0

@@ -51,7 +51,7 @@ def class_names(spec: str | Sequence[str], *, gaps: bool = False) -> list[str]:
     return names
 
 
-def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
+def prompt_templates(spec: str | Sequence[str], key: str = "templates") -> list[Template]:
     """Templates from a list, 'openai' (or 'imagenet', the same), 'simple', 'plain', or a file, see `text_list`.
 
     Raises SettingsError: no such file, or a template without {c} or {}.
@@ -61,18 +61,18 @@ def prompt_templates(spec: str | Sequence[str]) -> list[Template]:
 
         return list(open_clip.SIMPLE_IMAGENET_TEMPLATES if spec == "simple" else open_clip.OPENAI_IMAGENET_TEMPLATES)
     if isinstance(spec, str):
-        texts = ["{c}"] if spec == "plain" else _lines(spec, "templates")
+        texts = ["{c}"] if spec == "plain" else _lines(spec, key)
     else:
-        texts = list(each("templates", "texts, a file, or openai, simple or plain", spec, str))
+        texts = list(each(key, "texts, a file, or openai, simple or plain", spec, str))
     for text in texts:
         if not has_place(text):
-            raise SettingsError(f"templates: {text!r} has no {{c}} or {{}} where the class name goes")
+            raise SettingsError(f"{key}: {text!r} has no {{c}} or {{}} where the class name goes")
         if other := _OTHER_PLACE.search(text.replace("{c}", "x").replace("{}", "x")):
             raise SettingsError(
-                f"templates: {text!r}: only {{c}} and {{}} are replaced by the class name, not {other[0]!r}"
+                f"{key}: {text!r}: only {{c}} and {{}} are replaced by the class name, not {other[0]!r}"
             )
     if not texts:
-        raise SettingsError("templates: none given")
+        raise SettingsError(f"{key}: none given")
     return [lambda name, text=text: text.replace("{c}", name).replace("{}", name) for text in texts]  # type: ignore[misc]
 
 
