@@ -178,7 +178,8 @@ def test_flags_that_pages_name_exist() -> None:
         for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?:\.[\w-]+)*", text)):
             name = flag.removeprefix("--").replace("-", "_")
             if "." in flag:
-                generic = re.sub(r"^(data\.sources|evals|log\.sinks)\.\w+", r"\1.NAME", name)
+                generic = re.sub(r"^(data\.sources|evals|log\.sinks|stages)\.\w+", r"\1.NAME", name)
+                generic = generic.removeprefix("stages.NAME.set.")
                 known = generic in keys or any(key.startswith(f"{generic}.") for key in keys)
             else:
                 known = flag in {*BY_FLAG} | of_verbs | OF_OTHERS or name in Settings.model_fields
