@@ -39,14 +39,14 @@ from clipstream.evals.statistics import (
     put,
 )
 from clipstream.report.pages import Chart, Points, Series, StepTimes, fill, means, short
-from clipstream.report.records import METRICS_FILE, Position, Record, flat, lines, with_provenance
+from clipstream.report.records import METRICS_FILE, Position, Record, lines, with_provenance
 from clipstream.report.sinks import LARGEST, ImageFiles, Page, Sink
 from clipstream.report.terminal import early_stop_line
 from clipstream.storage.shard_url import redact
 from clipstream.text import duration, milliseconds, percent
 from clipstream.training.settings import AUDIT_FILE
 from clipstream.utils import atomic_write
-from clipstream.utils.section import parse_as
+from clipstream.utils.section import flat, parse_as
 
 REPORT_FILE = "report.html"
 TITLES = {  # of curves, in the order of the page; others follow

@@ -37,7 +37,7 @@ from clipstream.evals.statistics import (
 )
 from clipstream.text import MESSAGE, printable
 from clipstream.utils import atomic_write
-from clipstream.utils.section import Count, map_leaves, parse_as
+from clipstream.utils.section import Count, flat, map_leaves, parse_as
 
 Record = Mapping[str, Any]
 
@@ -143,15 +143,6 @@ def json_line(record: Record) -> str:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(map_leaves(record, finite), allow_nan=False) + "\n"
-
-
-def flat(tree: Record, prefix: str = "", separator: str = "/") -> Record:
-    """Flatten nested mappings; keys are joined by the separator."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{separator}{key}" if prefix else str(key)
-        leaves.update(flat(value, path, separator) if isinstance(value, Mapping) else {path: value})
-    return leaves
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

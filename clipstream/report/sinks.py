@@ -32,7 +32,6 @@ from clipstream.report.records import (
     TABLE_FILE,
     Record,
     append,
-    flat,
     json_line,
     lines,
     markdown_table,
@@ -44,7 +43,7 @@ from clipstream.report.settings import TrackioSettings, WandbSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import describe_error
-from clipstream.utils.section import parse_as
+from clipstream.utils.section import flat, parse_as
 
 if TYPE_CHECKING:
     from clipstream.evals.context import Example, Table
@@ -490,7 +489,7 @@ def trackio_run(settings: TrackioSettings, run: RunInfo) -> Tracker:
             project=settings.project,
             name=run.folder.name,
             space_id=settings.space,
-            config=dict(flat(run.settings, separator=".")),  # it shows no nested ones
+            config=flat(run.settings, separator="."),  # it shows no nested ones
             resume="never" if run.resume_step is None else "allow",
             embed=False,
         )

@@ -35,11 +35,12 @@ from clipstream.evals.statistics import (
     is_minor,
     metrics_of,
 )
-from clipstream.report.records import Record, flat
+from clipstream.report.records import Record
 from clipstream.report.sinks import NONFINITE_FILE, Sink
 from clipstream.storage.shard_url import redact
 from clipstream.text import counted, duration, listed, percent, printable_lines
 from clipstream.utils.logs import Tee, below, loading, log_displayed, logger
+from clipstream.utils.section import flat
 
 RECENT = 10  # training lines whose mean speed gives the time left
 SHOWN_KEYS = 4  # samples shown of a skipped step

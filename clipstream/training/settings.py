@@ -16,8 +16,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from clipstream.errors import SettingsError, did_you_mean
 from clipstream.models.settings import CUDA_GRAPHS, NOTHING_COMPILED, Precision
-from clipstream.report.records import flat
-from clipstream.utils.section import GIVEN, SET, UNSET, Conflict, Is, PathText, Section, other_than
+from clipstream.utils.section import GIVEN, SET, UNSET, Conflict, Is, PathText, Section, flat, other_than
 
 # true and false: YAML's reading of `on` and `off`
 Compiled = Annotated[
@@ -81,7 +80,7 @@ class StageSettings(Section):
     @field_validator("set")
     @classmethod
     def _staged(cls, value: dict[str, Any]) -> dict[str, Any]:
-        value = dict(flat(value, separator="."))  # `--stages.NAME.set.model.image_size 112` nests
+        value = flat(value, separator=".")  # `--stages.NAME.set.model.image_size 112` nests
         known = re.compile("|".join(re.escape(key).replace(r"\*", "[^.]+") for key in STAGED))
         for key in value:
             if not known.fullmatch(key):

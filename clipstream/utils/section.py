@@ -383,6 +383,15 @@ def map_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     return [map_leaves(value, leaf) for value in tree] if isinstance(tree, list | tuple) else leaf(tree)
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = "/") -> dict[str, Any]:
+    """Flatten nested mappings; keys are joined by the separator."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{separator}{key}" if prefix else str(key)
+        found.update(flat(value, path, separator) if isinstance(value, Mapping) else {path: value})
+    return found
+
+
 def types_of(section: type[Section]) -> dict[str, type[PluginSection]]:
     """The built-in types of a family that have settings of their own, with the classes of these."""
     if not issubclass(section, PluginSection):
