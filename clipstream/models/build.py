@@ -22,7 +22,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.execution.checkpointing import checkpoint_blocks
 from clipstream.models.execution.text_buckets import TextBuckets
-from clipstream.models.layers import ChannelsLast, suit_layers
+from clipstream.models.layers import ChannelsLast, suit_gpus
 from clipstream.models.model_config import Config, ModelConfig
 from clipstream.models.pretrained import ModelFiles, TokenizerChoice, fetch, resolve_loss, timm_entry
 from clipstream.models.settings import NO_PATCHES, TOWERS, ModelSettings
@@ -63,7 +63,7 @@ def build_towers(
     state = None if files.weights is None else read_weights(files.weights, adapter=files.adapter)
     loss_type = _resolve_loss_and_bias(settings, cfg, state, loss_type)
     clip = _create(files, cfg, seed)
-    suit_layers(clip)
+    suit_gpus(clip)
     _check_inputs(clip, files.label, int(cfg["text_cfg"].get("context_length", 77)))
     if state is not None:
         load_weights(clip, state, files, cut=getattr(tokenizer, "context_length", None) is not None)

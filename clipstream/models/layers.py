@@ -4,23 +4,20 @@ layers that move less memory on a GPU.
 A model of open_clip enters; modules, or lists of parameters from the input to the projection, leave. The partition into
 layers is that of open_clip's main branch (`layer_groups` of its towers).
 
-The last block of a ViT computes the class token alone, if that is what the tower reads. On a GPU, attention runs
-without copies, and patches are rows of a product. A layer of open_clip or timm changes its class (`suit_layers`), and
-keeps its parameters and their names. Where a layer is used in another way than in a tower's blocks, it runs as before.
-Results differ from before by rounding alone.
+On a GPU, attention runs without copies, and patches are rows of a product (`suit_gpus`): a layer of open_clip or timm
+changes its class, and keeps its parameters and their names. On a CPU, and where a layer is used in another way than in
+a tower's blocks, it runs as before. Results differ from before by rounding alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from open_clip.hf_configs import arch_dict
-from open_clip.transformer import ResidualAttentionBlock, VisionTransformer
 from timm.models import group_parameters
 from torch import nn
 from torch.nn.utils import parametrize
@@ -34,8 +31,7 @@ def blocks(towers: nn.Module) -> list[nn.Module]:
     """The repeated blocks of the towers: outermost modules in a list of modules of the same class."""
     if isinstance(towers, nn.ModuleList | nn.Sequential):
         children = list(towers.children())
-        alike = all(isinstance(child, type(children[0])) for child in children)
-        if len(children) > 1 and alike and any(children[0].children()):
+        if len(children) > 1 and len({type(child) for child in children}) == 1 and any(children[0].children()):
             return [child for child in children if any(True for _ in child.parameters())]
     return [block for child in towers.children() for block in blocks(child)]
 
@@ -234,21 +230,6 @@ class SelfAttention(nn.MultiheadAttention):
         return cast(torch.Tensor, self.out_proj(found.transpose(1, 2).flatten(2)))
 
 
-class LastBlock(ResidualAttentionBlock):  # type: ignore[misc]
-    """The last block of an image tower that reads the class token alone: [n, T, width] to [n, 1, width]."""
-
-    def forward(
-        self,
-        q_x: torch.Tensor,
-        k_x: torch.Tensor | None = None,
-        v_x: torch.Tensor | None = None,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        tokens = self.ln_1(q_x)
-        read = q_x[:, :1] + self.ls_1(self.attention(tokens[:, :1], tokens, tokens, attn_mask))
-        return cast(torch.Tensor, read + self.ls_2(self.mlp(self.ln_2(read))))
-
-
 class PatchProjection(nn.Conv2d):
     """Convolution of patches that do not overlap.
 
@@ -273,17 +254,13 @@ class PatchProjection(nn.Conv2d):
         return F.linear(rows, weight, self.bias).transpose(1, 2).view(n, self.out_channels, high, wide)
 
 
-def suit_layers(clip: nn.Module) -> None:
-    """Let the layers of open_clip's model, in place, compute as this module has it."""
+def suit_gpus(clip: nn.Module) -> None:
+    """Let the layers of open_clip's model, in place, compute on GPUs as this module has it."""
     for module in clip.modules():
         attention = getattr(module, "attn", None)
         if type(attention) is nn.MultiheadAttention:
             attention.__class__ = SelfAttention
     visual = cast(nn.Module, clip.visual)
-    if isinstance(visual, VisionTransformer) and visual.pool_type == "tok" and visual.attn_pool is None:
-        last = visual.transformer.resblocks[-1]
-        if type(last) is ResidualAttentionBlock and last.attn.batch_first and not visual.output_tokens:
-            last.__class__ = LastBlock
     for module in [] if is_convolutional(visual) else visual.modules():
         if type(module) is nn.Conv2d and _takes_patches(module):
             module.__class__ = PatchProjection
@@ -291,10 +268,10 @@ def suit_layers(clip: nn.Module) -> None:
 
 def restore_layers(clip: nn.Module) -> None:
     """Give the layers of a model, in place, the classes that open_clip builds it with; not those with an adapter."""
-    changed = {SelfAttention: nn.MultiheadAttention, PatchProjection: nn.Conv2d, LastBlock: ResidualAttentionBlock}
-    for module, (ours, theirs) in product(clip.modules(), changed.items()):
-        if isinstance(module, ours) and not parametrize.is_parametrized(module):
-            module.__class__ = theirs
+    for module in clip.modules():
+        theirs = nn.MultiheadAttention if isinstance(module, SelfAttention) else nn.Conv2d
+        if isinstance(module, SelfAttention | PatchProjection) and not parametrize.is_parametrized(module):
+            module.__class__ = theirs  # type: ignore[assignment]
 
 
 def _takes_patches(layer: nn.Conv2d) -> bool:

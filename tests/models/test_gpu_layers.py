@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from clipstream.cli.verbs.bench.open_clip_step import OpenClipStep
 from clipstream.models import layers
 from clipstream.models.execution.text_buckets import CausalAttention
-from clipstream.models.layers import LastBlock, PatchProjection, SelfAttention, blocks, restore_layers
+from clipstream.models.layers import PatchProjection, SelfAttention, restore_layers
 from clipstream.training.optim import AdamW
 from tests.support.model_files import VIT, build, write
 
@@ -91,28 +91,9 @@ def test_the_layers_of_towers(vision: dict[str, Any], tmp_path: Path) -> None:
     assert layers.count(PatchProjection) == 1 and nn.Conv2d not in layers
     assert nn.MultiheadAttention not in layers and SelfAttention in layers
     restore_layers(clip)
-    assert not {PatchProjection, SelfAttention, LastBlock} & {type(module) for module in clip.modules()}
+    assert not {PatchProjection, SelfAttention} & {type(module) for module in clip.modules()}
     resnet = build(write(tmp_path, {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8})).clip
     assert PatchProjection not in {type(module) for module in resnet.modules()}
-
-
-READS = {"the class token": ({}, True), "all tokens": ({"pool_type": "avg"}, False),
-         "by attention": ({"attentional_pool": True, "attn_pooler_heads": 2}, False),
-         "after the norm": ({"final_ln_after_pool": True}, True)}  # fmt: skip
-
-
-@pytest.mark.parametrize(("vision", "alone"), READS.values(), ids=READS)
-def test_the_last_block_computes_the_token_that_is_read(vision: dict[str, Any], alone: bool, tmp_path: Path) -> None:
-    clip = build(write(tmp_path, {**VIT, **vision, "ls_init_value": 0.5}), text_buckets="off").clip.double()
-    visual = clip.visual
-    assert [type(block) is LastBlock for block in visual.transformer.resblocks] == [False, alone]
-    assert len(blocks(visual)) == 2
-    size = visual.image_size[0]
-    pixels = torch.randn(3, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = outcome(visual, pixels)
-    restore_layers(clip)
-    for ours, theirs in zip(found, outcome(visual, pixels), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_the_step_of_open_clip_has_its_own_layers(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_stored_rows_take_the_place_of_a_tower(names: tuple[Tower, ...], custom:
     assert dict(part.skip_stored(whole.clip.state_dict().items())).keys() == before
     for _ in range(2):
         with part.whole("cpu") as towers, torch.no_grad():
+            assert torch.equal(towers.encode_image(PIXELS), whole.encode_image(PIXELS))
             # torch has another kernel for attention whose weights need no gradient.
-            torch.testing.assert_close(towers.encode_image(PIXELS), whole.encode_image(PIXELS), rtol=0, atol=1e-6)
             torch.testing.assert_close(towers.encode_text(IDS), whole.encode_text(IDS), rtol=0, atol=1e-6)
             trained = {name for name, parameter in towers.named_parameters() if parameter.requires_grad}
         assert part.clip.state_dict().keys() == before
