@@ -80,13 +80,13 @@ def train_and_die(world: World, argv: list[str], place: Any, name: str, call: in
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("place", [GradCache, Snapshot])  # before a step; before it is saved, borders included
 def test_a_run_that_is_killed_at_any_step_goes_on_exactly(staged: Path, ranks: int, place: Any) -> None:
-    whole = f"whole{ranks}"
+    whole, alone = f"whole{ranks}", "--train.rescue-seconds=0"  # no rank outlives the others for a moment and saves
     if not (staged / "runs" / whole).exists():
-        go(flags(staged, whole, *STAGES, steps=7), ranks)
+        go(flags(staged, whole, *STAGES, alone, steps=7), ranks)
     for call in range(1, 8):
-        argv = flags(staged, f"killed{ranks}-{place.__name__}-{call}", *STAGES, steps=7)
+        argv = flags(staged, f"killed{ranks}-{place.__name__}-{call}", *STAGES, alone, steps=7)
         method = "take" if place is Snapshot else "__call__"
-        ends = end_ranks(ranks, train_and_die, [*argv, "--train.rescue-seconds", "0"], place, method, call)
+        ends = end_ranks(ranks, train_and_die, argv, place, method, call)
         assert {end.code for end in ends} == {-signal.SIGKILL}
         go([*argv, "--resume", "auto"], ranks)
         name = argv[argv.index("--name") + 1]
