@@ -26,7 +26,7 @@ from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import scheme_of, source_type
 from clipstream.distributed.run_record import require_same, software
 from clipstream.distributed.world import World
-from clipstream.evals.settings import FrozenSettings
+from clipstream.evals.settings import FrozenSettings, ZeroShotSettings
 from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
 from clipstream.storage.shard_url import ShardURL, has_secret, parts_of, redact, redact_tree, redact_value
@@ -43,7 +43,7 @@ OF_A_NODE = re.compile(
 S = TypeVar("S", bound=Section)
 _ANCHORED = ("/", "~", "$")  # absolute, in the home folder, or from the environment
 # Keys whose values may be names as well.
-_NAMES = ("name", "pretrained", "image_pretrained", "model", "classes", "templates", "probability", "resume")
+_NAMES = ("name", "pretrained", "image_pretrained", "model", "classes", "templates", "against", "probability", "resume")
 _PATTERN = re.compile(r"[{}\[\]*?$]|::")  # characters with a meaning in a specification of shards
 TRAINS = re.compile(r"(model|tokenizer|data|loss|distill|optim|schedule|train)\.|run\.(seed|deterministic)$")
 BESIDES = re.compile(
@@ -192,7 +192,8 @@ def _absolute(section: Section, key: str, value: Any) -> Any:
     if isinstance(section, SourceSettings) and key == "shards" and is_plugin(section.type):
         found = [_path(item) if _is_file(item) else item for item in ([value] if isinstance(value, str) else value)]
         return found[0] if isinstance(value, str) else found
-    if isinstance(section, SourceSettings | FrozenSettings) and key in ("shards", "train_shards"):
+    reads = isinstance(section, SourceSettings | FrozenSettings | ZeroShotSettings)
+    if reads and key in ("shards", "train_shards", "tune_shards"):
         return _shards(value)
     if not names_path(type(section).model_fields[key]):
         return value

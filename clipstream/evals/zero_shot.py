@@ -124,7 +124,7 @@ class ZeroShot:
         yield from by_language(found, total)
 
     def _multilabel(self, context: EvalContext, classifier: torch.Tensor) -> Iterator[tuple[str, float]]:
-        images = [classifier[:0]]
+        images, tune = [classifier[:0]], self.settings.tune
         labels = [torch.zeros((0, len(classifier)), dtype=torch.bool)]
         tuning = [torch.zeros(0, dtype=torch.bool)]
         matches = Matches(context, self.settings.prompts)
@@ -132,7 +132,7 @@ class ZeroShot:
             images.append(context.encode_image(batch.images))
             labels.append(batch.ids.bool())
             halves = torch.from_numpy((of_samples(batch)[0] >> np.uint64(63)).astype(bool))
-            tuning.append(halves if self.settings.tune is None else torch.zeros_like(halves))
+            tuning.append(halves if tune is None else torch.zeros_like(halves))
             matches.add(images[-1], batch, partial(self._words, batch))
         total = sum(context.world.gather_objects(sum(map(len, images))))
         if not total:
@@ -141,8 +141,8 @@ class ZeroShot:
         matches.show()
         share = context.world.all_reduce_sum(there.sum(dtype=torch.float64))
         yield "mAP", mean_average_precision(torch.cat(images), classifier, there, context.world)
-        for source in () if self.settings.tune is None else (self.settings.tune,):
-            for batch in self.labelling.batches(context, source, self.settings.batch_size, "tune"):
+        if tune is not None:
+            for batch in self.labelling.batches(context, tune, self.settings.batch_size, "tune_shards"):
                 images.append(context.encode_image(batch.images))
                 labels.append(batch.ids.bool())
                 tuning.append(torch.ones(len(batch), dtype=torch.bool))

@@ -14,10 +14,11 @@ import torch
 from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve
 
+from clipstream.config.config_file import portable
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.metrics import f1_counts
-from clipstream.evals.settings import EvalSettings, ZeroShotSettings
+from clipstream.evals.settings import EvalSettings, ZeroShotSettings, sources_of
 from clipstream.evals.zero_shot import ZeroShot
 from tests.support.evaluating import context_of
 from tests.support.pictures import picture
@@ -111,6 +112,19 @@ def test_what_needs_several_labels_says_so(worn: Path, key: str) -> None:
         ZeroShot(settings_of(worn, labels="one", **{key: ["with {c}"]}))
     with pytest.raises(SettingsError, match=r"against: 'without' has no \{c\}"):
         ZeroShot(settings_of(worn, against=["without"]))
+
+
+def test_a_written_config_has_absolute_shards_and_the_prompts_as_they_are(
+    worn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(worn)
+    made = portable(settings_of(Path(), against=["without {c}"], tune_shards="2.tar", data={"shards": "0.tar"}))
+    assert (made.templates, made.against, made.classes) == (["with a {c}"], ["without {c}"], NAMES)
+    sources = sources_of(made)
+    assert {key: source.shards for key, source in sources.items()} == {
+        "data.shards": f"{worn}/0.tar", "tune_shards": f"{worn}/2.tar",
+    }  # fmt: skip
+    assert made.tune_shards == f"{worn}/2.tar"
 
 
 def counted(world: World) -> torch.Tensor:
