@@ -158,7 +158,8 @@ class FailureWatch:
         self._found = threading.Event()  # the main thread knows the cause
         self._ending = threading.Event()  # the main thread ends by itself
         self._stopped = threading.Event()
-        self._once, self._taking = threading.Lock(), threading.Lock()
+        self._once, self._taking, self._aborting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._aborted = False
         self._noted = False
         self._told = False  # the cause is printed, or left to rank 0, which knows it
         self._thread: threading.Thread | None = None
@@ -214,9 +215,16 @@ class FailureWatch:
         _ignore_sigterm()
         cause = self._first_cause(error)
         self._found.set()
-        self.world.abort()
+        self._abort()
         self._deadline = min(self._deadline, time.monotonic() + (self.rescue_seconds or GRACE))
         return cause
+
+    def _abort(self) -> None:
+        """Let all collectives in progress raise, once: a group that is made after that is the survivors'."""
+        with self._aborting:
+            if not self._aborted:
+                self._aborted = True
+                self.world.abort()
 
     def set_outcome(self, code: int, text: str) -> None:
         """Let `report` return `code`, and append `text` to the cause's message; all survivors call this alike."""
@@ -333,7 +341,7 @@ class FailureWatch:
         if self.cause is None or self._ending.is_set():
             return
         if self.rescue_seconds:
-            self.world.abort()
+            self._abort()
         self._deadline = min(self._deadline, time.monotonic() + (self.rescue_seconds or GRACE))
         self._found.wait(GRACE)
         if self.cause.stuck and not self._found.is_set():

@@ -8,7 +8,9 @@ every collective is the identity and there is no process group.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import pickle
 import re
 import secrets
 import socket
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 POLL = 5.0  # s between two broadcasts to ranks that wait for rank 0
 FIRST_PORT, PORTS = 12_000, 16_384  # below the system's ephemeral ports
+POLL_WAIT = 1.0  # s of a wait for other ranks between two looks at this one's connections
 SHORTEST, LONGEST = 0.02, 0.5  # s between two looks into the store
 # Has NCCL's watchdog write the last exchanges to a file; torch records them from version 2.11 on.
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
@@ -50,6 +53,7 @@ _PMI = {"PALS_RANKID": ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOC
         "PMI_RANK": ["PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"],
         "PMIX_RANK": ["PMIX_RANK", "PMIX_SIZE"] * 2}  # fmt: skip  # of prterun, which tells nobody how many there are
 _connections: set[Socket] = set()  # of this process's groups
+_aborted = threading.Event()  # these are shut down
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _START = "start the ranks with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 
@@ -184,6 +188,7 @@ class World:
     def connecting(self) -> Iterator[None]:
         """Record the connections of the process groups that are made within, for `abort`."""
         before = open_sockets()
+        _aborted.clear()
         yield
         _connections.update(connections_since(before))
 
@@ -191,16 +196,24 @@ class World:
         """Let every collective in progress raise, here and on the other ranks; from any thread, also more than once.
 
         The groups cannot be used afterwards. With nccl, a wait for the GPU returns, and the next collective raises.
-        gloo's own `abort` leaves a blocked thread blocked until its timeout (torch 2.15), so its connections are shut
-        down.
+        Connections of gloo are shut down: its own `abort` (torch 2.15) leaves a thread that waits, or is about to,
+        waiting until its timeout.
         """
         if self.size == 1:
             return
         from torch.distributed import distributed_c10d
 
-        for group in list(distributed_c10d._world.pg_map):  # the default group is the first one
-            # Each in a thread: aborting one nccl communicator may wait for another one (pytorch's issue 119797).
-            threading.Thread(target=group.abort, name="abort", daemon=True).start()
+        for group in list(distributed_c10d._world.pg_map):
+            # Its destructor would wait for threads that gloo does not wake (see `complete`).
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            if self.device.startswith("cuda"):
+                import torch
+
+                with contextlib.suppress(RuntimeError):  # a group without nccl
+                    backend = group._get_backend(torch.device(self.device))
+                    # In a thread: aborting one nccl communicator may wait for another one (pytorch's issue 119797).
+                    threading.Thread(target=backend.abort, name="abort", daemon=True).start()
+        _aborted.set()
         for connection in list(_connections):
             with contextlib.suppress(OSError), connection.duplicate() as opened:
                 if not opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # else gloo aborts the process
@@ -233,22 +246,16 @@ class World:
         """Every rank's `value` (picklable, small), in rank order, on every rank."""
         if self.size == 1:
             return [value]
-        import torch.distributed as dist
+        import torch
 
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._message_device)
+        counts = self.gather_counts(len(message))
+        parts = torch.split(self.gather_rows(message, counts).cpu(), list(counts))
+        return [pickle.loads(part.numpy().data) for part in parts]
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value` on every rank."""
-        if self.size == 1:
-            return value
-        import torch
-        import torch.distributed as dist
-
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+        return self.gather_objects(value if self.is_main else None)[0]
 
     def on_main(self, function: Callable[[], Any]) -> Any:
         """Call `function` on rank 0 alone, and return its result on every rank; it may take hours.
@@ -287,19 +294,24 @@ class World:
         if self.size == 1:
             return (count,)
         import torch
-        import torch.distributed as dist
 
-        device = "cpu" if "cpu:" in dist.get_backend_config() else self.device
-        counts = torch.zeros(self.size, dtype=torch.int64, device=device)
+        counts = torch.zeros(self.size, dtype=torch.int64, device=self._message_device)
         counts[self.rank] = count
         return tuple(self.all_reduce_sum(counts).tolist())
+
+    @property
+    def _message_device(self) -> str:
+        """The CPU if the process group has gloo."""
+        import torch.distributed as dist
+
+        return "cpu" if self.device == "cpu" or "cpu:" in dist.get_backend_config() else self.device
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the ranks, in place, and return it."""
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.all_reduce(tensor)
+            complete(dist.all_reduce(tensor, async_op=True), tensor)
         return tensor
 
     def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
@@ -319,11 +331,33 @@ class World:
             mine = tensor.new_zeros((longest, *tensor.shape[1:]))
             mine[: tensor.shape[0]] = tensor
         found = mine.new_empty((self.size * longest, *tensor.shape[1:]))
-        dist.all_gather_into_tensor(found, mine)
+        complete(dist.all_gather_into_tensor(found, mine, async_op=True), mine)
         if min(counts) == longest:
             return found
         parts = found.view(self.size, longest, *tensor.shape[1:])
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def complete(work: Any, tensor: torch.Tensor) -> None:
+    """Wait until an exchange of `tensor`, whose work torch has returned, is complete.
+
+    Where a connection breaks in the moment of a send, gloo does not wake the one who waits for it (`signalException` of
+    its `tcp/pair.cc`), until `run.timeout`. So this looks whether the groups were aborted.
+
+    Raises RuntimeError: a connection broke.
+    """
+    if tensor.device.type != "cpu":  # a wait with a time limit would block the host
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(timedelta(seconds=POLL_WAIT))
+            return
+        except RuntimeError as error:
+            if "Operation timed out" not in str(error):
+                raise
+            if _aborted.is_set():
+                raise RuntimeError("Connection closed by peer, or by this rank") from error
 
 
 def resolve_device(wanted: str) -> str:
@@ -517,13 +551,17 @@ class AgreeingWorld(World):
     def of(cls, world: World) -> AgreeingWorld:
         return cls(**{field.name: getattr(world, field.name) for field in fields(World)})
 
+    @property
+    def _plain(self) -> World:
+        return World(**{field.name: getattr(self, field.name) for field in fields(World)})
+
     def exchange(self, failure: Failure | None = None) -> None:
         """Exchange this rank's status with the others. Collective; any other collective matches it.
 
         Raises RankFailed: some rank failed; has the failure of the first one.
         """
         try:
-            statuses = super().gather_objects(failure)
+            statuses = self._plain.gather_objects(failure)
         except Exception as error:
             raise Torn(str(error)) from error
         if failures := [status for status in statuses if status is not None]:
@@ -539,18 +577,18 @@ class AgreeingWorld(World):
             raise error if isinstance(error, Torn) else Torn(str(error)) from error
 
     def gather_objects(self, value: Any) -> list[Any]:
-        found: list[Any] = self._run(super().gather_objects, value)
+        found: list[Any] = self._run(self._plain.gather_objects, value)
         return found
 
     def broadcast_object(self, value: Any) -> Any:
-        return self._run(super().broadcast_object, value)
+        return self._run(self._plain.broadcast_object, value)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._run(super().all_reduce_sum, tensor)
+        found: torch.Tensor = self._run(self._plain.all_reduce_sum, tensor)
         return found
 
     def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        found: torch.Tensor = self._run(super().gather_rows, tensor, counts)
+        found: torch.Tensor = self._run(self._plain.gather_rows, tensor, counts)
         return found
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clipstream.distributed.world import World
+from clipstream.distributed.world import World, complete
 
 Work = Callable[[int, torch.Tensor], torch.Tensor | None]
 GIB = 2**30
@@ -104,7 +104,7 @@ class Ring:
             if found is None or size == 1:
                 return found
             mine = found.new_empty((max(self.counts), *found.shape[1:]))
-            dist.reduce_scatter_tensor(mine, found)
+            complete(dist.reduce_scatter_tensor(mine, found, async_op=True), mine)
             return mine[: self.counts[rank]]
         coming: _Exchange | None = None
         block = rows.contiguous()

@@ -53,7 +53,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from clipstream.distributed.world import World
+from clipstream.distributed.world import World, complete
 from clipstream.losses.ring import Ring, is_gathered
 from clipstream.losses.settings import Duplicates
 
@@ -401,7 +401,7 @@ class LogSums:
         world = self._tiles.pairs.ring.world
         if world.size > 1:
             most = self.columns.clone()
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            complete(dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True), most)
             self.columns = world.all_reduce_sum(torch.exp(self.columns - most)).log_().add_(most)
 
 

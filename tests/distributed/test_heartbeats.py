@@ -17,6 +17,7 @@ import torch
 from torch.distributed import TCPStore, distributed_c10d
 
 from clipstream.distributed import failure, shared_keys
+from clipstream.distributed import world as world_module
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.shared_keys import SharedKeys
 from clipstream.distributed.world import World
@@ -105,6 +106,29 @@ def abort_in_a_collective(world: World) -> None:
 def test_an_abort_wakes_all_ranks_of_a_collective() -> None:
     """Without it they wait until the group's timeout of 30 minutes."""
     run_ranks(RANKS, abort_in_a_collective)
+
+
+def abort_unwoken(world: World) -> int:
+    """The same where gloo does not wake a rank, as if a connection broke in the moment of a send: none is closed."""
+    world.start()
+    world_module._connections.clear()
+    store = distributed_c10d._get_default_store()
+    if world.rank < 2:
+        threading.Timer(0.5, world.abort).start()
+        with pytest.raises(RuntimeError, match="by this rank"):
+            world.all_reduce_sum(torch.ones(1))
+        world.stop()
+    else:
+        store.wait(["left/1"])
+    store.set(f"left/{world.rank}", "")
+    if world.rank == 0:  # which holds the store
+        store.wait(["left/1", "left/2"])
+    return 0
+
+
+def test_an_abort_ends_a_wait_of_which_gloo_wakes_nobody() -> None:
+    ends = end_ranks(RANKS, abort_unwoken)
+    assert [end.code for end in ends] == [0] * RANKS, ends
 
 
 def be_busy(world: World) -> int:
