@@ -27,7 +27,6 @@ from zlib import crc32
 
 from clipstream.distributed.shared_keys import Socket, connections_since, open_sockets
 from clipstream.errors import ClipstreamError, SettingsError
-from clipstream.utils.processes import capabilities
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +39,6 @@ SHORTEST, LONGEST = 0.02, 0.5  # s between two looks into the store
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _NUMBER, _ANSWER, _ARRIVED = "clipstream/number/{}", "clipstream/answer/{}", "clipstream/heard/{}"  # keys of a store
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_BF16 = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu
 _PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # The same of Open MPI, MVAPICH, and MPICH's Hydra, which is Intel MPI's, by a name that nothing else sets: what mpirun
@@ -590,17 +588,3 @@ class AgreeingWorld(World):
     def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         found: torch.Tensor = self._run(self._plain.gather_rows, tensor, counts)
         return found
-
-
-def computes_bf16(device: str) -> bool:
-    """Whether a device, as 'cpu' or 'cuda:1', computes bfloat16 and does not only emulate it."""
-    import torch
-
-    if given := capabilities().keys() & {"bf16", "no-bf16"}:
-        return "bf16" in given
-    if device.startswith("cuda"):
-        with torch.cuda.device(device):  # the query is about the current device
-            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    asked = (getattr(torch.cpu, name, None) for name in _BF16)
-    has = any(ask is not None and bool(ask()) for ask in asked)
-    return has and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # oneDNN may be told not to ($ONEDNN_MAX_CPU_ISA)

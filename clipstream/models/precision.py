@@ -17,15 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clipstream.distributed.world import World, computes_bf16
+from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.models.frozen import arithmetic, ids_of_own
 from clipstream.models.settings import Precision
+from clipstream.utils.processes import capabilities
 
 if TYPE_CHECKING:
     from clipstream.models.settings import ModelSettings
     from clipstream.models.towers import Towers
 
+_BF16 = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TF32_CAPABILITY = (8, 0)  # of the first GPUs with TF32 (Ampere)
 KEPT_WIDE = 4  # elements of tensors that stay float32: scale and bias, which bfloat16 would freeze, and channel means
@@ -105,3 +107,15 @@ def autocast(device: str | torch.device, precision: Precision) -> Iterator[None]
     dtype = torch.bfloat16 if precision == "pure_bf16" else AUTOCAST.get(precision, torch.float32)
     with arithmetic(torch.device(device).type, dtype, cast=precision in AUTOCAST):
         yield
+
+
+def computes_bf16(device: str) -> bool:
+    """Whether a device, as 'cpu' or 'cuda:1', computes bfloat16 and does not only emulate it."""
+    if given := capabilities().keys() & {"bf16", "no-bf16"}:
+        return "bf16" in given
+    if device.startswith("cuda"):
+        with torch.cuda.device(device):  # the query is about the current device
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    asked = (getattr(torch.cpu, name, None) for name in _BF16)
+    has = any(ask is not None and bool(ask()) for ask in asked)
+    return has and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # oneDNN may be told not to ($ONEDNN_MAX_CPU_ISA)

@@ -25,9 +25,9 @@ from clipstream.data.decode.train_transform import TrainTransform
 from clipstream.data.loader import loader as loading
 from clipstream.data.settings import MAX_AUTO_WORKERS
 from clipstream.data.source_settings import SourceSettings
-from clipstream.distributed import world
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
+from clipstream.models.precision import computes_bf16
 from clipstream.utils import processes as machine
 from tests.support.clocks import START, Clock
 from tests.support.forks import TIMEOUT, wait_until
@@ -228,11 +228,11 @@ def test_bfloat16_is_found_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda allowed=allowed: allowed)
         for text, computed in {"cores=4": allowed, "": allowed, "bf16": True, "no-bf16,cores=4": False}.items():
             monkeypatch.setenv(machine.CAPABILITIES, text)
-            assert world.computes_bf16("cpu") == computed
+            assert computes_bf16("cpu") == computed
     for text in ("fast", "bf16,no-bf16", "bf16=no", "cores=0", "cores=x", "cores"):
         monkeypatch.setenv(machine.CAPABILITIES, text)
         with pytest.raises(SettingsError, match=f"is '{text}': expected bf16 or no-bf16, and cores=N"):
-            world.computes_bf16("cpu")
+            computes_bf16("cpu")
 
 
 def test_workers_that_cannot_all_be_started_are_told_and_none_is_left(shards: list[str]) -> None:
