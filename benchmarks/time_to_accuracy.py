@@ -1,8 +1,8 @@
 """Training seconds until a level of R@1 on held-out pairs, of recipes and of open_clip's trainer on the same shards.
 
     python benchmarks/time_to_accuracy.py emoji DIR OUT                          # the recipes of this file
-    python benchmarks/time_to_accuracy.py emoji DIR OUT --recipes emoji open_clip --seeds 0 1 2 3 4
-    python benchmarks/time_to_accuracy.py emoji DIR OUT --recipe 'short: configs/emoji.yaml --steps 150'
+    python benchmarks/time_to_accuracy.py emoji DIR OUT --recipes adamw emoji --seeds 0 1 2 3 4
+    python benchmarks/time_to_accuracy.py emoji DIR OUT --recipe 'short: configs/emoji.yaml --steps 80'
 
 DIR holds emoji-train/ and emoji-val/ (see configs/emoji.yaml), or icons-train/ and icons-val/. A recipe is
 `NAME: CONFIG FLAGS` of `clipstream train`, or `NAME: open_clip FLAGS` of open_clip_train, which needs `make peers`.
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 PEERS = ROOT / "build" / "peers"
 SAME = (
     "--model small --batch-size 256 --beta1 0.9 --beta2 0.98 --eps 1e-6 --wd 0.1 --grad-clip-norm 1 --warmup 20 "
-    "--aug-cfg 'scale=(0.6,1.0)' --workers 1"
+    "--workers 1"
 )
 
 
@@ -50,6 +50,8 @@ class DataSet:
     recipes: dict[str, str]
 
 
+STAGES = "--optim.lr 9e-3 --stages.small '{until: %d, set: {model.image_size: 32, optim.lr: 3e-3}}'"
+VIT = "--model.name benchmarks/vit256.json"
 SETS = {
     "emoji": DataSet(
         "emoji-train/*.tar",
@@ -57,19 +59,24 @@ SETS = {
         "caption.en",
         0.10,
         {
+            "adamw": "benchmarks/emoji_adamw.yaml",
             "emoji": "configs/emoji.yaml",
-            "small-data": "configs/recipes/small-data.yaml",
-            "open_clip": f"open_clip --lr 2e-3 --steps 300 {SAME}",
+            "open_clip": f"open_clip --lr 2e-3 --steps 300 --aug-cfg 'scale=(0.6,1.0)' {SAME}",
+            "open_clip-short": f"open_clip --lr 2e-3 --steps 150 --aug-cfg 'scale=(0.8,1.0)' {SAME}",
+            "vit": f"configs/emoji.yaml --steps 150 {VIT}",
+            "vit-stages": f"configs/emoji.yaml --steps 150 {VIT} {STAGES % 105}",
         },
     ),
     "icons": DataSet(
         "icons-train/*.tar",
         "icons-val/*.tar",
         None,
-        0.103,  # of configs/emoji.yaml after 10 minutes, mean of seeds 0 to 2
+        0.103,  # of AdamW after 10 minutes, mean of seeds 0 to 2
         {
-            "emoji": "configs/emoji.yaml --caption-key txt --steps 1900",
-            "small-data": "configs/recipes/small-data.yaml --caption-key txt --steps 700 --optim.lr 6e-3",
+            "adamw": "benchmarks/emoji_adamw.yaml --caption-key txt --steps 1900",
+            "small-data": "configs/recipes/small-data.yaml --steps 700 --optim.lr 6e-3",
+            "vit": f"configs/recipes/small-data.yaml --steps 300 --optim.lr 6e-3 {VIT}",
+            "vit-stages": f"configs/recipes/small-data.yaml --steps 300 {VIT} {STAGES % 210}",
         },
     ),
 }

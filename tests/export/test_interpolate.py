@@ -163,7 +163,6 @@ def test_the_command_of_a_recipe_runs(name: str, place: Path) -> None:
     words = {"configs/": f"{ROOT}/configs/", "START": f"{place}/runs/start", "train.csv": f"{place}/pairs/00000.tar",
              "heldout.csv": f"{place}/val/*.tar", "KNOWN": f"{place}/pairs/00001.tar",
              "REPLAY": f"{place}/pairs/00002.tar", "json:FIELD": "cls",
-             "DIR/emoji-train": f"{place}/pairs", "DIR/emoji-val": f"{place}/val",
              "TRAIN": f"{place}/birds/train" if folders else f"{place}/pairs/*.tar",
              "HELDOUT": f"{place}/birds/heldout" if folders else f"{place}/val/*.tar",
              "classes.txt": f"{place}/birds/classes.txt"}  # fmt: skip
