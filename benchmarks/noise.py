@@ -69,8 +69,8 @@ def train(out: Path, name: str, data: Path, options: argparse.Namespace, *flags:
     results = out / name / "metrics.jsonl"
     if not (results.is_file() and "R@1" in results.read_text(encoding="utf-8")):
         trains, tests = f"{data}/{{00000..00008}}.tar", f"{options.data}/emoji-val/{{00000..00004}}.tar"
-        run("train", "--config", "benchmarks/emoji_adamw.yaml", "--model", out / "model.json", "--logs", out, "--name", name,
-            "--train-data", trains, "--val-data", tests, "--steps", options.steps,
+        run("train", "--config", "benchmarks/emoji_adamw.yaml", "--model", out / "model.json",
+            "--logs", out, "--name", name, "--train-data", trains, "--val-data", tests, "--steps", options.steps,
             "--evals.val.every", options.steps, *flags)  # fmt: skip
     lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     last = next(line for line in reversed(lines) if "image_to_text_R@1" in line)

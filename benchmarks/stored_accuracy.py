@@ -11,8 +11,8 @@ The stores have the same samples, with features of pictures and of captions; cha
 first. The labels are the members `cls` of the shards; the classifier is that of the evaluator `zero_shot`, in float32,
 of the model in the first store. Rows are used as search uses them: decoded, then scaled to length 1.
 
-Emoji of a third vendor (1,852 pairs, 9 classes, 128 features; one sample is 0.05 points), a model of 300 steps of
-benchmarks/emoji_adamw.yaml: R@1 14.5% and 16.1%, top-1 12.2% from float32; float16 changes nothing, bfloat16 -0.05 points of R@1
+Emoji of a third vendor (1,852 pairs, 9 classes, 128 features; one is 0.05 points), 300 steps of emoji_adamw.yaml:
+R@1 14.5% and 16.1%, top-1 12.2% from float32; float16 changes nothing, bfloat16 -0.05 points of R@1
 image to text, int8 -0.11 points of it and +0.11 of top-1. A model of 150 steps (6.6%, 7.9%, 18.0%): float16 nothing,
 bfloat16 +0.05 points of R@1 text to image, int8 -0.11 points of top-1. configs/lit.yaml's model with 1,280 features
 (5.2%, 3.7%, 41.3%): int8 -0.11 and +0.11 points of R@1, +0.05 of top-1.
