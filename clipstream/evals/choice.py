@@ -7,26 +7,27 @@ here they receive their expected share, so that constant features score exactly 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import permutations
 
 import torch
 
-from clipstream.data.decode.labels import NO_CAPTION, ChoicesEncoder, ChoicesField
+from clipstream.data.decode.labels import ChoicesField, Unencoded
 from clipstream.errors import DataError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.metrics import TIE, Ranks, products
 from clipstream.evals.settings import ChoiceSettings, source_of
 
-MOST_TEXTS = 64  # of an image
 # A random order of the four scores of two images and two captions: two independent comparisons, or both right ones
 # above both wrong ones (2! 2! / 4!).
 CHANCE = {"text_score": 1 / 4, "image_score": 1 / 4, "group_score": 1 / 6}
 
 
 class Choice:
-    """Yields accuracy, CATEGORY_accuracy of each category, n (images) and chance_accuracy (mean of 1 / texts).
+    """Yields accuracy, n (images), chance_accuracy (mean of 1 / texts), and CATEGORY_accuracy, n_CATEGORY and
+    chance_CATEGORY_accuracy of each category.
 
     With `group` it yields text_score, image_score, group_score, n (groups) and the chance of each.
 
@@ -37,39 +38,37 @@ class Choice:
         self.settings, self.source = settings, source_of(settings)
 
     def __call__(self, context: EvalContext) -> Iterator[tuple[str, float]]:
-        """Evaluate. Collective. Raises DataError: no usable image, too many texts, or a group not of two samples."""
-        of, about = self.settings, ChoicesEncoder.ABOUT
+        """Evaluate. Collective. Raises DataError: no usable image, or a group not of two samples."""
+        of = self.settings
         if of.group:
             yield from self._scores(context, of.group)
             return
         target = ChoicesField(self.source.caption, [*of.wrong], of.answer, of.category)
-        encoder = ChoicesEncoder(context.tokenizer, MOST_TEXTS)
-        tally: dict[str, list[float]] = {}  # by category, sums: accuracy, 1, chance
-        for batch in context.batches(self.source, of.batch_size, target=target, tokenizer=encoder):
-            ids = batch.ids[:, :-about].reshape(len(batch), -1, context.tokenizer.context_length)
-            there = ids[:, :, 0] != NO_CAPTION
+        tally: dict[str, torch.Tensor] = {}  # by category, '' for all: sums of shares, images and chances
+        for batch in context.batches(self.source, of.batch_size, target=target, tokenizer=Unencoded()):
+            assert batch.captions is not None, "in evaluation"
+            texts, categories = zip(*map(json.loads, batch.captions), strict=True)
+            ids = torch.from_numpy(context.tokenizer.encode([text for some in texts for text in some]))
             images = context.encode_image(batch.images)
-            texts = torch.cat([context.encode_text(some) for some in torch.split(ids[there], of.batch_size)])
-            counts = there.sum(dim=1)
-            right = first_of(images, texts, counts.to(images.device)).tolist()
-            for row, share, count in zip(batch.ids.numpy(), right, counts.tolist(), strict=True):
-                name = re.sub(r"\W+", "_", ChoicesEncoder.category(row)).strip("_") if of.category else ""
-                sums = tally.setdefault(name, [0.0, 0.0, 0.0])
-                sums[:] = sums[0] + share, sums[1] + 1, sums[2] + 1 / count
-        total: dict[str, list[float]] = {}
+            features = torch.cat([context.encode_text(some) for some in torch.split(ids, of.batch_size)])
+            counts = torch.tensor([len(some) for some in texts], device=images.device)
+            right = first_of(images, features, counts).tolist()
+            for share, some, category in zip(right, texts, categories, strict=True):
+                row = torch.tensor([share, 1, 1 / len(some)], dtype=torch.float64)
+                for name in {"", _name(category)}:
+                    tally[name] = tally.get(name, 0) + row
+        total: dict[str, torch.Tensor] = {}
         for part in context.world.gather_objects(tally):
             for name, sums in part.items():
-                total[name] = [one + other for one, other in zip(total.get(name, [0.0] * 3), sums, strict=True)]
+                total[name] = total.get(name, 0) + sums
         if not total:
             raise context.unusable("image with a right and a wrong text")
-        share, n, chance = map(sum, zip(*total.values(), strict=True))
-        yield "accuracy", share / n
-        for name in sorted(filter(None, total)):
-            yield f"{name}_accuracy", total[name][0] / total[name][1]
-        yield "n", int(n)
-        yield "chance_accuracy", chance / n
-        for name in sorted(filter(None, total)):
-            yield f"chance_{name}_accuracy", total[name][2] / total[name][1]
+        for name in sorted(total):
+            share, n, chance = total[name].tolist()
+            of_category = f"{name}_" if name else ""
+            yield f"{of_category}accuracy", share / n
+            yield f"n_{name}" if name else "n", int(n)
+            yield f"chance_{of_category}accuracy", chance / n
 
     def _scores(self, context: EvalContext, field: str) -> Iterator[tuple[str, float]]:
         """Winoground's scores of the pairs of samples that share a field. Collective."""
@@ -78,8 +77,8 @@ class Choice:
             assert batch.groups is not None, "asked for"
             own = batch.groups & 1 == 0  # others lack the field
             context.dropped += int((~own).sum())
-            pictures.append(context.encode_image(batch.images[own]))
-            captions.append(context.encode_text(batch.ids[own]))
+            pictures.append(context.encode_image(batch.images)[own])
+            captions.append(context.encode_text(batch.ids)[own])
             joined.append(batch.groups[own])
         gather = context.world.gather_rows
         images, texts = map(gather, context.stack(f"pair with {field}", pictures, captions))
@@ -93,11 +92,19 @@ class Choice:
             )
         order = inverse.sort(stable=True).indices
         order = order[whole[inverse[order]]].view(-1, 2)
+        if not len(order) and context.AT_MOST is None:
+            raise context.unusable(f"pair with {field}")
         found = pair_scores(images[order].double() @ texts[order].double().transpose(1, 2))
         for name, value in zip(CHANCE, found.sum(dim=0).tolist(), strict=True):
             yield name, value / max(1, len(order))
         yield "n", len(order)
         yield from ((f"chance_{name}", value) for name, value in CHANCE.items())
+
+
+def _name(category: str) -> str:
+    """A category in names of metrics; '' for none."""
+    name = re.sub(r"\W+", "_", category).strip("_")
+    return f"of_{name}" if name == "chance" or (category and not name) else name
 
 
 def first_of(images: torch.Tensor, texts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -228,6 +228,8 @@ class ChoiceSettings(EvalSettings):
     @classmethod
     def _well_formed(cls, value: str | list[str] | None) -> str | list[str] | None:
         for one in [value] if isinstance(value, str) else value or ():
+            if not one.strip():
+                raise ValueError("expected a member or json:PATH")
             if one.lower().startswith("json:"):
                 parse_path(one[5:])
         return value

@@ -53,8 +53,8 @@ def is_of_language(metric: str) -> bool:
 
 
 def is_count_of_language(metric: str, found: Container[str]) -> bool:
-    """Whether a metric among those `found` is the number of images or captions of one of several languages."""
-    return "languages" in found and metric.startswith(("n_", "captions_"))
+    """Whether a metric among those `found` is the number of images or captions of a language, or of a category."""
+    return metric.startswith("n_") or ("languages" in found and metric.startswith("captions_"))
 
 
 def is_share(metric: str, value: Any) -> bool:
@@ -79,12 +79,13 @@ def bounds(record: Record, metric: str) -> tuple[float, float] | None:
     of = f"_{language[1]}" if language else ""
     # The metric of a user's own evaluator may look like one of a language.
     n, share = record.get(count + of, 0 if of == "_mean" else record.get(count, 0)), record[metric]
+    n = record.get(f"n_{metric.removesuffix('_accuracy')}", n)  # of a category
     if metric.startswith("image_to_image"):
         n -= record.get("left_out", 0)
     if (
         not n
         or not is_share(metric, share)
-        or not re.fullmatch(r"top\d+|.*_(?:R@|top)\d+|accuracy|(?:text|image|group)_score", metric)
+        or not re.fullmatch(r"top\d+|.*_(?:R@|top)\d+|(?:.*_)?accuracy|(?:text|image|group)_score", metric)
     ):
         return None
     z = 1.96**2 / n

@@ -208,17 +208,58 @@ def test_an_image_without_a_wrong_text_is_never_right(place: Path) -> None:
     with pytest.raises(Dropped, match="no text to choose besides"):
         only(sample, None)
     assert json.loads(only({**sample, "json": b'{"wrong": "no\\nbody"}'}, None))[0] == ["right", "no body"]
-    with pytest.raises(Dropped, match="answer '7' is no number from 0 to 1"):
-        ChoicesField(TextCaption(key="txt"), ["json:o"], "json:a", None)(
-            {**sample, "json": b'{"o": ["a", "b"], "a": 7}'}, None
-        )
+    for wrong, texts in (('"nan"', None), ('["nan", 3, 2.0]', ["right", "3", "2"])):
+        told = {**sample, "json": f'{{"wrong": {wrong}}}'.encode()}
+        if texts is None:
+            with pytest.raises(Dropped, match="no text to choose besides"):
+                only(told, None)
+        else:
+            assert json.loads(only(told, None))[0] == texts
     for form, more, text in (
         ("list", {"wrong": "json:none"}, "no usable"),
         ("pairs", {"group": "json:kind"}, "do not have exactly two usable samples"),
+        ("pairs", {"group": "json:none"}, "no usable pair with json:none"),
+        ("list", {"category": "json:none"}, "no category: see the evaluator's category"),
     ):
         settings = ChoiceSettings.model_validate(section(place, form, **more).model_dump())
         with pytest.raises(DataError, match=text):
             dict(Choice(settings)(context_of(World())))
+
+
+@pytest.mark.parametrize(("told", "texts"), [
+    ({"o": ["a", "b"], "a": 1}, ["b", "a"]),
+    ({"o": ["a", "b"], "a": "1.0"}, ["b", "a"]),
+    ({"o": ["", "b", "c"], "a": 2}, ["c", "b"]),  # a blank text keeps its number
+    ({"o": ["a", None, "c"], "a": 2}, ["c", "a"]),
+    ({"o": ["a", "", "c"], "a": 1}, None),
+    ({"o": ["a", "b"], "a": 7}, None),
+])  # fmt: skip
+def test_the_answer_is_the_number_of_a_text(told: dict[str, Any], texts: list[str] | None) -> None:
+    field = ChoicesField(TextCaption(key="txt"), ["json:o"], "json:a", None)
+    sample = {"__key__": "a", "__url__": "b", "txt": b"right", "json": json.dumps(told).encode()}
+    if texts is None:
+        with pytest.raises(Dropped, match="is not the number of a text"):
+            field(sample, None)
+    else:
+        assert json.loads(field(sample, None))[0] == texts
+
+
+def test_an_image_may_have_many_texts_and_any_category(tmp_path: Path) -> None:
+    names = ["chance", "a" * 80 + "b", "a" * 80 + "c", "???"]
+    samples = [
+        {
+            "__key__": f"{i}",
+            "png": picture(i, kind="PNG"),
+            "txt": "0z",
+            "json": json.dumps({"wrong": [f"{k}z" for k in range(1, 100)], "kind": names[i % 4]}),
+        }
+        for i in range(8)
+    ]
+    write_tar(tmp_path / "0.tar", samples)
+    told = {"type": "choice", "wrong": "json:wrong", "category": "json:kind", "data": {"shards": f"{tmp_path}/0.tar"}}
+    found = dict(Choice(ChoiceSettings.model_validate(told))(context_of(World())))
+    assert found["chance_accuracy"] == pytest.approx(1 / 100)
+    assert [found[f"n_{name}"] for name in ("of_chance", *names[1:3], "of_")] == [2, 2, 2, 2] and found["n"] == 8
 
 
 @pytest.mark.parametrize(("told", "text"), [
@@ -226,6 +267,7 @@ def test_an_image_without_a_wrong_text_is_never_right(place: Path) -> None:
     ({"group": "json:a", "category": "json:b"}, "remove category"),
     ({"answer": "json:a"}, "requires wrong"),
     ({"wrong": "json:a[*"}, "json"),
+    ({"wrong": ""}, "expected a member or json:PATH"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit(told: dict[str, str], text: str) -> None:
     with pytest.raises((ValueError, SettingsError), match=text):
@@ -235,5 +277,9 @@ def test_settings_that_do_not_fit(told: dict[str, str], text: str) -> None:
 def test_intervals_and_chance_by_category() -> None:
     record = {"accuracy": 0.5, "add_accuracy": 0.5, "n": 100, "chance_accuracy": 0.4, "chance_add_accuracy": 0.5}
     assert bounds(record, "accuracy") == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    few = {**record, "n_add": 4}
+    assert (
+        bounds(few, "add_accuracy") == pytest.approx((0.1500, 0.8500), abs=1e-4) and bounds(few, "accuracy") is not None
+    )
     assert (chance_of(record, "accuracy"), chance_of(record, "add_accuracy")) == (0.4, 0.5)
     assert bounds({"text_score": 0.5, "n": 100}, "text_score") is not None

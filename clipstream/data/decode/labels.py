@@ -355,56 +355,43 @@ class ChoicesField:
         texts = [] if self._answer else self._caption(sample, None).split("\n" if self._all else "\0")
         for field in self._wrong:
             texts += _texts_in(field.value(sample), lines=field.of_member)
-        texts = [usable_text(" ".join(text.split())) for text in texts]
+        texts = [usable_text(" ".join(text.split())) if text.strip() else "" for text in texts]
         if self._answer is not None:
             found = self._answer(sample, None)
-            if not found.isdecimal() or int(found) >= len(texts):
-                raise Dropped("no_label", f"answer {found[:40]!r} is no number from 0 to {len(texts) - 1}")
-            texts.insert(0, texts.pop(int(found)))
+            number = number_of(found)
+            if number is None or not 0 <= number < len(texts) or not texts[number]:
+                told = f"answer {found[:40]!r} is not the number of a text: {len(texts)} are there, the first is 0"
+                raise Dropped("no_label", told)
+            texts.insert(0, texts.pop(number))
+        texts = [text for text in texts if text]
         if len(texts) < 2:
-            raise Dropped("no_wrong_text", "no text to choose besides the right one: set the evaluator's wrong")
-        return json.dumps([texts, "" if self._category is None else self._category(sample, None)])
+            raise Dropped("no_wrong_text", "no text to choose besides the right one: see the evaluator's wrong")
+        if self._category is None:
+            return json.dumps([texts, ""])
+        if category := label_text(self._category.value(sample)):
+            return json.dumps([texts, category])
+        raise Dropped("no_label", "no category: see the evaluator's category")
 
 
 def _texts_in(value: Any, *, lines: bool) -> list[str]:
-    """The texts of a field that are not blank, with those of lists, printed lists and maps."""
-    if isinstance(value, str):
-        inner = structure(value)
-        found = (value.splitlines() if lines else [value]) if inner is None else _texts_in(inner, lines=False)
-    elif isinstance(value, (list, dict)):
+    """The texts and numbers of a field, with those of lists, printed lists and maps; '' for what is none."""
+    if isinstance(value, str) and (inner := structure(value)) is not None:
+        value = inner
+    elif isinstance(value, str):
+        return [label_text(text) for text in (value.splitlines() if lines else [value])]
+    if isinstance(value, (list, dict)):
         inside = value.values() if isinstance(value, dict) else value
-        found = [text for one in inside for text in _texts_in(one, lines=False)]
-    else:
-        found = []
-    return [text for text in found if text.strip()]
+        return [text for one in inside for text in _texts_in(one, lines=False)]
+    return [label_text(value)]
 
 
-class ChoicesEncoder:
-    """A tokenizer of the texts of `ChoicesField`: the ids of CaptionsEncoder, and 64 bytes of the category.
+class Unencoded:
+    """A tokenizer for texts that an evaluator takes from `Batch.captions`: ids [n, 1], all 0."""
 
-    ids [n, most · T + ABOUT].
-    """
-
-    ABOUT = 16  # columns of int32
-
-    def __init__(self, tokenizer: Tokenizer, most: int) -> None:
-        self._captions = CaptionsEncoder(tokenizer, most)
-        self.context_length, self.vocab_size = self._captions.context_length + self.ABOUT, tokenizer.vocab_size
+    context_length = vocab_size = 1
 
     def encode(self, texts: Sequence[str]) -> Ids:
-        """To int32. Raises DataError: a sample has more than `most` texts."""
-        rows = [json.loads(text) for text in texts]
-        ids = self._captions.encode(["\n".join(row[0]) for row in rows])
-        about = np.zeros((len(rows), self.ABOUT), dtype=np.int32)
-        for one, (_, category) in zip(about, rows, strict=True):
-            one[:] = np.frombuffer(category.encode(errors="replace")[:64].ljust(64, b"\0"), np.int32)
-        return np.concatenate([ids, about], axis=1)
+        return np.zeros((len(texts), 1), dtype=np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The right text."""
-        return self._captions.decode(ids)
-
-    @classmethod
-    def category(cls, ids: np.ndarray[Any, np.dtype[np.int32]]) -> str:
-        """The category in the ids of a sample, int32 [most · T + ABOUT]; '' for none."""
-        return ids[-cls.ABOUT :].tobytes().rstrip(b"\0").decode(errors="ignore")
+        return ""

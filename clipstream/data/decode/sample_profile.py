@@ -263,7 +263,9 @@ class Profile:
             named = " or ".join(wanted) if len(wanted) < 5 else f"{wanted[0]}, {wanted[1]} or the like"
             told.append(f"no sample has an image member named {named} (--image-key)")
         if caption is None:
-            told.append(f"set the label with --{place.removesuffix('.data')}.label: a member, or json:PATH")
+            told.append(
+                f"set the fields that the evaluator reads below --{place.removesuffix('.data')}: members, or json:PATH"
+            )
         elif not self._has_caption(caption):
             key = caption.key if isinstance(caption, (TextCaption, JsonCaption)) else caption.type
             at, flag = (
