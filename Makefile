@@ -82,7 +82,8 @@ bench-features: .venv/.installed-dev
 # Figures on Fashion-MNIST (Debian's dataset-fashion-mnist) beside those of clip-benchmark's own code, which works with
 # no later numpy.
 reference: .venv/.installed-dev build/reference
-	PYTHONPATH="$(CURDIR)/build/reference" $(BIN)/python -m pytest -q -m slow tests/evals/test_clip_benchmark.py
+	PYTHONPATH="$(CURDIR)/build/reference" $(BIN)/python -m pytest -q -m slow tests/evals/test_clip_benchmark.py \
+		tests/evals/test_choice.py
 
 build/reference: | .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@.part \

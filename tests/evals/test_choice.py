@@ -1,4 +1,5 @@
-"""Choice equals clip-benchmark's image_caption_selection (restated in NumPy) on tars and tables, on 1 and 3 ranks."""
+"""Choice equals clip-benchmark's image_caption_selection on tars and tables, on 1 and 3 ranks: its formula, restated in
+NumPy, and with `make reference` its own code."""
 
 from __future__ import annotations
 
@@ -147,21 +148,43 @@ def selection(instances: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
     return dict(zip(("text_acc", "image_acc", "acc"), np.mean(found, axis=0).tolist(), strict=True))
 
 
-def features(place: Path) -> tuple[np.ndarray[Any, Any], list[np.ndarray[Any, Any]]]:
-    """Of the pictures in the order of their numbers, and of the texts of each."""
-    context = context_of(World())
+def pixels(place: Path) -> list[torch.Tensor]:
+    """Of the pictures in the order of their numbers, as the model takes them."""
     source = ChoiceSettings.model_validate(section(place, "list").model_dump()).data
     assert source is not None
     by_key: dict[int, torch.Tensor] = {}
-    for batch in context.batches(source, 8):
-        by_key.update(
-            zip((int(key.rpartition("/")[2]) for key in batch.keys), context.encode_image(batch.images), strict=True)
-        )
-    texts = []
+    for batch in context_of(World()).batches(source, 8):
+        by_key.update(zip((int(key.rpartition("/")[2]) for key in batch.keys), batch.images, strict=True))
+    return [by_key[i] for i in range(N)]
+
+
+def features(place: Path) -> tuple[np.ndarray[Any, Any], list[np.ndarray[Any, Any]]]:
+    """Of the pictures, and of the texts of each."""
+    context, texts = context_of(World()), []
+    images = torch.cat([context.encode_image(one[None]) for one in pixels(place)]).numpy()
     for i in range(N):
         ids = context.tokenizer.encode([row(i)["caption"], *row(i)["wrong"]])
         texts.append(context.encode_text(torch.from_numpy(ids)).numpy())
-    return torch.stack([by_key[i] for i in range(N)]).numpy(), texts
+    return images, texts
+
+
+@pytest.mark.slow
+def test_equal_to_clip_benchmarks_own_code(place: Path) -> None:
+    """`make reference` installs it."""
+    theirs = pytest.importorskip("clip_benchmark.metrics.image_caption_selection")
+    images, context = pixels(place), context_of(World())
+    texts = [[row(i)["caption"], *row(i)["wrong"]] for i in range(N)]
+    choices = [(images[i][None], [texts[i]]) for i in range(N)]
+    pairs = [(torch.stack(images[i : i + 2])[None], [[texts[i][0], texts[i + 1][0]]]) for i in range(0, N, 2)]
+    of_each, of_pairs = (
+        theirs.evaluate(context, some, lambda some: torch.from_numpy(context.tokenizer.encode(some)), "cpu", amp=False)
+        for some in (choices, pairs)
+    )
+    for size in (1, 3):
+        for found in run_ranks(size, evaluate, place):
+            assert found["list"]["accuracy"] == pytest.approx(of_each["text_acc"], abs=1e-6)
+            ours = [found["pairs"][f"{name}_score"] for name in ("text", "image", "group")]
+            assert ours == pytest.approx([of_pairs[name] for name in ("text_acc", "image_acc", "acc")], abs=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3])
