@@ -292,7 +292,12 @@ class LabelledImages:
         self.in_files = all(image.place is not None and not image.place[2] for image in images)
 
     def save(self, path: Path) -> None:
-        """Write the table, with paths that are found from its folder. Raises OSError: it cannot be written."""
+        """Write the table, with paths that are found from its folder.
+
+        Raises:
+            SettingsError: there is another table, whose labels may have been corrected.
+            OSError: it cannot be written.
+        """
         here, file = os.path.join(os.path.dirname(os.path.abspath(path)), ""), io.StringIO(newline="")
         heads = [
             (one, "score", "margin", "probability") if one == LABEL else (one, f"{one}_margin") for one in self.columns
@@ -310,7 +315,10 @@ class LabelledImages:
                 values = [label.score, label.margin, label.probability] if title == LABEL else [label.margin]
                 where += [label.name, *(f"{value:.5f}" for value in values)]
             rows.writerow(where)
-        atomic_write.replace(path, file.getvalue().encode(errors="surrogateescape"))
+        content = file.getvalue().encode(errors="surrogateescape")
+        if path.exists() and path.read_bytes() not in (b"", content):
+            raise SettingsError(f"{path} exists, perhaps corrected: name another --out, or remove it")
+        atomic_write.replace(path, content)
 
     def groups(self) -> dict[str, list[tuple[int, float]]]:
         """What a label says -> images that have it, with their margins, the least certain first; large groups first."""

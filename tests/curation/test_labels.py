@@ -85,6 +85,22 @@ def test_a_table_in_the_folder_is_no_data_and_new_images_are_seen(place: Path) -
         rows = table("photos/labels.csv")
         assert len(rows) == count and all((place / "photos" / row["filepath"]).is_file() for row in rows)
         (place / "photos/new.png").write_bytes(png(99))
+        (place / "photos/labels.csv").unlink()
+
+
+@pytest.mark.parametrize("more", [(), ("--attributes", "attributes.yaml"), ("--html", "page.html"), ("--links", "by")])
+def test_corrected_labels_stay(place: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("photos", "--classes", "names.txt")
+    label(*asked)
+    label(*asked)  # the same table is no error
+    table_file = place / "labels.csv"
+    corrected = table_file.read_text().replace(f",{table()[0]['label']},", ",wolf,", 1)
+    table_file.write_text(corrected)
+    label(*asked, *more, code=2)
+    assert "labels.csv exists, perhaps corrected: name another --out, or remove it" in capsys.readouterr().err
+    assert table_file.read_text() == corrected and not {"page.html", "by"} & {*os.listdir(place)}
+    label(*asked, *more, "--out", "other.csv")
+    assert "wolf" in table_file.read_text() and len(table("other.csv")) == 8
 
 
 def test_links_have_safe_and_different_names(place: Path) -> None:
