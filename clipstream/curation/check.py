@@ -40,7 +40,7 @@ from clipstream.data.settings import LARGE_PIXELS, DataSettings
 from clipstream.data.shard_pass import SamplePass, ShardSamples, spread
 from clipstream.data.source_settings import CaptionSettings, SourceSettings
 from clipstream.data.sources import MISSING_IMAGE, Source, SourceContext, open_sources
-from clipstream.data.sources.folders import contents, named_folder
+from clipstream.data.sources.folders import contents, named_folder, tell_images_without_row
 from clipstream.data.sources.indexes import count_samples
 from clipstream.errors import ClipstreamError, DataError, SettingsError, ShardError, absent, each, wrong_type
 from clipstream.storage.download import fault_of
@@ -192,6 +192,7 @@ def look(source: SourceSettings, samples: int | None) -> CheckReport:
     with contextlib.closing(ShardCache(None)) as cache:
         shards, data = Source(source, SourceContext(cache, key=SHORT_FLAGS)), DataSettings()
         folders = [path for part in source.parts if (path := named_folder(part, source.type)) is not None]
+        tell_images_without_row(shards)
         held = [f"{path} holds {contents(path, source.image_key).what}" for path in folders]
         report = CheckReport("; ".join([*held, shards.summary()]), shards.missing, background=source.background)
         report.total = shards.samples

@@ -32,7 +32,7 @@ from clipstream.data.decode.captions import RawSample, build_caption, candidates
 from clipstream.data.shard_pass import ImageReader
 from clipstream.data.source_settings import CaptionSettings
 from clipstream.data.sources import OpenShard, SampleRef, Source
-from clipstream.data.sources.folders import NoCaptions, contents, levels
+from clipstream.data.sources.folders import NoCaptions, contents, levels, tell_images_without_row
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.models.model_config import CONFIG_FILE
@@ -105,6 +105,7 @@ def open_call(call: ImageSearch) -> tuple[Settings, Source]:
     sources = {NAME: section.model_copy(update={"caption": caption, **upright})}
     settings = settings.model_copy(update={"data": settings.data.model_copy(update={"sources": sources}), "evals": {}})
     source = validate_sources(Written(settings, Node())).sources[NAME]
+    tell_images_without_row(source)
     source.begin(ShardCache(settings.data.cache, fetcher=settings.data.fetcher))
     return settings, source
 

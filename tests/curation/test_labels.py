@@ -103,6 +103,26 @@ def test_corrected_labels_stay(place: Path, more: tuple[str, ...], capsys: pytes
     assert "wolf" in table_file.read_text() and len(table("other.csv")) == 8
 
 
+@pytest.mark.parametrize("rows", [None, 2, 6])
+def test_images_that_are_not_read_are_told(place: Path, rows: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"{number}.png" for number in range(6)]
+    if rows is None:  # a folder is a class, in which the other two are
+        names[:2] = ["inner/0.png", "inner/1.png"]
+    for number, name in enumerate(names):
+        (place / "mixed" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "mixed" / name).write_bytes(png(number))
+    if rows is not None:
+        (place / "mixed/pairs.csv").write_text("\n".join(["filepath,title", *(f"{name},a" for name in names[:rows])]))
+    said = {
+        None: "mixed: 4 images beside its folders not used, as each folder is a class: move them into a folder",
+        2: "mixed: 6 images, but 2 rows to read in its tables: images without a row are not used: add rows",
+        6: "",
+    }[rows]
+    label("mixed", "--classes", "names.txt")
+    told = "".join(capsys.readouterr())
+    assert f"{rows or 2} images: " in told and said in told and ("not used" in told) == bool(said)
+
+
 def test_links_have_safe_and_different_names(place: Path) -> None:
     for number, folder in enumerate(("one", "two", "three")):
         (place / "sets" / folder).mkdir(parents=True)

@@ -31,7 +31,7 @@ from clipstream.data.decode.class_names import class_names, fold_name
 from clipstream.data.decode.key_lists import storable
 from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
 from clipstream.data.source_settings import AUTO, IMAGE_KEY, LabelCaption, SourceSettings
-from clipstream.data.sources import OpenShard, SourceContext, SourceType, entries
+from clipstream.data.sources import OpenShard, Source, SourceContext, SourceType, entries
 from clipstream.data.sources.file_names import (
     SPLIT,
     SPLITS,
@@ -94,6 +94,7 @@ class Contents(NamedTuple):
     suffixes: Sequence[tuple[str, ...]] = ()  # of each pair: the ends of the paths of its image and texts
     split: str = ""  # the split that was chosen by name; '' where the folder has none
     what: str = ""  # in words
+    images: int = 0  # beside tables
 
 
 class NoCaptions(SettingsError):
@@ -166,6 +167,9 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
         kind = _kind(folder, files, image_keys)
         if kind == "classes":
             _tell_unused(folder, (file for file in files if suffix_of(file) not in image_keys))
+            if loose := sum("/" not in file and suffix_of(file) in image_keys for file in files):
+                said = f"{counted(loose, 'image', ',')} beside its folders not used, as each folder is a class"
+                _warn_once(f"{folder}: {said}: move them into a folder")
             tops = sorted({file.partition("/")[0] for file in files if "/" in file and suffix_of(file) in image_keys})
             what = f"images in folders that are no classes ({listed(tops, 3)})" if are_plain(tops) else ""
             return Contents(kind, what=what or "images in one folder per class")
@@ -186,7 +190,8 @@ def _contents(path: str, image_keys: tuple[str, ...], evaluates: bool, seen: dic
         meta = os.path.join(folder, ".nv-meta")
         seen[meta] = _change_time(meta)
         paths = [os.path.join(folder, file) for file in chosen]
-        found = Contents(kind, paths, split=split, what=counted(len(chosen), kind.removesuffix("s"), ","))
+        images = sum(suffix_of(file) in image_keys for file in files) if kind == "tables" else 0
+        found = Contents(kind, paths, (), split, counted(len(chosen), kind.removesuffix("s"), ","), images)
     return found._replace(what=f"{found.what} (split {split})") if split else found
 
 
@@ -196,6 +201,19 @@ def _tell_unused(folder: str, files: Iterable[str]) -> None:
     if left:
         ends = ", ".join(f"{count:,} {suffix}" for suffix, count in left.most_common(5))
         _warn_once(f"{folder}: {counted(left.total(), 'file', ',')} not used: {ends}{', …' if len(left) > 5 else ''}")
+
+
+def tell_images_without_row(source: Source) -> None:
+    """Warn of a folder with more images than its tables have rows, where it is all of a source."""
+    path = named_folder(source.settings.parts[0], source.settings.type) if len(source.settings.parts) == 1 else None
+    if path is None or source.samples is None:
+        return
+    images = contents(path, source.settings.image_key, source.context.evaluates).images
+    if images > source.samples:
+        _warn_once(
+            f"{path}: {images:,} images, but {counted(source.samples, 'row', ',')} to read in its tables: images "
+            "without a row are not used: add rows, or move the tables elsewhere to read the images alone"
+        )
 
 
 def levels(root: str, seen: dict[str, int]) -> Iterator[list[str]]:
