@@ -22,7 +22,7 @@ class Groups:
     """Yields mAP, R@1 and R-precision of image_to_image and text_to_image, n (images), captions, groups, left_out
     (images whose group has no other one: answers, but no queries) and R@1 of a random answer for both.
 
-    A sample without a group is a group of its own.
+    A sample without a group is a group of its own, which `groups` does not count.
 
     Raises SettingsError: no data are set.
     """
@@ -87,6 +87,6 @@ class Groups:
             chances.append((f"chance_{way}_R@1", chance / asked if asked else float("nan")))
         yield "n", len(answers)
         yield "captions", len(every)
-        yield "groups", len(names)
+        yield "groups", int((names & 1 == 0).sum())  # those of samples without the field are odd
         yield "left_out", left_out
         yield from chances
