@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from clipstream.data.decode.class_names import fold_name
 from clipstream.data.decode.key_lists import KeyList, List, errors_of_list, read_list
 from clipstream.data.decode.labels import GroupField, LabelField, SampleProbability, compare_groups
 from clipstream.data.order.lanes import Numbers, share_of
@@ -93,7 +94,7 @@ def probabilities(source: Source, data: DataSettings) -> list[np.ndarray[Any, An
 
 def label_names(source: Source, label: str, data: DataSettings) -> tuple[str, list[str]]:
     """Where labels are, `label` or else this field of the JSON member, and the labels that occur, as `LabelField` reads
-    them, sorted; of spellings that differ in case, the most frequent one.
+    them, sorted; of spellings of one class (`fold_name`), the most frequent one.
 
     Raises SettingsError: no sample has a label.
     """
@@ -113,7 +114,7 @@ def label_names(source: Source, label: str, data: DataSettings) -> tuple[str, li
     if not found:
         name = label.removeprefix("json:")
         raise SettingsError(f"no sample has a label in {name!r}: `clipstream check` lists the members and fields")
-    spellings = {name.casefold(): name for name, _ in reversed(found.most_common())}
+    spellings = {fold_name(name): name for name, _ in reversed(found.most_common())}
     return label, [spellings[name] for name in sorted(spellings)]
 
 
