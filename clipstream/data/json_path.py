@@ -25,11 +25,12 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from clipstream.text import printable
 
 ABSENT = object()
+Fields = TypeVar("Fields", bound="str | list[str] | None")
 _NAME = re.compile(r"(?:[^.\[\\]|\\.)+", re.DOTALL)
 _FILTER = re.compile(r'\[((?:[^=\[\]\\]|\\.)+)=("(?:[^"\\]|\\.)*"|[^"\]][^\]]*)\]', re.DOTALL)
 _SPECIAL, _BACKSLASHED = re.compile(r"([].*=[\\{}])"), r"\\\1"
@@ -85,6 +86,18 @@ def _plain_texts(values: Sequence[Any]) -> Iterator[str]:
             yield inner.strip()
         elif isinstance(inner, (int, float)) and not isinstance(inner, bool) and math.isfinite(inner):
             yield str(int(inner) if float(inner).is_integer() else inner)
+
+
+def well_formed(fields: Fields) -> Fields:
+    """Members or json:PATH, as they are. Raises ValueError: one is blank, or a path is malformed."""
+    every: Sequence[str] = (fields,) if isinstance(fields, str) else fields or ()
+    for one in every:
+        if not one.strip():
+            raise ValueError("expected a member or json:PATH")
+        kind, colon, path = one.partition(":")
+        if colon and kind.strip().lower() == "json":
+            parse_path(path)
+    return fields
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from clipstream.data.json_path import well_formed
 from clipstream.data.source_settings import CaptionSettings as CaptionSettings
 from clipstream.data.source_settings import ImageTransformSettings as ImageTransformSettings
 from clipstream.data.source_settings import SeveralTexts
@@ -193,6 +194,7 @@ class GroupsSettings(Section):
         None, min_length=1, description="field with the group of a sample, as of loss.positives.by; mode indexed only"
     )
     samples: int = Field(2, ge=2, description="samples of a group that come together; divides the global batch")
+    _paths = field_validator("by")(well_formed)
 
 
 class DataSettings(Section):

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from clipstream.data.json_path import parse_path
+from clipstream.data.json_path import well_formed
 from clipstream.data.source_settings import LANG, SourceSettings
 from clipstream.errors import SettingsError
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, other_than, part
@@ -141,13 +141,7 @@ class LabelledSettings(EvalSettings):
         "benchmark: source",
     )
 
-    @field_validator("label")
-    @classmethod
-    def _well_formed(cls, value: str) -> str:
-        kind, colon, path = value.partition(":")
-        if colon and kind.strip().lower() == "json":
-            parse_path(path)
-        return value
+    _paths = field_validator("label")(well_formed)
 
 
 @part(EvalSettings, "zero_shot")
@@ -224,15 +218,7 @@ class ChoiceSettings(EvalSettings):
     def _list(cls, value: str | list[str]) -> list[str]:
         return [value] if isinstance(value, str) else value
 
-    @field_validator("answer", "category", "group", "wrong")
-    @classmethod
-    def _well_formed(cls, value: str | list[str] | None) -> str | list[str] | None:
-        for one in [value] if isinstance(value, str) else value or ():
-            if not one.strip():
-                raise ValueError("expected a member or json:PATH")
-            if one.lower().startswith("json:"):
-                parse_path(one[5:])
-        return value
+    _paths = field_validator("answer", "category", "group", "wrong")(well_formed)
 
     @model_validator(mode="after")
     def _fits(self) -> ChoiceSettings:
@@ -252,6 +238,8 @@ class GroupsSettings(EvalSettings):
     group: str | None = Field(
         None, min_length=1, description="field with the group of a sample, as loss.positives.by, which is the default"
     )
+
+    _paths = field_validator("group")(well_formed)
 
     best_metric: ClassVar[str | None] = "text_to_image_mAP"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from clipstream.data.json_path import well_formed
 from clipstream.models.settings import ModelSettings
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, Section, part
 
@@ -33,6 +34,7 @@ class PositivesSettings(Section):
         "column of a table, or class (the folder of a class), of several, separated by ';', the first that exists; "
         "samples without it are groups of their own",
     )
+    _paths = field_validator("by")(well_formed)
 
 
 class LossSettings(PluginSection):

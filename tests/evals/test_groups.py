@@ -13,12 +13,14 @@ import torch
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
+from clipstream.data.settings import GroupsSettings as BatchGroups
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.groups import Groups
 from clipstream.evals.metrics import group_ranks
 from clipstream.evals.settings import EvalSettings, GroupsSettings
 from clipstream.evals.statistics import bounds, chance_of
+from clipstream.losses.settings import PositivesSettings
 from tests.support.evaluating import context_of
 from tests.support.pictures import picture
 from tests.support.ranks import run_ranks
@@ -86,6 +88,14 @@ def test_equal_to_scikit_learn(products: Path, size: int) -> None:
     assert chance_of(found, "text_to_image_mAP") is None
     assert chance_of(found, "image_to_image_R@1") == found["chance_image_to_image_R@1"]
     assert bounds(found, "image_to_image_R@1") == bounds({"n": 11, "x_R@1": found["image_to_image_R@1"]}, "x_R@1")
+
+
+@pytest.mark.parametrize("group", ["json:", "JSON:a[", "json:a..b"])
+def test_a_malformed_path_is_a_mistake_of_the_settings(group: str) -> None:
+    section = {"data": {"shards": "a.tar"}, "group": group}
+    for made in (GroupsSettings, PositivesSettings, BatchGroups):
+        with pytest.raises(ValueError, match="malformed at position"):
+            made.model_validate(section if made is GroupsSettings else {"by": group})
 
 
 def test_ties_are_chance_and_a_query_is_no_answer() -> None:

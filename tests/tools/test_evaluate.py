@@ -360,6 +360,7 @@ def test_a_run_and_data_are_named_as_in_search(run: Path, tmp_path: Path, capsys
             [str(trained), data, *config(trained), "--classes-from", "nothing"],
             "--classes-from: no sample has a label in 'nothing'",
         ),
+        ([str(trained), data, *config(trained), "--classes-from", "json:"], "--classes-from: the path '' is malformed"),
         ([str(trained.parent / "tinny"), data], "did you mean"),
         (["--classes-from", "kind", "--model", "ViT-B-32"], "--classes-from requires data"),
     ):

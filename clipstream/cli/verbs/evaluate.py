@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import field_validator
+
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, resolve_model_name
 from clipstream.config.config_file import non_defaults, require_equal
 from clipstream.config.config_sources import enumerate_words
@@ -24,6 +26,7 @@ from clipstream.config.settings import Config, Settings, Written, load, read, se
 from clipstream.config.validate import validate_evals
 from clipstream.data import sources as of_data
 from clipstream.data.decode.class_names import number_of
+from clipstream.data.json_path import well_formed
 from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.launch import run_ranks
@@ -86,6 +89,8 @@ class EvaluateFlags(Section):
         form="FOLDER",
     )
     missing: Literal["error", "skip"] | None = flag("what to do if data sets are missing: error (default) or skip")
+
+    _paths = field_validator("classes_from")(well_formed)
 
     pairs = tuple(Conflict({key: SET, "suite": UNSET}, "requires --suite FILE") for key in ("evals_root", "missing"))
 
