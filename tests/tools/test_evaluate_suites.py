@@ -181,7 +181,10 @@ def test_what_is_asked_wrong_is_told(sets: Path, capsys: pytest.CaptureFixture[s
         (["--suite", ROBUSTNESS], "set --evals-root FOLDER, or CLIPSTREAM_EVALS"),
         (["--suite", ROBUSTNESS, "--missing", "ignore"], "'ignore' is not one of error, skip"),
         (["--evals-root", str(sets)], "--evals-root: requires --suite FILE"),
-        (["--suite", str(sets / "no.yaml")], "does not exist"),
+        (["--suite", "robustness"], "set --evals-root FOLDER, or CLIPSTREAM_EVALS"),
+        (["--suite", "languages", "--evals-root", f"{sets}/no"], "4 of 4 data sets are missing"),
+        (["--suite", str(sets / "no.yaml")], f"robustness; {sets / 'no.yaml'} does not exist"),
+        (["--suite", "robust"], "error: --suite: expected a file, or one of composition, datacomp, "),
         (["--suite", ROBUSTNESS, "--evals-root", f"{sets}/no", "--missing", "skip"], "no evaluation data"),
     ):
         assert evaluate(sets.parent, *words) == 2 and text in capsys.readouterr().err

@@ -31,7 +31,7 @@ from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.launch import run_ranks
 from clipstream.distributed.world import World
-from clipstream.errors import ClipstreamError, SettingsError, each, errors_as
+from clipstream.errors import ClipstreamError, SettingsError, absent, each, errors_as
 from clipstream.evals.classes import unreadable
 from clipstream.evals.evaluators.mean import Mean
 from clipstream.evals.settings import EvalSettings, PromptedSettings, Weights, ZeroShotSettings, sources_of
@@ -44,13 +44,14 @@ from clipstream.report.terminal import table
 from clipstream.storage.shard_url import ShardURL, in_braces
 from clipstream.text import lines, listed, printable
 from clipstream.utils.logs import announce, logger, on_terminal
-from clipstream.utils.section import SET, UNSET, Conflict, PathText, Section
+from clipstream.utils.section import PACKAGE, SET, UNSET, Conflict, PathText, Section, with_shipped
 
 if TYPE_CHECKING:
     from clipstream.api.model import Model, Source
     from clipstream.evals.context import Example, Table
 
 ROOT = "CLIPSTREAM_EVALS"
+SUITES = PACKAGE / "configs" / "evals"
 NAMING_FLAGS = ("--model.name", "--pretrained", "--model.pretrained")
 
 
@@ -79,8 +80,8 @@ class EvaluateFlags(Section):
     )
     report: PathText | None = flag("write an HTML page with the results and images to this file", form="FILE")
     suite: list[PathText] = flag(
-        "file with evaluators, such as configs/evals/robustness.yaml; can be repeated; replaces the evaluators of the "
-        "run",
+        "file with evaluators, or the name of one of configs/evals, such as robustness; can be repeated; replaces the "
+        "evaluators of the run",
         [],
         form="FILE",
     )
@@ -91,6 +92,16 @@ class EvaluateFlags(Section):
     missing: Literal["error", "skip"] | None = flag("what to do if data sets are missing: error (default) or skip")
 
     _paths = field_validator("classes_from")(well_formed)
+
+    @field_validator("suite")
+    @classmethod
+    def _suites(cls, value: list[str]) -> list[str]:
+        shipped = {path.stem: str(path) for path in sorted(SUITES.glob("*.yaml"))}
+        files = [with_shipped(text if os.path.isfile(text) else shipped.get(text, text)) for text in value]
+        for file in files:
+            if not os.path.exists(file):
+                raise ValueError(f"expected a file, or one of {', '.join(shipped)}; {absent(file)}")
+        return files
 
     pairs = tuple(Conflict({key: SET, "suite": UNSET}, "requires --suite FILE") for key in ("evals_root", "missing"))
 
