@@ -139,7 +139,8 @@ class ZeroShot:
             raise context.unusable("image with labels")
         there = torch.cat(labels).to(classifier.device)
         matches.show()
-        share = context.world.all_reduce_sum(there.sum(dtype=torch.float64))
+        counts = context.world.all_reduce_sum(there.sum(dim=0, dtype=torch.float64))
+        self.labelling.warn_of_unseen(context, counts.tolist())
         yield "mAP", mean_average_precision(torch.cat(images), classifier, there, context.world)
         if tune is not None:
             for batch in self.labelling.batches(context, tune, self.settings.batch_size, "tune_shards"):
@@ -154,7 +155,7 @@ class ZeroShot:
         yield "labels", len(f1)
         yield "n", total
         yield "n_tune", n_tune
-        yield "chance_mAP", float(share) / (total * len(classifier))
+        yield "chance_mAP", float(counts.sum()) / (total * len(classifier))
 
     def _f1(self, context: EvalContext, counts: torch.Tensor) -> list[float]:
         """F1 of the labels that have images of both kinds; shows precision and recall of each."""

@@ -106,6 +106,11 @@ def test_thresholds_are_shown_by_label(worn: Path) -> None:
     assert {row[-1] for row in shown.rows} == {f"{sum(name in one for one in WORN[:20])}" for name in NAMES[:3]}
 
 
+def test_a_class_without_an_image_is_told(worn: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dict(ZeroShot(settings_of(worn, classes=[*NAMES[:3], "worn by none"]))(context_of(World())))
+    assert "only 3 of 4 class names are labels of the data: no samples of 'worn by none'" in caplog.text
+
+
 @pytest.mark.parametrize("key", ["against", "tune_shards"])
 def test_what_needs_several_labels_says_so(worn: Path, key: str) -> None:
     with pytest.raises(SettingsError, match=f"{key}: requires several labels per image"):
