@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from clipstream.data.json_path import well_formed
 from clipstream.data.source_settings import LANG, SourceSettings
 from clipstream.errors import SettingsError
+from clipstream.storage.shard_url import parts_of
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, other_than, part
 
 Weights = Literal["trained", "averaged"]
@@ -169,6 +170,16 @@ class ZeroShotSettings(LabelledSettings, LanguageSettings):
         description="with several labels per image: shards to choose the thresholds on, read as data; default: half "
         "of the images of data, and F1 is that of the other half",
     )
+
+    @model_validator(mode="after")
+    def _other_images(self) -> ZeroShotSettings:
+        tested = [] if self.data is None else parts_of(self.data.shards)
+        if both := {*tested} & {*parts_of(self.tune_shards or [])}:
+            raise ValueError(
+                f"tune_shards has {min(both)}, as data: F1 would be measured on the images that its thresholds are "
+                "chosen on: name other shards, or remove tune_shards, and half of the images choose"
+            )
+        return self
 
     @property
     def tune(self) -> SourceSettings | None:
