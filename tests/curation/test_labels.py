@@ -149,7 +149,7 @@ def test_images_in_tars_have_shard_and_key(place: Path, capsys: pytest.CaptureFi
     ("words", "part"),
     [
         (("photos",), "set --classes FILE, --attributes FILE, or both"),
-        (("photos", "--classes", "gone.txt"), "gone.txt"),
+        (("photos", "--classes", "gone.txt"), "No such file or directory: 'gone.txt')\n"),
         (("photos", "--classes", "one.txt"), "expected at least 2, not 1"),
         (("photos", "--classes", "names.txt", "--templates", "one.txt"), "where the class name goes"),
         (("photos", "--classes", "names.txt", "--out", "names.csv"), "names.csv is a file of other content"),

@@ -125,7 +125,7 @@ def test_prompts_of_a_suite_want_a_page(sets: Path, capsys: pytest.CaptureFixtur
     suite.write_text(f"evals:\n  a:\n    data: {{shards: 'benchmark:{sets}/wds_flickr30k'}}\n    prompts: [a cat]\n")
     assert evaluate(sets.parent, "--suite", str(suite)) == 2
     assert f"{suite}:4: evals.a.prompts requires --report" in capsys.readouterr().err
-    assert evaluate(sets.parent, "--suite", str(suite), "--report", str(sets.parent / "page.html")) == 0
+    assert evaluate(sets.parent, "--suite", str(suite), "--html", str(sets.parent / "page.html")) == 0
     assert "“a cat”" in (sets.parent / "page.html").read_text()
 
 

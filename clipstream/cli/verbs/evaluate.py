@@ -78,7 +78,9 @@ class EvaluateFlags(Section):
         "among these names",
         form="NAME",
     )
-    report: PathText | None = flag("write an HTML page with the results and images to this file", form="FILE")
+    report: PathText | None = flag(
+        "write an HTML page with the results and images to this file", form="FILE", also="--html"
+    )
     suite: list[PathText] = flag(
         "file with evaluators, or the name of one of configs/evals, such as robustness; can be repeated; replaces the "
         "evaluators of the run",

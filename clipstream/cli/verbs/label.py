@@ -14,7 +14,7 @@ from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, 
 from clipstream.config.help import READING
 from clipstream.curation.image_index import ImageSearch
 from clipstream.curation.images import LABEL, LabelledImages
-from clipstream.data.decode.class_names import class_names, fold_name, unreadable_names
+from clipstream.data.decode.class_names import AS_LIST, class_names, fold_name, unreadable_names
 from clipstream.data.source_settings import IMAGE_KEY
 from clipstream.errors import SettingsError, errors_as
 from clipstream.text import counted, listed, printable
@@ -85,7 +85,7 @@ def label(command: CommandLine[LabelFlags]) -> None:
             raise SettingsError(f"--links: {own.links} exists: name a new folder, or remove it")
     if own.classes is not None:
         for key, why in unreadable_names(own.classes, own.templates).items():
-            raise SettingsError(f"--{key}: {why}")
+            raise SettingsError(f"--{key}: {why.removesuffix(AS_LIST)}")
         columns[LABEL] = names, _ = class_names(own.classes), own.templates
         if twice := [name for name, count in Counter(map(fold_name, names)).items() if count > 1]:
             logger.warning(f"--classes: several times in the list, and one class each: {listed(twice, 5)}")

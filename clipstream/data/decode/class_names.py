@@ -22,6 +22,7 @@ Template = Callable[[str], str]
 NAME_COLUMNS = ("name", "class_name", "classname", "class", "label", "text", "template", "prompt", "category", "title")
 NUMBER_COLUMNS = ("id", "index", "idx", "number", "class_id", "class_idx", "class_index", "label_id", "label", "")
 MOST = 1 << 20  # classes of a file with gaps
+AS_LIST = "; write texts as a list"
 OF_OPEN_CLIP = ("imagenet", "openai", "simple")
 _NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 _OTHER_PLACE = re.compile(r"(?i)[{}]|%s|[<\[](?:cls|class|label|name|category|object)\w*[>\]]|\blambda\b")
@@ -105,7 +106,7 @@ def _lines(path: str, what: str, *, gaps: bool = False) -> list[str]:
             raise ValueError(f"no UTF-8: {to_utf8(text.encode(errors='surrogateescape'))}") from None
         return text_list(text, Path(path).suffix.lower(), gaps=gaps)
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{what}: cannot read the file {path!r} ({error}); write texts as a list") from error
+        raise SettingsError(f"{what}: cannot read the file {path!r} ({error}){AS_LIST}") from error
 
 
 def text_list(text: str, suffix: str = "", *, gaps: bool = False) -> list[str]:
