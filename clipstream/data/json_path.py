@@ -25,12 +25,11 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from clipstream.text import printable
 
 ABSENT = object()
-Fields = TypeVar("Fields", bound="str | list[str] | None")
 _NAME = re.compile(r"(?:[^.\[\\]|\\.)+", re.DOTALL)
 _FILTER = re.compile(r'\[((?:[^=\[\]\\]|\\.)+)=("(?:[^"\\]|\\.)*"|[^"\]][^\]]*)\]', re.DOTALL)
 _SPECIAL, _BACKSLASHED = re.compile(r"([].*=[\\{}])"), r"\\\1"
@@ -88,10 +87,9 @@ def _plain_texts(values: Sequence[Any]) -> Iterator[str]:
             yield str(int(inner) if float(inner).is_integer() else inner)
 
 
-def well_formed(fields: Fields) -> Fields:
+def well_formed(fields: str | list[str] | None) -> str | list[str] | None:
     """Members or json:PATH, as they are. Raises ValueError: one is blank, or a path is malformed."""
-    every: Sequence[str] = (fields,) if isinstance(fields, str) else fields or ()
-    for one in every:
+    for one in [fields] if isinstance(fields, str) else fields or ():
         if not one.strip():
             raise ValueError("expected a member or json:PATH")
         kind, colon, path = one.partition(":")

@@ -54,7 +54,8 @@ def is_of_language(metric: str) -> bool:
 
 def is_count_of_language(metric: str, found: Container[str]) -> bool:
     """Whether a metric among those `found` is the number of images or captions of a language, or of a category."""
-    return metric.startswith("n_") or ("languages" in found and metric.startswith("captions_"))
+    of_category = metric.startswith("n_") and f"{metric.removeprefix('n_')}_accuracy" in found
+    return of_category or ("languages" in found and metric.startswith(("n_", "captions_")))
 
 
 def is_share(metric: str, value: Any) -> bool:
