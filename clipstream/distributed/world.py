@@ -253,7 +253,16 @@ class World:
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value` on every rank."""
-        return self.gather_objects(value if self.is_main else None)[0]
+        if self.size == 1:
+            return value
+        import torch
+        import torch.distributed as dist
+
+        content = bytearray(pickle.dumps(value) if self.is_main else b"")
+        count = self.gather_counts(len(content))[0]
+        message = torch.frombuffer(content or bytearray(count), dtype=torch.uint8).to(self._message_device)
+        complete(dist.broadcast(message, src=0, async_op=True), message)
+        return value if self.is_main else pickle.loads(message.cpu().numpy().data)
 
     def on_main(self, function: Callable[[], Any]) -> Any:
         """Call `function` on rank 0 alone, and return its result on every rank; it may take hours.
