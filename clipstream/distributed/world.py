@@ -22,7 +22,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 from clipstream.distributed.shared_keys import Socket, connections_since, open_sockets
@@ -54,6 +54,7 @@ _connections: set[Socket] = set()  # of this process's groups
 _aborted = threading.Event()  # these are shut down
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _START = "start the ranks with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+W = TypeVar("W", bound="World")
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,11 @@ class World:
             pmi = {} if "SLURM_PROCID" in env else _PMI
             world = mpi_world(env, _MPIRUN) or slurm_world(env) or mpi_world(env, pmi) or cls()
         return replace(world, device=world.gpu(env) if device == "cuda" else device)
+
+    @classmethod
+    def of(cls: type[W], world: World) -> W:
+        """The same rank, as this class."""
+        return cls(**{field.name: getattr(world, field.name) for field in fields(World)})
 
     @classmethod
     def of_launcher(cls) -> World:
@@ -199,14 +205,13 @@ class World:
         """
         if self.size == 1:
             return
+        import torch
         from torch.distributed import distributed_c10d
 
         for group in list(distributed_c10d._world.pg_map):
             # Its destructor would wait for threads that gloo does not wake (see `complete`).
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             if self.device.startswith("cuda"):
-                import torch
-
                 with contextlib.suppress(RuntimeError):  # a group without nccl
                     backend = group._get_backend(torch.device(self.device))
                     # In a thread: aborting one nccl communicator may wait for another one (pytorch's issue 119797).
@@ -554,13 +559,9 @@ class AgreeingWorld(World):
     exchanged before each collective: the rank that failed sends its failure there, once, and all ranks raise it.
     """
 
-    @classmethod
-    def of(cls, world: World) -> AgreeingWorld:
-        return cls(**{field.name: getattr(world, field.name) for field in fields(World)})
-
     @property
     def _plain(self) -> World:
-        return World(**{field.name: getattr(self, field.name) for field in fields(World)})
+        return World.of(self)
 
     def exchange(self, failure: Failure | None = None) -> None:
         """Exchange this rank's status with the others. Collective; any other collective matches it.

@@ -52,7 +52,7 @@ def is_of_language(metric: str) -> bool:
     return language is not None and language[1] != "mean"
 
 
-def is_count_of_language(metric: str, found: Container[str]) -> bool:
+def is_count_of_part(metric: str, found: Container[str]) -> bool:
     """Whether a metric among those `found` is the number of images or captions of a language, or of a category."""
     of_category = metric.startswith("n_") and f"{metric.removeprefix('n_')}_accuracy" in found
     return of_category or ("languages" in found and metric.startswith(("n_", "captions_")))

@@ -31,7 +31,7 @@ from clipstream.evals.statistics import (
     differences,
     groups,
     interval,
-    is_count_of_language,
+    is_count_of_part,
     is_minor,
     is_of_language,
     is_share,
@@ -456,7 +456,7 @@ def _evaluations(runs: Sequence[RunContents], names: Sequence[str]) -> list[dict
             others[mark] = f"{who} with {names[having[0]]}: {grouped[members[0]][1]}"
         rows = []
         for metric in (present := dict.fromkeys(metric for metrics in last for metric in metrics)):
-            if metric.startswith("chance") or metric in COUNTS or is_count_of_language(metric, present):
+            if metric.startswith("chance") or metric in COUNTS or is_count_of_part(metric, present):
                 continue
             lines = [metrics.get(metric, []) for metrics in of_runs]
             share = all(is_share(metric, float(y)) for points in lines for _, y in points)

@@ -31,7 +31,7 @@ from clipstream.evals.statistics import (
     format_chance,
     format_value,
     interval,
-    is_count_of_language,
+    is_count_of_part,
     metrics_of,
     put,
 )
@@ -98,7 +98,7 @@ def table_lines(*evaluations: Record, head: bool, markdown: bool = False) -> str
         _row(one, metric, markdown)
         for one in evaluations
         for metric in metrics_of(one)
-        if metric not in NO_ROW and not is_count_of_language(metric, one) and not metric.startswith("chance")
+        if metric not in NO_ROW and not is_count_of_part(metric, one) and not metric.startswith("chance")
     ]
     if markdown:
         cells = [["" if row.get(key) is None else str(row[key]) for key in MARKDOWN] for row in rows]

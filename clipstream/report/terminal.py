@@ -31,7 +31,7 @@ from clipstream.evals.statistics import (
     format_chance,
     format_value,
     interval,
-    is_count_of_language,
+    is_count_of_part,
     is_minor,
     metrics_of,
 )
@@ -287,7 +287,7 @@ def table(records: Sequence[Record]) -> str:
     rows = [("evaluation", "metric", "value", "95% interval", "chance")]
     for record in records:
         for name, value in metrics_of(record).items():
-            if name.startswith("chance") or is_count_of_language(name, record):
+            if name.startswith("chance") or is_count_of_part(name, record):
                 continue
             shown = duration(value) if name == "seconds" else format_value(name, value, "g")
             rows.append((record["eval"], name, shown, interval(record, name), format_chance(record, name)))
