@@ -52,6 +52,10 @@ class DataSet:
 
 STAGES = "--optim.lr 9e-3 --stages.small '{until: %d, set: {model.image_size: 32, optim.lr: 3e-3}}'"
 VIT = "--model.name benchmarks/vit256.json"
+GROUPS = (  # needs an index: `clipstream index DIR/icons-train`
+    "--data.sampling.mode indexed --data.groups.by json:group --data.groups.samples 2 --loss.positives.by json:group "
+    "--loss.image_image 2"
+)
 SETS = {
     "emoji": DataSet(
         "emoji-train/*.tar",
@@ -75,6 +79,7 @@ SETS = {
         {
             "adamw": "benchmarks/emoji_adamw.yaml --caption-key txt --steps 1900",
             "small-data": "configs/recipes/small-data.yaml --steps 700 --optim.lr 6e-3",
+            "groups": f"configs/recipes/small-data.yaml --steps 300 --optim.lr 6e-3 {GROUPS}",
             "vit": f"configs/recipes/small-data.yaml --steps 300 --optim.lr 6e-3 {VIT}",
             "vit-stages": f"configs/recipes/small-data.yaml --steps 300 {VIT} {STAGES % 210}",
         },
