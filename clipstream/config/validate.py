@@ -417,7 +417,7 @@ def _shards(seen: Survey) -> Problems:
         (("data", "sources", name, "shards"), source, "") for name, source in settings.data.sources.items()
     ]
     for name, evaluator in settings.evals.items():
-        fetch = f"; fetch it: {evaluator.fetch}" if evaluator.fetch else ""
+        fetch = f"; fetch it: {evaluator.download}" if evaluator.download else ""
         read += [(("evals", name, *key.split(".")), source, fetch) for key, source in sources_of(evaluator).items()]
     for path, source, fetch in read:
         if isinstance(source.caption, LabelCaption):

@@ -15,6 +15,8 @@ from clipstream.storage.shard_url import parts_of
 from clipstream.utils.section import SET, Conflict, PathText, PluginSection, other_than, part
 
 Weights = Literal["trained", "averaged"]
+ROOT = "CLIPSTREAM_EVALS"  # variable with the folder or URL of suites' data sets
+_BENCHMARK = re.compile(rf"benchmark:\$\{{{ROOT}\}}/(wds_[\w-]+)")
 
 
 class EvalSettings(PluginSection):
@@ -27,7 +29,9 @@ class EvalSettings(PluginSection):
     every_epochs: float | None = Field(None, gt=0, description="epochs between evaluations, instead of every")
     data: SourceSettings | None = Field(None, description="source to evaluate on")
     fetch: str | None = Field(
-        None, description="command that downloads the data, shown in the error if they are missing"
+        None,
+        description="what the error shows if the data are missing: a command that downloads them, or ORG/NAME of a data "
+        "set of the Hub; default: that of CLIP_benchmark's sets in a suite",
     )
     batch_size: int = Field(256, ge=1, description="samples per forward pass on a rank")
     weights: Literal["trained", "averaged", "both"] = Field(
@@ -46,6 +50,16 @@ class EvalSettings(PluginSection):
     @property
     def kinds(self) -> tuple[Weights, ...]:
         return ("trained", "averaged") if self.weights == "both" else (self.weights,)
+
+    @property
+    def download(self) -> str | None:
+        """The command that downloads the data, if it is known; of a set of the Hub without its training set."""
+        public = None if self.data is None else _BENCHMARK.fullmatch(str(self.data.shards))
+        name = f"clip-benchmark/{public[1]}" if public is not None and self.fetch is None else self.fetch
+        if name is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            return name
+        place = f"'${{{ROOT}}}/{name.rpartition('/')[2]}'"
+        return f"hf download {name} --repo-type dataset --exclude 'train/*' --local-dir {place}"
 
     on_error: Literal["report", "raise"] = Field(
         "report", description="on failure, report: print a warning and continue; raise: end the run"

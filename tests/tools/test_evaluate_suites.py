@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from clipstream.cli.verbs.evaluate import ROOT as VARIABLE
 from clipstream.cli.verbs.evaluate import main
 from clipstream.config.config_file import dump
 from clipstream.config.settings import Settings, load, read
@@ -23,6 +22,7 @@ from clipstream.errors import DataError, SettingsError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.evaluators.mean import Mean
 from clipstream.evals.runner import EvalRunner
+from clipstream.evals.settings import ROOT as VARIABLE
 from clipstream.evals.settings import EvalSettings
 from clipstream.training.state import TrainState
 from tests.support.clipbenchmark import CLASSES, drawn, write_benchmark
@@ -80,21 +80,16 @@ def test_a_suite_names_each_set_its_folder_and_how_it_is_fetched(suite: Path) ->
             for name, told in section.of.items():
                 assert set([told] if isinstance(told, str) else told) <= set(metrics[sections[name].type]), name
             continue
-        assert section.data is not None and section.fetch is not None
+        assert section.data is not None and section.download is not None
         if suite.stem == "languages":  # whose commands tests/evals/test_languages.py runs
-            assert "${CLIPSTREAM_EVALS}/" in str(section.data.shards) and "${CLIPSTREAM_EVALS}/" in section.fetch
+            assert "${CLIPSTREAM_EVALS}/" in str(section.data.shards) and "${CLIPSTREAM_EVALS}/" in section.download
             continue
-        if section.type == "choice":
-            table = re.fullmatch(r"\$\{CLIPSTREAM_EVALS\}/([\w-]+)/data/\*\.parquet", str(section.data.shards))
-            assert table is not None
-            words = shlex.split(section.fetch)
-            assert words[:2] == ["hf", "download"] and words[2].partition("/")[2] == table[1]
-            assert words[3:] == ["--repo-type", "dataset", "--local-dir", f"${{CLIPSTREAM_EVALS}}/{table[1]}"]
-            continue
-        found = re.fullmatch(r"benchmark:\$\{CLIPSTREAM_EVALS\}/(wds_[\w-]+)", str(section.data.shards))
+        kind, of_kind = ("", r"/data/\*\.parquet") if section.type == "choice" else ("benchmark:", "")
+        found = re.fullmatch(rf"{kind}\$\{{CLIPSTREAM_EVALS\}}/([\w-]+){of_kind}", str(section.data.shards))
         assert found is not None
-        assert shlex.split(section.fetch) == [
-            *("hf", "download", f"clip-benchmark/{found[1]}", "--repo-type", "dataset", "--exclude", "train/*"),
+        org = "clip-benchmark" if section.fetch is None else section.fetch.partition("/")[0]
+        assert shlex.split(section.download) == [
+            *("hf", "download", f"{org}/{found[1]}", "--repo-type", "dataset", "--exclude", "train/*"),
             *("--local-dir", f"${{CLIPSTREAM_EVALS}}/{found[1]}"),
         ]
     head = suite.read_text().partition("evals:")[0]

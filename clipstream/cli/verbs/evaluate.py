@@ -34,7 +34,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, absent, each, errors_as
 from clipstream.evals.classes import unreadable
 from clipstream.evals.evaluators.mean import Mean
-from clipstream.evals.settings import EvalSettings, PromptedSettings, Weights, ZeroShotSettings, sources_of
+from clipstream.evals.settings import ROOT, EvalSettings, PromptedSettings, Weights, ZeroShotSettings, sources_of
 from clipstream.models.model_config import HUB
 from clipstream.models.pretrained import preflight
 from clipstream.report.html_report import RunContents, take, write_page
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from clipstream.api.model import Model, Source
     from clipstream.evals.context import Example, Table
 
-ROOT = "CLIPSTREAM_EVALS"
 SUITES = PACKAGE / "configs" / "evals"
 NAMING_FLAGS = ("--model.name", "--pretrained", "--model.pretrained")
 
@@ -202,7 +201,7 @@ def load_suites(own: EvaluateFlags, run: Path | None, flags: Sequence[str]) -> W
     if gone and own.missing != "skip":
         root, shown = os.environ.get(ROOT, ""), list[str]()
         for name, text in gone.items():
-            fetch = None if ShardURL(root).scheme else (evals[name].fetch or "").replace(f"${{{ROOT}}}", root)
+            fetch = None if ShardURL(root).scheme else (evals[name].download or "").replace(f"${{{ROOT}}}", root)
             shown += [f"  {name}: {text}", *([f"    {fetch}"] if fetch else [])]
         head = f"{len(gone)} of {sum(map(bool, sources.values()))} data sets are missing:"
         raise SettingsError(lines(head, *shown, "download them, or use --missing skip"))

@@ -28,12 +28,10 @@ evals:
   cars:
     type: zero_shot
     data: {shards: 'benchmark:${CLIPSTREAM_EVALS}/wds_cars'}
-    fetch: >-
-      hf download clip-benchmark/wds_cars --repo-type dataset --exclude 'train/*'
-      --local-dir '${CLIPSTREAM_EVALS}/wds_cars'
   pairs:
     type: retrieval
     data: {shards: 'benchmark:${CLIPSTREAM_EVALS}/wds_pairs'}
+    fetch: ask for it
   both: {type: mean, of: {cars: top1, pairs: text_to_image_R@1}}
 """
 FLAGS = "--model tiny.json --tokenizer tests.tools.test_evaluate:Bytes --model.allow-mismatch --device cpu --workers 1"
