@@ -34,7 +34,7 @@ from clipstream.data.sources import expand
 from clipstream.distributed.world import World
 from clipstream.evals.context import EvalContext
 from clipstream.evals.retrieval_and_loss import recalls
-from clipstream.evals.zero_shot import score, text_classifier
+from clipstream.evals.zero_shot import score, text_classifiers
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.store import FeatureStore
 from clipstream.features.stored_rows import StoredRows
@@ -61,7 +61,7 @@ def classifier_of(store: FeatureStore, classes: list[str], templates: list[str])
     """The classifier of C classes by the store's model, float32 [C, D]."""
     towers = build_towers(ModelSettings(name=f"local-dir:{Path(store.path) / MODEL}"), seed=0).eval()
     tokenizer = build_tokenizer(ModelTokenizer(), towers.open_clip_tokenizer(), towers.context_length)
-    return text_classifier(EvalContext(towers, tokenizer, World()), classes, prompt_templates(templates))
+    return text_classifiers(EvalContext(towers, tokenizer, World()), [(classes, prompt_templates(templates))])[0]
 
 
 def measure(store: FeatureStore, labels: dict[str, int], classifier: torch.Tensor | None) -> dict[str, float]:

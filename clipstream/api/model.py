@@ -33,7 +33,7 @@ from clipstream.evals.context import EvalContext, context_for, evaluating
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import Weights
 from clipstream.evals.statistics import metrics_of
-from clipstream.evals.zero_shot import text_classifier
+from clipstream.evals.zero_shot import text_classifiers
 from clipstream.models.precision import autocast
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings, Precision
@@ -480,4 +480,5 @@ def zero_shot(
     if not isinstance(model, Model):
         model = load_model(model)[0]
     names = class_names(classes)
-    return ZeroShotClassifier(model, names, text_classifier(model.context, names, prompt_templates(templates)))
+    (weights,) = text_classifiers(model.context, [(names, prompt_templates(templates))])
+    return ZeroShotClassifier(model, names, weights)

@@ -122,9 +122,9 @@ def _check_groups(labels: Sequence[Numbers], field: str, told: bool) -> None:
     """Warn if most samples have no group, where `told`. Raises SettingsError: no two samples share one."""
     setting, found = "data.groups.by", np.concatenate(labels)
     found = found[found != 0]
-    shared, few = compare_groups(setting, field, found)
-    if not shared:
-        raise SettingsError(f"{setting}: no two of the {len(found):,} samples have the same {field!r}")
+    alone, few = compare_groups(setting, field, found)
+    if alone:
+        raise SettingsError(alone)
     if told:
         logger.info(f"groups   {len(np.unique(found)):,} of {len(found):,} samples, by {field}")
     if told and few:

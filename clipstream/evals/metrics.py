@@ -23,8 +23,9 @@ ROWS, COLUMNS = 2048, 4096  # of a float32 tile: 32 MiB
 EXACT_ROWS = 1024  # of a float64 tile with as many columns
 DENSE = 64  # if more than one in this many scores of a tile is near a limit, the whole tile is computed in float64
 AT_ONCE = 1 << 22  # feature elements converted to float64 at once: 32 MiB
-NO_SCORE = -3 / TIE  # the level of NaN, below that of any score
+NO_SCORE = -3.0  # what NaN counts as, below any score
 CLASSES_AT_ONCE = 1 << 22  # scores sorted at once, over all ranks
+SCORES_AT_ONCE = 1 << 23  # scores of groups counted at once: 64 MiB
 
 
 class Ranks(NamedTuple):
@@ -126,11 +127,11 @@ class EqualCaptions(NamedTuple):
         distinct, of = torch.unique(world.gather_rows(texts), return_inverse=True)
         start = sum(world.gather_objects(len(texts))[: world.rank])
         own = of[start : start + len(texts)]
-        pairs, pair = torch.unique(owners * len(distinct) + own, return_inverse=True)
-        if sum(world.gather_objects(len(pairs))) == len(distinct):
+        pair = torch.unique(owners * len(distinct) + own, return_inverse=True)[1]
+        once = are_first(pair)
+        if sum(world.gather_objects(int(once.sum()))) == len(distinct):
             return None
-        once = first_places(pair, len(pairs))[pair] == torch.arange(len(pair), device=pair.device)
-        return cls(of, first_places(of, len(distinct))[own], own, of.bincount()[own] * once)
+        return cls(of, first_places(of)[own], own, of.bincount()[own] * once)
 
     def limits(self, scores: torch.Tensor, world: World) -> tuple[torch.Tensor, torch.Tensor]:
         """The best score of an image with the text of each caption, float64 [m], and the number of such images.
@@ -145,10 +146,15 @@ class EqualCaptions(NamedTuple):
         return best[self.own], right[self.own]
 
 
-def first_places(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """The first place of each of the numbers below `count`, int64 [count]."""
+def first_places(numbers: torch.Tensor) -> torch.Tensor:
+    """Of each of the numbers, from 0 without a gap, the place of the first that is equal, int64 [n]."""
     places = torch.arange(len(numbers), device=numbers.device)
-    return places.new_full((count,), len(numbers)).scatter_reduce(0, numbers, places, "amin")
+    return torch.full_like(places, len(numbers)).scatter_reduce(0, numbers, places, "amin")[numbers]
+
+
+def are_first(numbers: torch.Tensor) -> torch.Tensor:
+    """Whether each of the numbers is the first that is equal, bool [n]."""
+    return first_places(numbers) == torch.arange(len(numbers), device=numbers.device)
 
 
 def place_pairs(
@@ -258,62 +264,49 @@ class ScoreTile:
         return high, low - high
 
 
-def mean_average_precision(images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor, world: World) -> float:
-    """Mean over the classes of the average precision on all ranks' images. Collective.
-
-    Args:
-        images: [n, D], L2-normalised, of this rank.
-        classifier: [C, D], L2-normalised.
-        labels: bool [n, C].
-    """
-    found = [average_precision(*of_some) for of_some in _by_classes(images, classifier, labels, world)]
-    return float(torch.cat(found).mean())
-
-
-def f1_counts(
-    images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor, tuning: torch.Tensor, world: World
+def label_metrics(
+    images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor, roles: torch.Tensor, world: World
 ) -> torch.Tensor:
-    """What the F1 of each class is made of, at the threshold that has the best F1 on some images. Collective.
+    """Average precision of each class, and what its F1 is made of at the threshold with the best F1 on some images.
+    Collective.
 
     Args:
         images: [n, D], L2-normalised, of this rank.
         classifier: [C, D].
         labels: bool [n, C].
-        tuning: bool [n], the images that the thresholds are chosen on; some rank has one.
+        roles: uint8 [n]: 0 for images of the test, 2 for those that thresholds are chosen on, 1 for those of the test
+            that thresholds are chosen on: F1 is not of these.
 
     Returns:
-        float64 [5, C]: the threshold, the lowest score that is taken for the class; of the other images those that are
-        taken for it and have it, that are taken for it, and that have it; the images for tuning that have it.
+        float64 [6, C]: average precision in the test; the threshold, the lowest score that is taken for the class; of
+        the images with role 0 those that are taken for it and have it, that are taken for it, and that have it; the
+        images that the threshold is chosen on that have it. Without such images all but the first are 0.
     """
-    chosen, found = world.gather_rows(tuning.to(torch.uint8)).bool(), []
-    for scores, there in _by_classes(images, classifier, labels, world):
-        levels = _levels(scores)
-        ranked, order = levels[chosen].sort(dim=0, descending=True, stable=True)
-        right, seen, last = _counts(ranked, there[chosen].gather(0, order))
-        best = torch.where(last, 2 * right / (seen + right[-1]), -1.0).argmax(dim=0)
-        limit = ranked.gather(0, best[None])
-        taken, rest = levels[~chosen] >= limit, there[~chosen]
-        counts = [(taken & rest).sum(dim=0), taken.sum(dim=0), rest.sum(dim=0), right[-1]]
-        found.append(torch.stack([limit[0] * TIE, *counts]))
-    return torch.cat(found, dim=1)
-
-
-def _by_classes(
-    images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor, world: World
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """All ranks' (scores float64 [N, c], labels bool [N, c]) for some classes after the other. Collective."""
     counts = world.gather_objects(len(images))
-    step = max(1, CLASSES_AT_ONCE // max(1, sum(counts)))
+    roles, found = world.gather_rows(roles, counts), []
+    tests, chosen, rest = roles < 2, roles > 0, roles == 0
+    step = max(1, CLASSES_AT_ONCE // max(1, len(roles)))
     for start in range(0, len(classifier), step):
         some = slice(start, start + step)
-        scores = images.double() @ classifier[some].double().T
-        there = world.gather_rows(labels[:, some].to(torch.uint8), counts)
-        yield world.gather_rows(scores, counts), there.bool()
+        scores = world.gather_rows(images.double() @ classifier[some].double().T, counts)
+        there = world.gather_rows(labels[:, some].to(torch.uint8), counts).bool()
+        rows = scores.new_zeros((6, scores.shape[1]))
+        rows[0] = average_precision(scores[tests], there[tests])
+        if chosen.any():
+            levels = _levels(scores)
+            ranked, right, seen, last = _counts(levels[chosen], there[chosen])
+            best = torch.where(last, 2 * right / (seen + right[-1]), -1.0).argmax(dim=0)
+            limit = ranked.gather(0, best[None])
+            taken, own = levels[rest] >= limit, there[rest]
+            of_rest = [(taken & own).sum(dim=0), taken.sum(dim=0), own.sum(dim=0)]
+            rows[1:] = torch.stack([limit[0] * TIE, *of_rest, right[-1]])
+        found.append(rows)
+    return torch.cat(found, dim=1)
 
 
 def _levels(scores: torch.Tensor) -> torch.Tensor:
     """Whole numbers, equal for scores that tie. NaN is last; it would be first, in the order of the data."""
-    return (scores / TIE).round().nan_to_num(nan=NO_SCORE, neginf=2 * NO_SCORE)
+    return (scores / TIE).round().nan_to_num(nan=NO_SCORE / TIE)
 
 
 def average_precision(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -323,12 +316,7 @@ def average_precision(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
         scores: float64 [n, C], from -2 to 2; scores that differ by less than `TIE` are equal.
         labels: bool [n, C].
     """
-    ranked, order = _levels(scores).sort(dim=0, descending=True, stable=True)
-    return _average_precision(ranked, labels.gather(0, order))
-
-
-def _average_precision(ranked: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    right, seen, last = _counts(ranked, labels)
+    _, right, seen, last = _counts(_levels(scores), labels)
     precision = torch.where(last, right / seen, 0.0)
     # Gain of recall between two such positions, in right answers.
     until = torch.where(last, right, 0.0).cummax(dim=0).values
@@ -337,13 +325,14 @@ def _average_precision(ranked: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     return (precision * gain).sum(dim=0) / right[-1].clamp(min=1)
 
 
-def _counts(ranked: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right answers and answers up to each place, float64, and whether it is the last one of a run of ties, bool."""
-    right = labels.cumsum(dim=0).double()
+def _counts(levels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Levels from the highest; right answers and answers up to each, float64; whether it is the last of a tie, bool."""
+    ranked, order = levels.sort(dim=0, descending=True, stable=True)
+    right = labels.gather(0, order).cumsum(dim=0).double()
     seen = torch.arange(1, len(ranked) + 1, device=ranked.device, dtype=torch.float64)[:, None]
     last = torch.ones_like(labels)
     last[:-1] = ranked[1:] != ranked[:-1]
-    return right, seen, last
+    return ranked, right, seen, last
 
 
 def group_ranks(
@@ -355,7 +344,8 @@ def group_ranks(
 ) -> torch.Tensor:
     """Average precision, R@1 and R-precision of each query, float64 [3, n]; right are the answers of its group.
 
-    R-precision is the share of right answers among the first R, if R are right.
+    R-precision is the share of right answers among the first R, if R are right. Scores are not sorted: they are counted
+    between those of the right answers.
 
     Args:
         queries: [n, D], L2-normalised.
@@ -364,26 +354,37 @@ def group_ranks(
         of_answers: int64 [N], their groups.
         own: int64 [n], the place of each query among the answers, which is no answer to it; None for other queries.
     """
-    step = max(1, CLASSES_AT_ONCE // len(answers))
-    found = [answers.new_zeros((3, 0))]
+    by_group, order = of_answers.sort(stable=True)
+    begins, ends = (torch.searchsorted(by_group, groups, right=side) for side in (False, True))
+    found, sizes, step = answers.new_zeros((3, len(queries))), ends - begins, max(1, SCORES_AT_ONCE // len(answers))
+    by_size = sizes.argsort()
     for start in range(0, len(queries), step):
-        some = slice(start, start + step)
-        scores = queries[some].double() @ answers.T
-        right = groups[some, None] == of_answers
+        some = by_size[start : start + step]
+        scores = (queries[some].double() @ answers.T).nan_to_num_(nan=NO_SCORE)
+        places = begins[some, None] + torch.arange(int(sizes[some[-1]]), device=some.device)
+        there, places = places < ends[some, None], order[places.clamp(max=len(order) - 1)]
         if own is not None:
             scores.scatter_(1, own[some, None], -torch.inf)
-            right.scatter_(1, own[some, None], False)
-        ranked, order = _levels(scores.T).sort(dim=0, descending=True, stable=True)
-        right = right.T.gather(0, order)
-        total = right.sum(dim=0)
-        of_total = _hits(ranked, right, total) / total
-        found.append(torch.stack([_average_precision(ranked, right), _hits(ranked, right, total * 0 + 1), of_total]))
-    return torch.cat(found, dim=1)
+            there &= places != own[some, None]
+        limits = torch.where(there, scores.gather(1, places), -torch.inf)
+        edges = torch.cat([limits - TIE, limits + TIE], dim=1).sort(dim=1)
+        until, ahead = _above(edges.values, edges.indices, scores).chunk(2, dim=1)
+        right, total = _above(edges.values, edges.indices, limits).chunk(2, dim=1)[0], there.sum(dim=1, keepdim=True)
+        precision = torch.where(there, right / until, 0.0) / total
+        first_of = [torch.where(limits > NO_SCORE, (k - ahead) / (until - ahead), 0.0).clamp(0, 1) for k in (1, total)]
+        found[:, some] = torch.stack([one.sum(dim=1) for one in (precision, first_of[0], first_of[1] / total)])
+    return found
 
 
-def _hits(ranked: torch.Tensor, right: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Expected number of right answers within the first k [C] places; an answer without a score is a miss."""
-    limit, right = ranked.gather(0, k[None] - 1), right & (ranked > NO_SCORE)
-    ahead, level = ranked > limit, ranked == limit
-    free = (k - ahead.sum(dim=0)).double() / level.sum(dim=0)
-    return (right & ahead).sum(dim=0) + free * (right & level).sum(dim=0)
+def _above(edges: torch.Tensor, order: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """How many of a row's values [n, m] exceed each of its limits, float64 [n, k].
+
+    Args:
+        edges: [n, k], the limits, sorted.
+        order: [n, k], their places before.
+    """
+    places = torch.searchsorted(edges, values)
+    counts = places.new_zeros((len(edges), edges.shape[1] + 1))
+    counts.scatter_add_(1, places, places.new_ones(1).expand_as(places))
+    above = counts.flip(1).cumsum(dim=1).flip(1)[:, 1:]
+    return torch.empty_like(edges).scatter_(1, order, above.double())

@@ -29,7 +29,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext, of_samples
 from clipstream.evals.gallery import Kept, Matches, Wording, show_retrieval
-from clipstream.evals.metrics import EqualCaptions, Ranks, place_pairs
+from clipstream.evals.metrics import EqualCaptions, Ranks, first_places, place_pairs
 from clipstream.evals.settings import LossEvalSettings, RetrievalSettings, source_of
 from clipstream.evals.statistics import by_language
 from clipstream.utils.logs import logger
@@ -207,10 +207,8 @@ def share_images(
         (bool [n], which images stay; bool [M], which of all ranks' captions are theirs; the new `owners` of these).
     """
     start = sum(world.gather_objects(count)[: world.rank])
-    distinct, same = torch.unique(files, return_inverse=True)
-    samples = torch.arange(len(files)).to(same)
-    first = torch.full_like(distinct, len(files)).scatter_reduce(0, same, samples, "amin")[same]  # with its image
-    own = (first == samples)[start : start + count]
+    first = first_places(torch.unique(files, return_inverse=True)[1])  # with its image
+    own = (first == torch.arange(len(files)).to(first))[start : start + count]
     of_texts = world.gather_rows(first[start + owners]) - start
     here = (of_texts >= 0) & (of_texts < count)
     return own, here, (own.cumsum(0) - 1)[of_texts[here]]

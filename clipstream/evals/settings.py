@@ -30,8 +30,8 @@ class EvalSettings(PluginSection):
     data: SourceSettings | None = Field(None, description="source to evaluate on")
     fetch: str | None = Field(
         None,
-        description="what the error shows if the data are missing: a command that downloads them, or ORG/NAME of a data "
-        "set of the Hub; default: that of CLIP_benchmark's sets in a suite",
+        description="command that downloads the data, shown in the error if they are missing, or ORG/NAME of a data set "
+        "of the Hub; default: that of CLIP_benchmark's sets in a suite",
     )
     batch_size: int = Field(256, ge=1, description="samples per forward pass on a rank")
     weights: Literal["trained", "averaged", "both"] = Field(

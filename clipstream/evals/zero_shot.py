@@ -21,7 +21,7 @@ from clipstream.errors import SettingsError
 from clipstream.evals.classes import Labelling, class_spec, template_spec
 from clipstream.evals.context import EvalContext, Table, of_samples
 from clipstream.evals.gallery import Kept, Matches, show_classes, show_confusions
-from clipstream.evals.metrics import accuracies, f1_counts, mean_average_precision, place
+from clipstream.evals.metrics import accuracies, label_metrics, place
 from clipstream.evals.settings import ZeroShotSettings, source_of
 from clipstream.evals.statistics import by_language
 from clipstream.text import percent
@@ -124,51 +124,41 @@ class ZeroShot:
         yield from by_language(found, total)
 
     def _multilabel(self, context: EvalContext, classifier: torch.Tensor) -> Iterator[tuple[str, float]]:
-        images, tune = [classifier[:0]], self.settings.tune
+        images, tune, world = [classifier[:0]], self.settings.tune, context.world
         labels = [torch.zeros((0, len(classifier)), dtype=torch.bool)]
-        tuning = [torch.zeros(0, dtype=torch.bool)]
+        roles = [torch.zeros(0, dtype=torch.uint8)]  # see label_metrics
         matches = Matches(context, self.settings.prompts)
-        for batch in self.labelling.batches(context, self.source, self.settings.batch_size):
-            images.append(context.encode_image(batch.images))
-            labels.append(batch.ids.bool())
-            halves = torch.from_numpy((of_samples(batch)[0] >> np.uint64(63)).astype(bool))
-            tuning.append(halves if tune is None else torch.zeros_like(halves))
-            matches.add(images[-1], batch, partial(self._words, batch))
-        total = sum(context.world.gather_objects(sum(map(len, images))))
-        if not total:
-            raise context.unusable("image with labels")
-        there = torch.cat(labels).to(classifier.device)
-        matches.show()
-        counts = context.world.all_reduce_sum(there.sum(dim=0, dtype=torch.float64))
-        self.labelling.warn_of_unseen(context, counts.tolist())
-        yield "mAP", mean_average_precision(torch.cat(images), classifier, there, context.world)
-        if tune is not None:
-            for batch in self.labelling.batches(context, tune, self.settings.batch_size, "tune_shards"):
+        for key, source in {"data": self.source, "tune_shards": tune}.items():
+            before = len(images)
+            for batch in self.labelling.batches(context, source, self.settings.batch_size, key) if source else ():
                 images.append(context.encode_image(batch.images))
                 labels.append(batch.ids.bool())
-                tuning.append(torch.ones(len(batch), dtype=torch.bool))
-        chosen, f1 = torch.cat(tuning).to(classifier.device), list[float]()
-        if n_tune := sum(context.world.gather_objects(int(chosen.sum()))):
-            there = torch.cat(labels).to(classifier.device)
-            f1 = self._f1(context, f1_counts(torch.cat(images), classifier, there, chosen, context.world))
-        yield "F1", fmean(f1) if f1 else float("nan")
-        yield "labels", len(f1)
-        yield "n", total
-        yield "n_tune", n_tune
-        yield "chance_mAP", float(counts.sum()) / (total * len(classifier))
-
-    def _f1(self, context: EvalContext, counts: torch.Tensor) -> list[float]:
-        """F1 of the labels that have images of both kinds; shows precision and recall of each."""
-        found, rows = [], []
-        for name, (threshold, right, taken, images, known) in zip(self.classes, counts.T.tolist(), strict=True):
-            if images and known:
-                found.append(2 * right / (taken + images))
-                cells = (f"{threshold:.4f}", percent(right / taken) if taken else "", percent(right / images))
-                rows.append((name, *cells, percent(found[-1]), f"{int(images):,}"))
+                half = torch.from_numpy((of_samples(batch)[0] >> np.uint64(63)).astype(np.uint8))
+                roles.append(half if tune is None else torch.full_like(half, 2 * (key != "data")))
+                if key == "data":
+                    matches.add(images[-1], batch, partial(self._words, batch))
+            if source and not any(world.gather_objects(len(images) > before)):
+                raise context.unusable("image with labels")
+        matches.show()
+        there, role = torch.cat(labels).to(classifier.device), torch.cat(roles).to(classifier.device)
+        numbers = torch.stack([(role < 2).sum(), (role > 0).sum(), *there[role < 2].sum(dim=0)])
+        n, n_tune, *counts = map(int, world.all_reduce_sum(numbers.double()).tolist())
+        self.labelling.warn_of_unseen(context, counts)
+        f1, rows, found = list[float](), [], label_metrics(torch.cat(images), classifier, there, role, world)
+        for name, (_, threshold, right, taken, own, known) in zip(self.classes, found.T.tolist(), strict=True):
+            if own and known:
+                f1.append(2 * right / (taken + own))
+                cells = (f"{threshold:.4f}", percent(right / taken) if taken else "", percent(right / own))
+                rows.append((name, *cells, percent(f1[-1]), f"{int(own):,}"))
         if context.examples_wanted and rows:
             header = ("label", "threshold", "precision", "recall", "F1", "images")
             context.tables.append(Table("labels at their thresholds", header, tuple(rows)))
-        return found
+        yield "mAP", float(found[0].mean())
+        yield "F1", fmean(f1) if f1 else float("nan")
+        yield "labels", len(f1)
+        yield "n", n
+        yield "n_tune", n_tune
+        yield "chance_mAP", sum(counts) / (n * len(classifier))
 
     def _word(self, labels: torch.Tensor, i: int) -> str:
         """The class name of a batch's i-th image; '' if it has none in the first language."""
@@ -195,18 +185,13 @@ def score(images: torch.Tensor, classifier: torch.Tensor, labels: torch.Tensor) 
     return torch.stack([top1, top5, torch.ones_like(top1)], dim=1)
 
 
-def text_classifier(context: EvalContext, classes: Sequence[str], templates: Sequence[Template]) -> torch.Tensor:
-    """The classifier of C classes, L2-normalised float32 [C, D], on every rank; cached for the current weights.
-
-    Collective; each rank encodes a share of the prompts.
-    """
-    return text_classifiers(context, [(classes, templates)])[0]
-
-
 def text_classifiers(
     context: EvalContext, sets: Sequence[tuple[Sequence[str], Sequence[Template]]]
 ) -> list[torch.Tensor]:
-    """As `text_classifier`, of several sets of classes and templates, which are cached together."""
+    """The classifier of each set of C classes and templates, L2-normalised float32 [C, D], on every rank.
+
+    Cached for the current weights. Collective; each rank encodes a share of the prompts.
+    """
     prompts = [[template(name) for name in classes for template in templates] for classes, templates in sets]
     per_class = [len(templates) for _, templates in sets]
 

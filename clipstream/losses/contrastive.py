@@ -313,17 +313,12 @@ def _check_groups(field: str, batch: Batch, world: World) -> None:
     found = [label for part in world.gather_objects(batch.groups[batch.weights > 0].tolist()) for label in part]
     if not found:
         return
-    setting = "loss.positives.by"
-    shared, few = compare_groups(setting, field, np.array(found, dtype=np.int64), " of the first batch")
-    if world.is_main and shared:
+    alone, few = compare_groups("loss.positives.by", field, np.array(found, dtype=np.int64), " of the first batch")
+    if world.is_main and not alone:
         logger.info(f"groups   {len(set(found)):,} of {len(found):,} samples in the first batch, by {field}")
-    if world.is_main and few:
-        logger.warning(few)
-    elif world.is_main and not shared:
-        logger.warning(
-            f"{setting}: no two samples of the first batch have the same {field!r}, so no sample has a further "
-            "positive: use a larger batch, or a field with fewer values"
-        )
+    if world.is_main and (few or alone):
+        more = ", so no sample has a further positive: use a larger batch, or a field with fewer values"
+        logger.warning(few or f"{alone}{more}")
 
 
 def warn_of_texts(settings: DataSettings, batch: Batch, world: World) -> None:

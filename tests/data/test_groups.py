@@ -192,7 +192,7 @@ def test_class_folders_train_by_templates(tmp_path: Path, capsys: pytest.Capture
 def test_a_field_that_few_samples_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = furnish(tmp_path)
     shards(place / "pairs", 21, 17, 19, 5)
-    runs = {SKU: "", "txt": "no two samples", "json:colour": "none of the ", "json:few": "only "}
+    runs = {SKU: "", "txt": "no two of the ", "json:colour": "none of the ", "json:few": "only "}
     for number, (field, said) in enumerate(runs.items()):
         code = main(
             flags(place, f"run{number}", "--loss.positives.by", field, "--data.sampling.mode", "indexed", steps=1)

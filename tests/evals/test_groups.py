@@ -113,5 +113,5 @@ def test_the_field_is_that_of_the_loss_and_is_required(products: Path) -> None:
     context.loss = type("Loss", (), {"groups_by": "json:sku"})()
     assert dict(Groups(settings)(context)) == evaluate(World(), products)
     context.loss = type("Loss", (), {"groups_by": "txt"})()
-    with pytest.raises(SettingsError, match="no two of the 17 images have the same 'txt'"):
+    with pytest.raises(SettingsError, match="no two of the 17 samples have the same 'txt'"):
         dict(Groups(settings)(context))

@@ -17,7 +17,7 @@ from sklearn.metrics import average_precision_score, f1_score, precision_recall_
 from clipstream.config.config_file import portable
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.metrics import f1_counts
+from clipstream.evals.metrics import label_metrics
 from clipstream.evals.settings import EvalSettings, ZeroShotSettings, sources_of
 from clipstream.evals.zero_shot import ZeroShot
 from tests.support.evaluating import context_of
@@ -142,7 +142,7 @@ def test_a_written_config_has_absolute_shards_and_the_prompts_as_they_are(
 def counted(world: World) -> torch.Tensor:
     images, labels, classifier, tuning = drawn()
     mine = slice(world.rank, None, world.size)
-    return f1_counts(images[mine], classifier, labels[mine], tuning[mine], world)
+    return label_metrics(images[mine], classifier, labels[mine], tuning[mine].to(torch.uint8) * 2, world)
 
 
 def drawn() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -159,7 +159,7 @@ def test_counts_at_the_threshold_are_those_of_its_predictions(size: int) -> None
     images, labels, classifier, tuning = drawn()
     scores, there, half = (images.double() @ classifier.double().T).numpy(), labels.numpy(), tuning.numpy()
     for found in run_ranks(size, counted):
-        for i, (threshold, right, taken, count, known) in enumerate(found.T.tolist()):
+        for i, (_, threshold, right, taken, count, known) in enumerate(found.T.tolist()):
             guess = scores[:, i] >= threshold - 1e-9
             best = max(f1_score(there[half, i], scores[half, i] >= score) for score in scores[half, i])
             assert f1_score(there[half, i], guess[half]) == pytest.approx(best)

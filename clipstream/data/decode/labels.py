@@ -106,8 +106,8 @@ class SampleProbability:
         return value
 
 
-def compare_groups(setting: str, field: str, labels: np.ndarray[Any, Any], of: str = "") -> tuple[bool, str]:
-    """Whether two samples share a group, and a warning where most samples have none, else ''.
+def compare_groups(setting: str, field: str, labels: np.ndarray[Any, Any], of: str = "") -> tuple[str, str]:
+    """What to say where no two samples share a group, and where most samples have none, else ''.
 
     Args:
         setting: that names `field`, for messages.
@@ -124,7 +124,8 @@ def compare_groups(setting: str, field: str, labels: np.ndarray[Any, Any], of: s
         )
     few = f"{setting}: of the {len(labels):,} samples{of} only {len(grouped):,} have {field!r}; each of the others is "
     few += "a group of its own"
-    return len(np.unique(grouped)) < len(grouped), few if 2 * len(grouped) < len(labels) else ""
+    alone = f"{setting}: no two of the {len(grouped):,} samples{of} have the same {field!r}"
+    return "" if len(np.unique(grouped)) < len(grouped) else alone, few if 2 * len(grouped) < len(labels) else ""
 
 
 class LabelsField:
