@@ -18,13 +18,13 @@ from clipstream.checkpoint.store import holds_a_run
 from clipstream.config.config_sources import Node, enumerate_words, format_problem
 from clipstream.config.plan import Plan, Survey, draft, hold_out, keep_batch, staged, survey
 from clipstream.config.settings import Settings, Written
-from clipstream.data.decode.class_names import unreadable_names
+from clipstream.data.decode.class_names import OF_OPEN_CLIP, class_names, duplicate_names, unreadable_names
 from clipstream.data.order import default_lanes
 from clipstream.data.source_settings import LabelCaption, SourceSettings
 from clipstream.data.sources import expand
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.evals.classes import repeated_names_warning, unreadable
+from clipstream.evals.classes import unreadable
 from clipstream.evals.settings import LabelledSettings, eval_name, sources_of
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.storage.shard_url import ShardURL
@@ -285,7 +285,10 @@ def _conclude(written: Written, world: World, *parts: Problems) -> None:
     if lines := [format_problem(written.places, path, text) for problems in parts for path, text in problems]:
         raise SettingsError(enumerate_words(lines))
     for name, section in written.settings.evals.items() if world.is_main else ():
-        if isinstance(section, LabelledSettings) and (text := repeated_names_warning(section)):
+        names = section.classes if isinstance(section, LabelledSettings) else None
+        if names in (None, *OF_OPEN_CLIP) or getattr(section, "languages", None):
+            continue
+        if text := duplicate_names(class_names(names)):
             logger.warning(format_problem(written.places, ("evals", name, "classes"), text))
 
 

@@ -1,8 +1,8 @@
 """The files of an index of images, the call that it is for, and text features without torch. Imports no torch.
 
 FOLDER/features.npy    float32 [N, D], rows of length 1
-FOLDER/images.jsonl    an `ImageRow` for each row
-FOLDER/ends.npy        int64 [N + 1], where these lines begin and end, in bytes; the last file to be written
+FOLDER/images.jsonl    an `ImageRow` for each row, then for each sample without a readable image
+FOLDER/ends.npy        int64 [N + 1], where the lines of rows begin and end, in bytes; the last file to be written
 FOLDER/model.json      the model for `NumpyText`, once its features were found equal to torch's
 FOLDER/queries/        features of queries
 

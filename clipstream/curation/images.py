@@ -62,10 +62,14 @@ def import_compute() -> Any:
     return topics
 
 
-def index_of(call: ImageSearch) -> Path:
+def index_of(call: ImageSearch, out: Path | None = None) -> Path:
     """The folder of a call's index, which is made if it is not there, or if model or data have changed.
 
-    Raises ClipstreamError: there is no such model or data, no image is usable, or a signal came.
+    Args:
+        out: a table that is then written anew.
+
+    Raises ClipstreamError: there is no such model or data, no image is usable, a signal came, or an index has to be
+        made and there is a table `out`.
     """
     names = re.findall(r"\$\{(\w+)\}", " ".join([call.model, call.data, *call.flags]))
     variables = [os.environ.get(name) for plain in names for name in (plain, f"WDS_{plain}")]
@@ -85,6 +89,8 @@ def index_of(call: ImageSearch) -> Path:
     made, files = indexing.index_folder(call)
     stamps = [(path, file_state(path)) for path in files]
     if not (made / ENDS).is_file():
+        if out is not None:
+            _keep_corrected(out, b"")
         try:
             made.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -265,20 +271,26 @@ def search(
         return SearchResults(ImageSearch(os.fspath(run), os.fspath(data), tuple(given)), texts, k)
 
 
+def _keep_corrected(path: Path, content: bytes) -> None:
+    """Raises SettingsError: there is a table with other content."""
+    if path.exists() and path.read_bytes() not in (b"", content):
+        raise SettingsError(f"{path} exists, perhaps corrected: name another --out, or remove it")
+
+
 class LabelledImages:
     """The images of a data set with the names that a model gives them, the least certain first.
 
     Attributes:
         images: in the order of their margins: that of the class, or else the smallest of an attribute.
         columns: title -> the label of each image.
-        lost: samples of the data without a readable image, as far as their number is known.
+        unreadable: samples without a readable image.
         in_files: whether each image is a file of its own.
     """
 
-    def __init__(self, call: ImageSearch, columns: Columns) -> None:
-        self._call, folder = call, index_of(call)
+    def __init__(self, call: ImageSearch, columns: Columns, out: Path) -> None:
+        self._call, self._out, folder = call, out, index_of(call, out)
         loading.show("loading the model")
-        found, self.lost = import_compute().label(call, folder, columns)
+        found = import_compute().label(call, folder, columns)
         by = [
             [label.margin for label in labels]
             for title, labels in found.items()
@@ -287,18 +299,18 @@ class LabelledImages:
         order = np.argsort(np.min(by, axis=0), kind="stable").tolist()
         with (folder / IMAGES).open("rb") as file:
             images = [ImageRow(*json.loads(line)) for line in file]
-        self.images = [images[row] for row in order]
+        self.images, self.unreadable = [images[row] for row in order], images[len(order) :]
         self.columns = {title: [labels[row] for row in order] for title, labels in found.items()}
-        self.in_files = all(image.place is not None and not image.place[2] for image in images)
+        self.in_files = all(image.place is not None and not image.place[2] for image in self.images)
 
-    def save(self, path: Path) -> None:
-        """Write the table, with paths that are found from its folder.
+    def save(self) -> None:
+        """Write the table, with paths that are found from its folder; without a label for unreadable images.
 
         Raises:
             SettingsError: there is another table, whose labels may have been corrected.
             OSError: it cannot be written.
         """
-        here, file = os.path.join(os.path.dirname(os.path.abspath(path)), ""), io.StringIO(newline="")
+        here, file = os.path.join(os.path.dirname(os.path.abspath(self._out)), ""), io.StringIO(newline="")
         heads = [
             (one, "score", "margin", "probability") if one == LABEL else (one, f"{one}_margin") for one in self.columns
         ]
@@ -306,19 +318,24 @@ class LabelledImages:
         rows.writerow(
             [*(["filepath"] if self.in_files else ["shard", "key"]), *(name for head in heads for name in head)]
         )
-        for image, *labels in zip(self.images, *self.columns.values(), strict=True):
+
+        def place(image: ImageRow) -> list[str]:
             below, key = image.name.removeprefix(here), image.sample[1]
-            where = [image.name.removesuffix(f"/{key}"), key]
-            if self.in_files:  # one that could be read as a URL, a home folder or JSON is whole
-                where = [below if re.match(r"[^:~\[{(<]+$", below) else image.name]
+            if not self.in_files:
+                return [image.name.removesuffix(f"/{key}"), key]
+            # One that could be read as a URL, a home folder or JSON is whole.
+            return [below if re.match(r"[^:~\[{(<]+$", below) else image.name]
+
+        for image, *labels in zip(self.images, *self.columns.values(), strict=True):
+            cells = place(image)
             for title, label in zip(self.columns, labels, strict=True):
                 values = [label.score, label.margin, label.probability] if title == LABEL else [label.margin]
-                where += [label.name, *(f"{value:.5f}" for value in values)]
-            rows.writerow(where)
+                cells += [label.name, *(f"{value:.5f}" for value in values)]
+            rows.writerow(cells)
+        rows.writerows([*place(image), *[""] * sum(map(len, heads))] for image in self.unreadable)
         content = file.getvalue().encode(errors="surrogateescape")
-        if path.exists() and path.read_bytes() not in (b"", content):
-            raise SettingsError(f"{path} exists, perhaps corrected: name another --out, or remove it")
-        atomic_write.replace(path, content)
+        _keep_corrected(self._out, content)
+        atomic_write.replace(self._out, content)
 
     def groups(self) -> dict[str, list[tuple[int, float]]]:
         """What a label says -> images that have it, with their margins, the least certain first; large groups first."""

@@ -142,6 +142,7 @@ def index_folder(call: ImageSearch) -> tuple[Path, list[str]]:
     with open(str(files.weights), "rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as data:
         digest = hashlib.sha256(data).hexdigest()
     made_of = {
+        "form": 2,  # of the files in the index
         "weights": digest,
         "model": [files.model_cfg, files.preprocess_cfg, model.model_dump(mode="json", exclude={*OWN_NAMES})],
         "tokenizer": settings.tokenizer.model_dump(mode="json"),

@@ -51,6 +51,7 @@ from clipstream.curation.stores import (
     pair_scores,
 )
 from clipstream.data.decode.images import EvalTransform
+from clipstream.data.decode.key_lists import NOT_KEPT
 from clipstream.data.decode.tokenizers import build_tokenizer
 from clipstream.data.settings import ModelTokenizer
 from clipstream.data.sources import SampleRef, Source
@@ -359,21 +360,26 @@ def make_index(call: ImageSearch, folder: Path) -> None:
     for first, block in rows.blocks():
         features[first : first + len(block)] = block
     features.flush()
+    images = sorted(_images(rows, source), key=lambda one: not one[0])  # stable
     with (folder / IMAGES).open("wb") as file:
-        sizes = [file.write(json.dumps(image).encode() + b"\n") for image in _images(rows, source)]
-    np.save(folder / f"draft.{ENDS}", np.cumsum([0, *sizes]))
+        sizes = [file.write(json.dumps(image).encode() + b"\n") for _, image in images]
+    np.save(folder / f"draft.{ENDS}", np.cumsum([0, *sizes[: len(rows)]]))
     os.replace(folder / f"draft.{ENDS}", folder / ENDS)  # the last file: now the folder is complete
     shutil.rmtree(options.folder)
 
 
-def _images(rows: StoredRows, source: Source) -> Iterator[ImageRow]:
+def _images(rows: StoredRows, source: Source) -> Iterator[tuple[bool, ImageRow]]:
+    """The samples in their order, and whether each has a row."""
     for shard in rows.shards:
-        name, used = source.names[shard.number], shard.rows_of_samples()
+        name = source.names[shard.number]
         reader = None if source.types[name].is_remote(name) else source.open(name)
-        for number, (key, captions) in enumerate(shard.source.texts(shard.number)):
-            if used[number]:
-                ref = SampleRef(key) if reader is None else reader.index.samples[number]
-                yield image_row(source, name, reader, ref, captions)
+        for number, ((key, captions), reason) in enumerate(
+            zip(shard.source.texts(shard.number), shard.source.reasons(shard.number), strict=True)
+        ):
+            if reason == NOT_KEPT:
+                continue
+            ref = SampleRef(key) if reader is None else reader.index.samples[number]
+            yield not reason, image_row(source, name, reader, ref, captions)
         if reader is not None:
             reader.close()
 
@@ -388,13 +394,12 @@ def _model(settings: Settings, own: ModelSettings) -> Model:
     return Model(context.towers, context)
 
 
-def label(call: ImageSearch, folder: Path, columns: Columns) -> tuple[dict[str, list[ImageLabel]], int]:
-    """By column the labels of the images in an index, and how many samples of the data, if known, are not in it."""
-    settings, source = open_call(call)
+def label(call: ImageSearch, folder: Path, columns: Columns) -> dict[str, list[ImageLabel]]:
+    """By column the labels of the images in an index."""
+    settings, _ = open_call(call)
     model = _model(settings, settings.model.without_training())  # as the images were encoded
     features = torch.from_numpy(np.load(folder / FEATURES))
-    found = {name: model.label(features, *texts) for name, texts in columns.items()}
-    return found, max(0, (source.samples or 0) - len(features))
+    return {name: model.label(features, *texts) for name, texts in columns.items()}
 
 
 def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floats]:

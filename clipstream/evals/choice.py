@@ -15,6 +15,7 @@ from itertools import permutations
 import torch
 
 from clipstream.data.decode.labels import ChoicesField, Unencoded
+from clipstream.data.source_settings import SourceSettings
 from clipstream.errors import DataError
 from clipstream.evals.context import EvalContext
 from clipstream.evals.metrics import TIE, Ranks, products
@@ -55,7 +56,7 @@ class Choice:
             right = first_of(images, features, counts).tolist()
             for share, some, category in zip(right, texts, categories, strict=True):
                 row = torch.tensor([share, 1, 1 / len(some)], dtype=torch.float64)
-                for name in {"", _name(category)}:
+                for name in {"", category}:
                     tally[name] = tally.get(name, 0) + row
         total: dict[str, torch.Tensor] = {}
         for part in context.world.gather_objects(tally):
@@ -63,8 +64,13 @@ class Choice:
                 total[name] = total.get(name, 0) + sums
         if not total:
             raise context.unusable("image with a right and a wrong text")
-        for name in sorted(total):
-            share, n, chance = total[name].tolist()
+        taken = set[str]()
+        for category in sorted(total):
+            share, n, chance = total[category].tolist()
+            name = _name(category)
+            while name in taken:  # of 'a b' and 'a-b'
+                name += "_2"
+            taken.add(name)
             of_category = f"{name}_" if name else ""
             yield f"{of_category}accuracy", share / n
             yield f"n_{name}" if name else "n", int(n)
@@ -73,13 +79,16 @@ class Choice:
     def _scores(self, context: EvalContext, field: str) -> Iterator[tuple[str, float]]:
         """Winoground's scores of the pairs of samples that share a field. Collective."""
         pictures, captions, joined = [], [], [torch.zeros(0, dtype=torch.int64)]
-        for batch in context.batches(self.source, self.settings.batch_size, groups=field):
-            assert batch.groups is not None, "asked for"
-            own = batch.groups & 1 == 0  # others lack the field
-            context.dropped += int((~own).sum())
-            pictures.append(context.encode_image(batch.images)[own])
-            captions.append(context.encode_text(batch.ids)[own])
-            joined.append(batch.groups[own])
+        text = self.source.model_dump_json()
+        of_row = "{n}" in self.source.image_key  # the two images of a row, one after the other
+        for source in [SourceSettings.model_validate_json(text.replace("{n}", n)) for n in "01"[: 1 + of_row]]:
+            for batch in context.batches(source, self.settings.batch_size, groups=field):
+                assert batch.groups is not None, "asked for"
+                own = batch.groups & 1 == 0  # others lack the field
+                context.dropped += int((~own).sum())
+                pictures.append(context.encode_image(batch.images)[own])
+                captions.append(context.encode_text(batch.ids)[own])
+                joined.append(batch.groups[own])
         gather = context.world.gather_rows
         images, texts = map(gather, context.stack(f"pair with {field}", pictures, captions))
         groups = gather(torch.cat(joined).to(context.world.device))

@@ -6,19 +6,18 @@ open_clip's names and templates.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from clipstream.data.decode.class_names import OF_OPEN_CLIP, class_names, unreadable_names
+from clipstream.data.decode.class_names import class_names, unreadable_names
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources.tars import MULTILABEL, Benchmark, of_source
 from clipstream.errors import SettingsError
 from clipstream.evals.settings import LabelledSettings, ZeroShotSettings, sources_of
-from clipstream.text import listed, printable
+from clipstream.text import printable
 from clipstream.utils.logs import logger
 
 if TYPE_CHECKING:
@@ -54,17 +53,6 @@ def template_spec(settings: ZeroShotSettings) -> str | list[str]:
     """
     benchmark = benchmark_of(settings) if settings.templates is None else None
     return settings.templates or (None if benchmark is None else benchmark.templates) or "openai"
-
-
-def repeated_names_warning(settings: LabelledSettings) -> str | None:
-    """A warning about class names of the user's own that are given more than once, ignoring case as labels do."""
-    if settings.classes in (None, *OF_OPEN_CLIP) or getattr(settings, "languages", None):
-        return None
-    names = class_names(settings.classes or [])
-    counts = Counter(name.strip().casefold() for name in names)
-    twice = [repr(name) for name in names if counts.pop(name.strip().casefold(), 0) > 1]
-    shown = listed([printable(name, 80) for name in twice])
-    return f"duplicate class names: {shown}" if twice else None
 
 
 def unreadable(settings: LabelledSettings, *, gaps: bool = False) -> dict[str, str]:

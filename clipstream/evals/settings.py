@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
+from braceexpand import braceexpand
 from pydantic import Field, field_validator, model_validator
 
 from clipstream.data.json_path import well_formed
 from clipstream.data.source_settings import LANG, SourceSettings
 from clipstream.errors import SettingsError
 from clipstream.storage.shard_url import parts_of
-from clipstream.utils.section import SET, Conflict, PathText, PluginSection, other_than, part
+from clipstream.utils.section import SET, Conflict, PathText, PluginSection, other_than, part, with_home
 
 Weights = Literal["trained", "averaged"]
 ROOT = "CLIPSTREAM_EVALS"  # variable with the folder or URL of suites' data sets
@@ -30,8 +32,8 @@ class EvalSettings(PluginSection):
     data: SourceSettings | None = Field(None, description="source to evaluate on")
     fetch: str | None = Field(
         None,
-        description="command that downloads the data, shown in the error if they are missing, or ORG/NAME of a data set "
-        "of the Hub; default: that of CLIP_benchmark's sets in a suite",
+        description="command that downloads the data, shown in the error if they are missing, or ORG/NAME of a set "
+        "on the Hub; default: that of CLIP_benchmark's sets in a suite",
     )
     batch_size: int = Field(256, ge=1, description="samples per forward pass on a rank")
     weights: Literal["trained", "averaged", "both"] = Field(
@@ -187,11 +189,14 @@ class ZeroShotSettings(LabelledSettings, LanguageSettings):
 
     @model_validator(mode="after")
     def _other_images(self) -> ZeroShotSettings:
-        tested = [] if self.data is None else parts_of(self.data.shards)
-        if both := {*tested} & {*parts_of(self.tune_shards or [])}:
+        test, tune = (
+            {os.path.realpath(with_home(name)): name for part in parts_of(shards) for name in braceexpand(part)}
+            for shards in ([] if self.data is None else self.data.shards, self.tune_shards or [])
+        )
+        if both := test.keys() & tune.keys():
             raise ValueError(
-                f"tune_shards has {min(both)}, as data: F1 would be measured on the images that its thresholds are "
-                "chosen on: name other shards, or remove tune_shards, and half of the images choose"
+                f"tune_shards has {tune[min(both)]}, as data: F1 would be measured on the images that its thresholds "
+                "are chosen on: name other shards, or remove tune_shards, and half of the images choose"
             )
         return self
 

@@ -175,4 +175,4 @@ def test_what_is_refused(place: Path, words: tuple[str, ...], part: str, capsys:
 def test_a_name_twice_is_one_class(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "twice.txt").write_text("red bird\nfish\nFish\n")
     label("photos", "--classes", "twice.txt")
-    assert "several times" in "".join(capsys.readouterr()) and len(table()) == 8
+    assert "duplicate class names: 'fish'" in "".join(capsys.readouterr()) and len(table()) == 8

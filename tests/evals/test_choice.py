@@ -106,6 +106,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(
         pa.table({"image": images, "tested_labels": labels}), folder / "hub/data/test-00000-of-00001.parquet"
     )
+    rows_of_two = {"id": range(0, N, 2)}
+    rows_of_two |= {f"image_{n}": images[n::2] for n in (0, 1)}
+    rows_of_two |= {f"caption_{n}": [one["caption"] for one in rows[n::2]] for n in (0, 1)}
+    pq.write_table(pa.table(rows_of_two), folder / "winoground.parquet")
     return folder
 
 
@@ -119,6 +123,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "hub": {"data": {"shards": "{}/hub/data/*.parquet", "caption": {"type": "json", "path": "tested_labels"}}},
     "pairs": {"data": {"shards": "{}/set/test/*.tar", **TARS}, "group": "json:pair"},
     "pairs_of_table": {"data": {"shards": "{}/table.csv"}, "group": "json:pair"},
+    "pairs_of_rows": {
+        "data": {
+            "shards": "{}/winoground.parquet",
+            "image_key": "image_{n}",
+            "caption": {"type": "json", "path": "caption_{n}"},
+        },
+        "group": "json:id",
+    },
 }
 
 
@@ -204,7 +216,7 @@ def test_equal_to_clip_benchmarks_formula(place: Path, size: int) -> None:
             assert found[form]["chance_accuracy"] == pytest.approx(np.mean([1 / (2 + i % 3) for i in range(N)]))
         for form in ("list", "table"):
             assert [found[form][f"{kind}_accuracy"] for kind in ("swap_att", "add")] == pytest.approx(kinds, abs=1e-6)
-        for form in ("pairs", "pairs_of_table"):
+        for form in ("pairs", "pairs_of_table", "pairs_of_rows"):
             ours = [found[form][f"{name}_score"] for name in ("text", "image", "group")]
             assert ours == pytest.approx([pairs[name] for name in ("text_acc", "image_acc", "acc")], abs=1e-6)
             assert found[form]["n"] == N // 2
@@ -231,7 +243,12 @@ def test_an_image_without_a_wrong_text_is_never_right(place: Path) -> None:
     with pytest.raises(Dropped, match="no text to choose besides"):
         only(sample, None)
     assert json.loads(only({**sample, "json": b'{"wrong": "no\\nbody"}'}, None))[0] == ["right", "no body"]
-    for wrong, texts in (('"nan"', None), ('["nan", 3, 2.0]', ["right", "3", "2"])):
+    for wrong, texts in (
+        ('"nan"', None),
+        ('["nan", 3, 2.0]', ["right", "3", "2"]),
+        ('["right", "left"]', ["right", "left"]),  # the right text is no wrong one
+        ('" right "', None),
+    ):
         told = {**sample, "json": f'{{"wrong": {wrong}}}'.encode()}
         if texts is None:
             with pytest.raises(Dropped, match="no text to choose besides"):
@@ -268,7 +285,7 @@ def test_the_answer_is_the_number_of_a_text(told: dict[str, Any], texts: list[st
 
 
 def test_an_image_may_have_many_texts_and_any_category(tmp_path: Path) -> None:
-    names = ["chance", "a" * 80 + "b", "a" * 80 + "c", "???"]
+    names = ["chance", "a" * 80 + "b", "a b", "a-b"]
     samples = [
         {
             "__key__": f"{i}",
@@ -282,7 +299,7 @@ def test_an_image_may_have_many_texts_and_any_category(tmp_path: Path) -> None:
     told = {"type": "choice", "wrong": "json:wrong", "category": "json:kind", "data": {"shards": f"{tmp_path}/0.tar"}}
     found = dict(Choice(ChoiceSettings.model_validate(told))(context_of(World())))
     assert found["chance_accuracy"] == pytest.approx(1 / 100)
-    assert [found[f"n_{name}"] for name in ("of_chance", *names[1:3], "of_")] == [2, 2, 2, 2] and found["n"] == 8
+    assert [found[f"n_{name}"] for name in ("of_chance", names[1], "a_b", "a_b_2")] == [2, 2, 2, 2] and found["n"] == 8
 
 
 @pytest.mark.parametrize(("told", "text"), [

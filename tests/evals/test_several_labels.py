@@ -111,10 +111,12 @@ def test_a_class_without_an_image_is_told(worn: Path, caplog: pytest.LogCaptureF
     assert "only 3 of 4 class names are labels of the data: no samples of 'worn by none'" in caplog.text
 
 
-@pytest.mark.parametrize("form", ["{0}/0.tar::{0}/1.tar", "{0}/2.tar::{0}/0.tar", ["{0}/1.tar", "{0}/0.tar"]])
+@pytest.mark.parametrize(
+    "form", ["{0}/0.tar::{0}/1.tar", "{0}/2.tar::{0}/0.tar", ["{0}/1.tar", "{0}/0.tar"], "{0}/./{{0,9}}.tar"]
+)
 def test_thresholds_are_not_chosen_on_the_test_images(worn: Path, form: str | list[str]) -> None:
     tune = form.format(worn) if isinstance(form, str) else [one.format(worn) for one in form]
-    with pytest.raises(ValueError, match=r"tune_shards has .*/0\.tar, as data: F1 would be measured on the images"):
+    with pytest.raises(ValueError, match=r"tune_shards has .*/[01]\.tar, as data: F1 would be measured on the images"):
         settings_of(worn, data={"shards": f"{worn}/0.tar::{worn}/1.tar"}, tune_shards=tune)
 
 

@@ -6,7 +6,6 @@ The flags; `images.LabelledImages` does the work.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 
 from clipstream.config.config_sources import enumerate_words, read_yaml
@@ -14,7 +13,7 @@ from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, 
 from clipstream.config.help import READING
 from clipstream.curation.image_index import ImageSearch
 from clipstream.curation.images import LABEL, LabelledImages
-from clipstream.data.decode.class_names import AS_LIST, class_names, fold_name, unreadable_names
+from clipstream.data.decode.class_names import AS_LIST, class_names, duplicate_names, fold_name, unreadable_names
 from clipstream.data.source_settings import IMAGE_KEY
 from clipstream.errors import SettingsError, errors_as
 from clipstream.text import counted, listed, printable
@@ -87,22 +86,23 @@ def label(command: CommandLine[LabelFlags]) -> None:
         for key, why in unreadable_names(own.classes, own.templates).items():
             raise SettingsError(f"--{key}: {why.removesuffix(AS_LIST)}")
         columns[LABEL] = names, _ = class_names(own.classes), own.templates
-        if twice := [name for name, count in Counter(map(fold_name, names)).items() if count > 1]:
-            logger.warning(f"--classes: several times in the list, and one class each: {listed(twice, 5)}")
+        if twice := duplicate_names(names):
+            logger.warning(f"--classes: {twice}; each is one class")
     if own.attributes is not None:
         columns |= {name: (texts, "plain") for name, texts in read_attributes(own.attributes).items()}
-    found = LabelledImages(ImageSearch(own.run, own.data, tuple(command.flags)), columns)
+    found = LabelledImages(ImageSearch(own.run, own.data, tuple(command.flags)), columns, Path(own.out))
     if own.links is not None and not found.in_files:
         raise SettingsError(f"--links: images of {own.data} are no files of their own")
     loading.end()
     with errors_as(SettingsError, "cannot write", OSError):
-        found.save(Path(own.out))
+        found.save()
         if own.html is not None:
             replace(Path(own.html), found.page(own.k).encode(errors="backslashreplace"))
         if own.links is not None:
             found.link(Path(own.links))
-    if found.lost:
-        logger.warning(f"{counted(found.lost, 'sample')} without a readable image: they have no row")
+    if found.unreadable:
+        said = f"{counted(len(found.unreadable), 'sample')} without a readable image, at the end of {own.out}"
+        logger.warning(f"{said} without a label")
     if not found.in_files:
         logger.warning(f"{own.out} names images in other files by shard and key, from which evaluate cannot read them")
     counts = [f"{printable(name, 40)} {len(rows):,}" for name, rows in found.groups().items()]

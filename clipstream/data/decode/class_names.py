@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from clipstream.errors import SettingsError, each
 from clipstream.storage.shard_url import with_variables
-from clipstream.text import printable
+from clipstream.text import listed, printable
 from clipstream.utils.content import read_text, to_utf8
 
 Template = Callable[[str], str]
@@ -50,6 +51,13 @@ def class_names(spec: str | Sequence[str], *, gaps: bool = False) -> list[str]:
     if (count := len([*filter(None, names)]) if gaps else len(names)) < 2:
         raise SettingsError(f"classes: expected at least 2, not {count}, one a line or in a list")
     return names
+
+
+def duplicate_names(names: Sequence[str]) -> str:
+    """A warning of names that are given more than once, as `fold_name` compares them; '' without any."""
+    counts = Counter(map(fold_name, names))
+    twice = [repr(printable(name, 80)) for name in names if counts.pop(fold_name(name), 0) > 1]
+    return f"duplicate class names: {listed(twice, 5)}" if twice else ""
 
 
 def prompt_templates(spec: str | Sequence[str], key: str = "templates") -> list[Template]:

@@ -364,7 +364,7 @@ class ChoicesField:
                 told = f"answer {found[:40]!r} is not the number of a text: {len(texts)} are there, the first is 0"
                 raise Dropped("no_label", told)
             texts.insert(0, texts.pop(number))
-        texts = [text for text in texts if text]
+        texts = [*texts[:1], *(text for text in texts[1:] if text and text != texts[0])]
         if len(texts) < 2:
             raise Dropped("no_wrong_text", "no text to choose besides the right one: see the evaluator's wrong")
         if self._category is None:
