@@ -48,14 +48,21 @@ def label(*words: Any, code: int = 0) -> None:
 
 
 def table(path: str = "labels.csv") -> list[dict[str, str]]:
+    """The rows of readable images, which are first."""
     with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    count = sum(bool(row["label"]) for row in rows)
+    assert [(Path(row["filepath"]).name, {*row.values()} - {""}) for row in rows[count:]] == [
+        ("broken.png", {row["filepath"]}) for row in rows[count:]
+    ]
+    return rows[:count]
 
 
 def test_a_folder_is_named_corrected_and_evaluated(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     label("photos", "--classes", "names.txt", "--attributes", "attributes.yaml", "--html", "page.html")
     out, told = capsys.readouterr()
-    assert "8 images" in out and "1 sample without a readable image" in out + told
+    assert "8 images" in out and "1 sample without a readable image, at the end of labels.csv" in out + told
+    assert "\nphotos/broken.png,,,,,,,,\n" in Path("labels.csv").read_text()
     rows = table()
     model, _, _ = load_model("local-dir:model")
     names = [os.path.basename(row["filepath"]) for row in rows]
@@ -76,7 +83,13 @@ def test_a_folder_is_named_corrected_and_evaluated(place: Path, capsys: pytest.C
     Path("labels.csv").write_text("\n".join(lines) + "\n")
     assert evaluate(["local-dir:model", "labels.csv", "--classes-from", "label", "--output", "found.jsonl"]) == 0
     (found,) = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
-    assert found["n"] == len(ODD) and "wolf" in capsys.readouterr().out
+    assert (found["n"], found["dropped"]) == (len(ODD), 1) and "wolf" in capsys.readouterr().out
+    Path("one.csv").write_text("filepath,label\n" + "".join(f"{row['filepath']},fish\n" for row in rows[:2]))
+    assert evaluate(["local-dir:model", "one.csv", "--classes-from", "label"]) == 2
+    told = capsys.readouterr().err
+    assert "all images have the class 'fish': name the classes in a file" in told
+    more = told.partition("and use ")[2].replace("FILE", "names.txt").split()
+    assert evaluate(["local-dir:model", "one.csv", *more]) == 0
 
 
 def test_a_table_in_the_folder_is_no_data_and_new_images_are_seen(place: Path) -> None:
@@ -99,6 +112,11 @@ def test_corrected_labels_stay(place: Path, more: tuple[str, ...], capsys: pytes
     label(*asked, *more, code=2)
     assert "labels.csv exists, perhaps corrected: name another --out, or remove it" in capsys.readouterr().err
     assert table_file.read_text() == corrected and not {"page.html", "by"} & {*os.listdir(place)}
+    (place / "photos/new.png").write_bytes(png(99))
+    label(*asked, *more, code=2)  # before features are computed
+    told = capsys.readouterr().err
+    assert "labels.csv exists, perhaps corrected" in told and "computing features" not in told
+    (place / "photos/new.png").unlink()
     label(*asked, *more, "--out", "other.csv")
     assert "wolf" in table_file.read_text() and len(table("other.csv")) == 8
 

@@ -106,7 +106,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(
         pa.table({"image": images, "tested_labels": labels}), folder / "hub/data/test-00000-of-00001.parquet"
     )
-    rows_of_two = {"id": range(0, N, 2)}
+    rows_of_two: dict[str, Any] = {"id": range(0, N, 2)}
     rows_of_two |= {f"image_{n}": images[n::2] for n in (0, 1)}
     rows_of_two |= {f"caption_{n}": [one["caption"] for one in rows[n::2]] for n in (0, 1)}
     pq.write_table(pa.table(rows_of_two), folder / "winoground.parquet")

@@ -334,12 +334,11 @@ def _with_classes(settings: Settings, label: str) -> Settings:
     source = of_data.Source(val.data, of_data.SourceContext(cache=settings.data.cache, key="evals.val.data"))
     with errors_as(SettingsError, "--classes-from", SettingsError):
         place, names = label_names(source, label, settings.data)
-    if numbers := [name for name in names if number_of(name) is not None]:
+    numbers = [f"{label} has numbers, such as {name}" for name in names if number_of(name) is not None]
+    if numbers or len(names) < 2:
+        why = numbers[0] if numbers else f"all images have the class {names[0]!r}"
         more = f"--evals.val.type zero_shot --evals.val.label {place} --evals.val.classes FILE"
-        text = f"{label} has numbers, such as {numbers[0]}: name the classes in a file, one a line, and use {more}"
-        raise SettingsError(f"--classes-from: {text}")
-    if len(names) < 2:
-        raise SettingsError(f"--classes-from: all images have the class {names[0]!r}")
+        raise SettingsError(f"--classes-from: {why}: name the classes in a file, one a line, and use {more}")
     if World.from_env().is_main:
         announce(f"classes  {len(names):,} in {label}: {listed([printable(name, 40) for name in names], 5)}")
     own = val.model_copy(update={"classes": names, "label": place, "labels": "one"})
