@@ -360,9 +360,9 @@ def make_index(call: ImageSearch, folder: Path) -> None:
     for first, block in rows.blocks():
         features[first : first + len(block)] = block
     features.flush()
-    images = sorted(_images(rows, source), key=lambda one: not one[0])  # stable
+    every = sorted(_images(rows, source), key=lambda one: not one[0])  # stable
     with (folder / IMAGES).open("wb") as file:
-        sizes = [file.write(json.dumps(image).encode() + b"\n") for _, image in images]
+        sizes = [file.write(json.dumps(image).encode() + b"\n") for _, image in every]
     np.save(folder / f"draft.{ENDS}", np.cumsum([0, *sizes[: len(rows)]]))
     os.replace(folder / f"draft.{ENDS}", folder / ENDS)  # the last file: now the folder is complete
     shutil.rmtree(options.folder)

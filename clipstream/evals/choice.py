@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import permutations
+from statistics import fmean
 
 import torch
 
@@ -45,7 +46,7 @@ class Choice:
             yield from self._scores(context, of.group)
             return
         target = ChoicesField(self.source.caption, [*of.wrong], of.answer, of.category)
-        tally: dict[str, torch.Tensor] = {}  # by category, '' for all: sums of shares, images and chances
+        rows: list[tuple[str, float, float]] = []  # by image: category, probability of the right text, chance
         for batch in context.batches(self.source, of.batch_size, target=target, tokenizer=Unencoded()):
             assert batch.captions is not None, "in evaluation"
             texts, categories = zip(*map(json.loads, batch.captions), strict=True)
@@ -53,28 +54,23 @@ class Choice:
             images = context.encode_image(batch.images)
             features = torch.cat([context.encode_text(some) for some in torch.split(ids, of.batch_size)])
             counts = torch.tensor([len(some) for some in texts], device=images.device)
-            right = first_of(images, features, counts).tolist()
-            for share, some, category in zip(right, texts, categories, strict=True):
-                row = torch.tensor([share, 1, 1 / len(some)], dtype=torch.float64)
-                for name in {"", category}:
-                    tally[name] = tally.get(name, 0) + row
-        total: dict[str, torch.Tensor] = {}
-        for part in context.world.gather_objects(tally):
-            for name, sums in part.items():
-                total[name] = total.get(name, 0) + sums
-        if not total:
+            right = first_of(images, features, counts)
+            rows += zip(categories, right.tolist(), (1 / counts.double()).tolist(), strict=True)
+        rows = [row for part in context.world.gather_objects(rows) for row in part]
+        if not rows:
             raise context.unusable("image with a right and a wrong text")
         taken = set[str]()
-        for category in sorted(total):
-            share, n, chance = total[category].tolist()
-            name = _name(category)
+        for category in sorted({"", *(row[0] for row in rows)}):
+            own = [row for row in rows if category in ("", row[0])]
+            name = re.sub(r"\W+", "_", category).strip("_")
+            name = f"of_{name}" if name == "chance" or (category and not name) else name
             while name in taken:  # of 'a b' and 'a-b'
                 name += "_2"
             taken.add(name)
             of_category = f"{name}_" if name else ""
-            yield f"{of_category}accuracy", share / n
-            yield f"n_{name}" if name else "n", int(n)
-            yield f"chance_{of_category}accuracy", chance / n
+            yield f"{of_category}accuracy", fmean(row[1] for row in own)
+            yield f"n_{name}" if name else "n", len(own)
+            yield f"chance_{of_category}accuracy", fmean(row[2] for row in own)
 
     def _scores(self, context: EvalContext, field: str) -> Iterator[tuple[str, float]]:
         """Winoground's scores of the pairs of samples that share a field. Collective."""
@@ -108,12 +104,6 @@ class Choice:
             yield name, value / max(1, len(order))
         yield "n", len(order)
         yield from ((f"chance_{name}", value) for name, value in CHANCE.items())
-
-
-def _name(category: str) -> str:
-    """A category in names of metrics; '' for none."""
-    name = re.sub(r"\W+", "_", category).strip("_")
-    return f"of_{name}" if name == "chance" or (category and not name) else name
 
 
 def first_of(images: torch.Tensor, texts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

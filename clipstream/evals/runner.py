@@ -56,6 +56,17 @@ RESERVED = (
 )  # fmt: skip
 
 
+EVALUATORS: dict[type[EvalSettings], Callable[[Any], Evaluator]] = {  # those that import torch
+    RetrievalSettings: Retrieval,
+    ZeroShotSettings: ZeroShot,
+    ChoiceSettings: Choice,
+    GroupsSettings: Groups,
+    LossEvalSettings: ValidationLoss,
+    LinearProbeSettings: LinearProbe,
+    NeighboursSettings: Neighbours,
+}
+
+
 class Evaluator(Protocol):
     """Yields (metric, value) pairs for one model and one source. Constructed as `Name(settings)`."""
 
@@ -81,21 +92,8 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
 def _evaluator(name: str, settings: EvalSettings) -> Evaluator:
     """The evaluator that the settings describe: one that imports torch, or a part or plug-in of one class."""
     with errors_as(SettingsError, f"evals.{name}", ClipstreamError, ValueError):
-        match settings:
-            case RetrievalSettings():
-                return Retrieval(settings)
-            case ZeroShotSettings():
-                return ZeroShot(settings)
-            case ChoiceSettings():
-                return Choice(settings)
-            case GroupsSettings():
-                return Groups(settings)
-            case LossEvalSettings():
-                return ValidationLoss(settings)
-            case LinearProbeSettings():
-                return LinearProbe(settings)
-            case NeighboursSettings():
-                return Neighbours(settings)
+        if (built_in := EVALUATORS.get(type(settings))) is not None:
+            return built_in(settings)
     made: Evaluator = make_part(f"evals.{name}", settings)
     return made
 

@@ -345,11 +345,9 @@ class ChoicesField:
         self._caption = build_caption(caption) if wrong else CaptionsField(caption)
         self._wrong, self._all = [LabelField(field) for field in wrong], not wrong
         self._answer, self._category = (None if field is None else LabelField(field) for field in (answer, category))
-        others = [*self._wrong, *filter(None, (self._answer, self._category))]
-        own = () if self._answer else self._caption.members
-        self.members = (
-            None if own is None else tuple(dict.fromkeys([*own, *(m for one in others for m in one.members)]))
-        )
+        own = [*([] if self._answer else [self._caption]), *self._wrong, *filter(None, (self._answer, self._category))]
+        some = [one.members for one in own if one.members is not None]
+        self.members = None if len(some) < len(own) else tuple(dict.fromkeys(name for names in some for name in names))
 
     def __call__(self, sample: RawSample, rng: SampleRNG | None) -> str:
         """The JSON. Raises Dropped: `no_wrong_text`, `no_label`, or as the extractor of the caption."""
