@@ -285,7 +285,7 @@ _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "string_too_short": "text that is not empty",
-    "list_type": "a list",
+    "list_type": "a list, such as [a, b]",
     "tuple_type": "a list",
     "dict_type": "a mapping of names",
     "model_type": "a mapping of keys",

@@ -241,7 +241,11 @@ class ChoiceSettings(EvalSettings):
     )
     answer: str | None = Field(None, description="member or json:PATH with the number of the right text, from 0")
     category: str | None = Field(None, description="member or json:PATH; each category has an accuracy of its own")
-    group: str | None = Field(None, description="member or json:PATH that two samples share, each with its caption")
+    group: str | None = Field(
+        None,
+        description="member or json:PATH that two samples share, each with its caption; {n} in image_key and caption "
+        "stands for 0 and 1, the two of a row",
+    )
 
     @field_validator("wrong")
     @classmethod

@@ -16,6 +16,7 @@ from sklearn.metrics import average_precision_score
 from clipstream.data.settings import GroupsSettings as BatchGroups
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
+from clipstream.evals.context import DryRun
 from clipstream.evals.groups import Groups
 from clipstream.evals.metrics import group_ranks
 from clipstream.evals.settings import EvalSettings, GroupsSettings
@@ -115,3 +116,22 @@ def test_the_field_is_that_of_the_loss_and_is_required(products: Path) -> None:
     context.loss = type("Loss", (), {"groups_by": "txt"})()
     with pytest.raises(SettingsError, match="no two of the 17 samples have the same 'txt'"):
         dict(Groups(settings)(context))
+
+
+@pytest.mark.parametrize("count", [40, 70])
+def test_a_dry_run_warns_of_a_field_that_later_samples_may_have(
+    tmp_path: Path, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    last = {count - 2: '{"sku": 1}', count - 1: '{"sku": 1}'} if count > 64 else {}
+    samples = [
+        {"__key__": f"{i:04d}", "jpg": picture(i), "txt": f"thing {i}", "json": last.get(i, "{}")} for i in range(count)
+    ]
+    write_tar(tmp_path / "0.tar", samples)
+    groups = Groups(GroupsSettings.model_validate({"data": {"shards": f"{tmp_path}/0.tar"}, "group": "json:sku"}))
+    dry = DryRun.of(context_of(World()), "products")
+    if not last:  # all samples were seen
+        with pytest.raises(SettingsError, match="none of the 40 samples has 'json:sku'"):
+            dict(groups(dry))
+        return
+    assert dict(groups(dry))["groups"] == 0 and "none of the first 64 samples has 'json:sku'" in caplog.text
+    assert dict(groups(context_of(World())))["groups"] == 1
