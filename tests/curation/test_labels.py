@@ -105,7 +105,9 @@ def test_a_table_in_the_folder_is_no_data_and_new_images_are_seen(place: Path) -
 def test_corrected_labels_stay(place: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("photos", "--classes", "names.txt")
     label(*asked)
+    capsys.readouterr()
     label(*asked)  # the same table is no error
+    assert "1 sample without a readable image" in "".join(capsys.readouterr()), "also of a kept index"
     table_file = place / "labels.csv"
     corrected = table_file.read_text().replace(f",{table()[0]['label']},", ",wolf,", 1)
     table_file.write_text(corrected)
