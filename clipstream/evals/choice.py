@@ -75,9 +75,10 @@ class Choice:
     def _scores(self, context: EvalContext, field: str) -> Iterator[tuple[str, float]]:
         """Winoground's scores of the pairs of samples that share a field. Collective."""
         pictures, captions, joined = [], [], [torch.zeros(0, dtype=torch.int64)]
-        text = self.source.model_dump_json()
-        of_row = "{n}" in self.source.image_key  # the two images of a row, one after the other
-        for source in [SourceSettings.model_validate_json(text.replace("{n}", n)) for n in "01"[: 1 + of_row]]:
+        sources, text = [self.source], self.source.model_dump_json()
+        if "{n}" in self.source.image_key:  # the two images of a row
+            sources = [SourceSettings.model_validate_json(text.replace("{n}", n)) for n in "01"]
+        for source in sources:
             for batch in context.batches(source, self.settings.batch_size, groups=field):
                 assert batch.groups is not None, "asked for"
                 own = batch.groups & 1 == 0  # others lack the field
