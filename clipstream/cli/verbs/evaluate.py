@@ -34,7 +34,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, absent, each, errors_as
 from clipstream.evals.classes import unreadable
 from clipstream.evals.evaluators.mean import Mean
-from clipstream.evals.settings import ROOT, EvalSettings, PromptedSettings, Weights, ZeroShotSettings, sources_of
+from clipstream.evals.settings import ROOT, PromptedSettings, Weights, ZeroShotSettings, sources_of
 from clipstream.models.model_config import HUB
 from clipstream.models.pretrained import preflight
 from clipstream.report.html_report import RunContents, take, write_page
@@ -193,11 +193,12 @@ def load_suites(own: EvaluateFlags, run: Path | None, flags: Sequence[str]) -> W
     specs = " ".join(str(source.shards) for of in sources.values() for source in of)
     if f"${{{ROOT}}}" in specs and not {ROOT, f"WDS_{ROOT}"} & os.environ.keys():
         raise SettingsError(f"--suite requires the folder of its data sets: set --evals-root FOLDER, or {ROOT}")
-    gone = {
-        name: why
-        for name, of in sources.items()
-        if (why := next(filter(None, (*map(_missing, of), *_missing_names(evals[name]))), None))
-    }
+    gone = dict[str, str]()
+    for name, section in evals.items():
+        why = [text for source in sources[name] if (text := _missing(source))]
+        if isinstance(section, ZeroShotSettings) and section.languages:  # names in several are files of a data set
+            why += unreadable(section).values()
+        gone |= {name: why[0]} if why else {}
     if gone and own.missing != "skip":
         root, shown = os.environ.get(ROOT, ""), list[str]()
         for name, text in gone.items():
@@ -231,13 +232,6 @@ def _missing(source: SourceSettings) -> str | None:
     lost = [path for path in local if not os.path.exists(path)]
     more = " …" * (len(lost) > 1)
     return f"{len(lost)} of {len(shards)} shards do not exist: {lost[0]}{more}" if lost else None
-
-
-def _missing_names(section: EvalSettings) -> list[str]:
-    """Why class names or templates in several languages, which are files of a data set, cannot be read."""
-    if isinstance(section, ZeroShotSettings) and section.languages:
-        return list(unreadable(section).values())
-    return []
 
 
 def run(command: CommandLine[EvaluateFlags]) -> int:
