@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,11 +26,10 @@ import torch.nn.functional as F
 from clipstream.errors import DataError, SettingsError
 from clipstream.features.manifest import IMAGE, TEXT
 from clipstream.features.store import FeatureStore, Numbers
-from clipstream.features.stored_rows import BLOCK, ShardPart, StoredRows, unit_views
+from clipstream.features.stored_rows import BLOCK, ShardPart, StoredBlock, StoredRows, unit_views
 from clipstream.utils.torch_state import restore_matmul_precision
 
 TILE = 1 << 22  # scores computed at once
-LAST = (1 << 32) - 1  # largest number of a row
 SAMPLED = 65536  # rows among which the first centroids are chosen; k if there are more clusters
 PART = 8192  # rows added up in float64 at once
 ITERATIONS = 25  # most updates of the centroids
@@ -43,23 +41,9 @@ TRAINED_ON = 256  # rows of each cluster, about, that k-means sees
 Scores = np.ndarray[Any, np.dtype[np.float32]]
 
 
-class Rows(Protocol):
-    """Features that can be read any number of times."""
-
-    @property
-    def width(self) -> int:
-        """Columns, D."""
-
-    def __len__(self) -> int:
-        """Number of rows, N."""
-
-    def blocks(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        """(number of the first row, float32 [m, D] on the CPU) of blocks in order, from row `start` on."""
-
-
 @dataclass(frozen=True)
 class TensorRows:
-    """Features in memory, float32 [N, D], read in blocks of `block` rows."""
+    """Features in memory, float32 [N, D], read as `StoredRows` in blocks of `block` rows."""
 
     features: torch.Tensor
     block: int = BLOCK
@@ -74,6 +58,9 @@ class TensorRows:
     def blocks(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
         for first in range(start, len(self), self.block):
             yield first, self.features[first : first + self.block]
+
+
+Rows = TensorRows | StoredRows
 
 
 class TopRows(NamedTuple):
@@ -93,21 +80,17 @@ def search(rows: Rows, queries: torch.Tensor, k: int, *, device: torch.device | 
         device: where the products are computed; results are on the CPU.
     """
     queries, k = queries.to(device, torch.float64), min(k, len(rows))
-    best = torch.full((len(queries), k), torch.iinfo(torch.int64).min, device=device)
+    best = torch.full((len(queries), k), -torch.inf, device=device)
+    found = torch.zeros((len(queries), k), dtype=torch.int64, device=device)
     for first, features in rows.blocks() if k else ():
         block = features.to(device, torch.float64)
-        numbers = LAST - torch.arange(first, first + len(block), device=device)
+        numbers = torch.arange(first, first + len(block), device=device)
         for part in torch.split(torch.arange(len(queries), device=device), max(1, TILE // len(block))):
-            scores = (queries[part] @ block.T).float() + 0.0  # + 0.0: there is no -0.0
-            # The bits of the score, then the row: larger for better rows. A stable sort takes 1.5 times as long.
-            ranks = (_sortable_bits(scores.view(torch.int32).long()) << 32) | numbers
-            best[part] = torch.cat([best[part], ranks], 1).topk(k).values
-    return TopRows(_sortable_bits(best >> 32).int().view(torch.float32).cpu(), (LAST - (best & LAST)).cpu())
-
-
-def _sortable_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Bits of float32 as integers of the same order, and the reverse; int64."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+            scores = torch.cat([best[part], (queries[part] @ block.T).float()], dim=1)
+            at = torch.cat([found[part], numbers.expand(len(part), -1)], dim=1)
+            best[part], order = (of[:, :k] for of in scores.sort(dim=1, descending=True, stable=True))
+            found[part] = at.gather(1, order)
+    return TopRows(best.cpu(), found.cpu())
 
 
 @dataclass(frozen=True)
@@ -126,7 +109,7 @@ class Clusters:
 def kmeans(rows: Rows, k: int, *, seed: int = 0, device: torch.device | str = "cpu") -> Clusters:
     """Clusters by Lloyd's algorithm on the sphere (Dhillon and Modha, 2001), each iteration one pass over the rows.
 
-    A cluster that becomes empty continues at one of the rows that are farthest from their centroids.
+    The centroid of a cluster that becomes empty stays.
 
     Args:
         k: number of clusters, at most the number of rows.
@@ -140,7 +123,6 @@ def kmeans(rows: Rows, k: int, *, seed: int = 0, device: torch.device | str = "c
     while True:
         sums = torch.zeros((k, rows.width), dtype=torch.float64)
         sizes = torch.zeros(k, dtype=torch.int64)
-        far, far_scores = torch.zeros((0, rows.width)), torch.zeros(0)
         total = 0.0
         for _, features in rows.blocks():
             scores, labels = (of.cpu() for of in _assign(features.to(device), centroids))
@@ -148,16 +130,11 @@ def kmeans(rows: Rows, k: int, *, seed: int = 0, device: torch.device | str = "c
             sizes += torch.bincount(labels, minlength=k)
             for some, of in zip(torch.split(features, PART), torch.split(labels, PART), strict=True):
                 sums.index_add_(0, of, some.double())
-            farthest = scores.sort(stable=True).indices[:k]
-            far_scores, order = torch.cat([far_scores, scores[farthest]]).sort(stable=True)
-            far, far_scores = torch.cat([far, features[farthest]])[order[:k]], far_scores[:k]
         means.append(total / len(rows))
         before, now = (1 - mean for mean in means[-2:]) if len(means) > 1 else (1.0, 0.0)  # at first, none is before it
         if len(means) > ITERATIONS or before - now <= TOLERANCE * before:
             return Clusters(centroids.cpu(), sizes, means)
-        empty = (sizes == 0).nonzero().squeeze(1)
-        sums[empty] = far[: len(empty)].double()
-        # Opposite rows may cancel each other out; the centroid then stays.
+        # Of an empty cluster, and where opposite rows cancel each other out, the centroid stays.
         lengths = torch.linalg.vector_norm(sums, dim=1, keepdim=True)
         centroids = torch.where(lengths > 0, sums / lengths.clamp(min=1e-300), centroids.cpu().double()).float()
         centroids = centroids.to(device)
@@ -207,6 +184,7 @@ class PairScores(NamedTuple):
 
     shard: ShardPart
     samples: Numbers  # int64 [m], the pairs' samples in the shard
+    rows: Numbers  # int64 [m], the rows of these in the part of images
     choices: Numbers  # int64 [m], their captions
     scores: torch.Tensor  # float32 [m]: cosine of image and caption, the mean over the image's views
 
@@ -216,22 +194,12 @@ def pair_scores(store: FeatureStore) -> Iterator[PairScores]:
 
     Raises SettingsError: the store lacks images or texts, or they are of different models.
     """
-    images, texts = StoredRows(store, IMAGE), StoredRows(store, TEXT)
-    check_pair(images, texts)
-    for number, (image_shard, text_shard) in enumerate(zip(images.shards, texts.shards, strict=True)):
-        step = min(images.step(number), texts.step(number))
-        for block, of in zip(image_shard.blocks(step), text_shard.blocks(step), strict=True):
-            owners = np.searchsorted(block.samples[:: images.views], of.samples)
-            mean = unit_views(block.features, images.views).mean(dim=1)
-            scores = (mean[torch.from_numpy(owners)] * F.normalize(of.features, dim=1)).sum(dim=1)
-            yield PairScores(text_shard, of.samples, of.choices, scores)
-
-
-def check_pair(images: StoredRows, texts: StoredRows) -> None:
-    """Raises SettingsError: parts of images and texts are of different models."""
-    if images.width != texts.width:
-        one, other = f"{images.part} has rows of {images.width} features", f"{texts.part} of {texts.width}"
-        raise SettingsError(f"{one} and {other}: other models")
+    pairs = PairRows(store)
+    for number, shard in enumerate(pairs.texts.shards):
+        rows = pairs.rows_of_samples(number)
+        for _, mean, owners, of in pairs.parts(number):
+            scores = (mean[owners] * F.normalize(of.features, dim=1)).sum(dim=1)
+            yield PairScores(shard, of.samples, rows[of.samples], of.choices, scores)
 
 
 class PairBlock(NamedTuple):
@@ -249,30 +217,21 @@ class PairBlock(NamedTuple):
         return PairBlock(*(of[which] for of in self))
 
 
-@dataclass(frozen=True)
 class PairRows:
-    """The samples of a store that have captions.
+    """The samples of a store that have captions. Those of `images` give samples their numbers.
 
     Args:
         source: name of the source to read; '' for all.
 
-    Raises SettingsError: the store lacks features of images or texts.
+    Raises SettingsError: the store lacks images or texts, or they are of different models.
     """
 
-    store: FeatureStore
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        check_pair(self.images, self.texts)
-
-    @cached_property
-    def images(self) -> StoredRows:
-        """The part of images, whose rows give samples their numbers."""
-        return StoredRows(self.store, IMAGE)
-
-    @cached_property
-    def texts(self) -> StoredRows:
-        return StoredRows(self.store, TEXT)
+    def __init__(self, store: FeatureStore, source: str = "") -> None:
+        self.store, self.source = store, source
+        self.images, self.texts = images, texts = StoredRows(store, IMAGE), StoredRows(store, TEXT)
+        if images.width != texts.width:
+            one, other = f"{images.part} has rows of {images.width} features", f"{texts.part} of {texts.width}"
+            raise SettingsError(f"{one} and {other}: other models")
 
     def blocks(self, most: int = BLOCK) -> Iterator[PairBlock]:
         """All of them in order, at least `most` at a time but for the last ones."""
@@ -285,24 +244,37 @@ class PairRows:
         if held:
             yield PairBlock(*map(torch.cat, zip(*held, strict=True)))
 
-    def _blocks(self) -> Iterator[PairBlock]:
+    def rows_of_samples(self, number: int) -> Numbers:
+        """By sample of a shard, its row in the part of images, if it has one."""
+        used = self.images.shards[number].rows_of_samples() > 0
+        rows: Numbers = self.images.firsts[number] + used.cumsum() - 1
+        return rows
+
+    def parts(self, number: int) -> Iterator[tuple[Numbers, torch.Tensor, torch.Tensor, StoredBlock]]:
+        """Of the blocks of a shard in order: samples int64 [m], means of their views float32 [m, D], the places among
+        these of the captions' samples int64 [n], and the captions.
+        """
         images, texts = self.images, self.texts
-        for number, (image, text) in enumerate(zip(images.shards, texts.shards, strict=True)):
-            if self.source not in ("", image.source.name):
+        step = min(images.step(number), texts.step(number))
+        blocks = (rows.shards[number].blocks(step) for rows in (images, texts))
+        for block, of in zip(*blocks, strict=True):
+            samples = block.samples[:: images.views]
+            owners = torch.from_numpy(np.searchsorted(samples, of.samples))
+            yield samples, unit_views(block.features, images.views).mean(dim=1), owners, of
+
+    def _blocks(self) -> Iterator[PairBlock]:
+        for number, shard in enumerate(self.images.shards):
+            if self.source not in ("", shard.source.name):
                 continue
-            step = min(images.step(number), texts.step(number))
-            rows = images.firsts[number] + (image.rows_of_samples() > 0).cumsum() - 1
-            known = [hash(frozenset(captions)) for _, captions in image.source.texts(image.number)]
-            for block, of in zip(image.blocks(step), text.blocks(step), strict=True):
-                samples = block.samples[:: images.views]
-                owners = torch.from_numpy(np.searchsorted(samples, of.samples))
-                means = torch.zeros(len(samples), texts.width).index_add_(0, owners, F.normalize(of.features, dim=1))
+            rows = self.rows_of_samples(number)
+            known = [hash(frozenset(captions)) for _, captions in shard.source.texts(shard.number)]
+            for samples, mean, owners, of in self.parts(number):
+                means = torch.zeros_like(mean).index_add_(0, owners, F.normalize(of.features, dim=1))
                 used = torch.bincount(owners, minlength=len(samples)) > 0
-                mean = unit_views(block.features, images.views).mean(dim=1)
                 own = samples[used.numpy()]
                 captions = torch.tensor([known[i] for i in own.tolist()], dtype=torch.int64)
                 if len(own):
-                    mean, means = (F.normalize(of[used], dim=1) for of in (mean, means))
+                    mean, means = (F.normalize(part[used], dim=1) for part in (mean, means))
                     yield PairBlock(torch.from_numpy(rows[own]), mean, means, captions)
 
 
@@ -449,22 +421,10 @@ def sample_scores(where: str) -> pa.Table:
 
 def clip_scores(store: FeatureStore) -> Scores:
     """The cosine of each image with its best caption, float32 [rows of images]; NaN for those without captions."""
-    rows = StoredRows(store)
-    found = np.full(len(rows), np.nan, np.float32)
-    places = {(s.source.name, s.number): (number, s) for number, s in enumerate(rows.shards)}
+    found = np.full(len(StoredRows(store)), np.nan, np.float32)
     for some in pair_scores(store):
-        number, shard = places[some.shard.source.name, some.shard.number]
-        samples, best = best_captions(some)
-        ends = (shard.rows_of_samples() > 0).cumsum()
-        found[rows.firsts[number] + ends[samples] - 1] = best.numpy()
+        np.fmax.at(found, some.rows, some.scores.numpy())
     return found
-
-
-def best_captions(some: PairScores) -> tuple[Numbers, torch.Tensor]:
-    """The samples that have captions, int64 [n], and the score of each one's best caption, float32 [n]."""
-    samples, places = np.unique(some.samples, return_inverse=True)
-    best = torch.full((len(samples),), -torch.inf)
-    return samples, best.scatter_reduce(0, torch.from_numpy(places), some.scores, "amax")
 
 
 def near_duplicates(

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from clipstream.api.model import ImageLabel, Model, usable_device
+from clipstream.api.model import ImageLabel, Model, load_model, usable_device
 from clipstream.config.entry import CommandLine, output_file
 from clipstream.config.plan import survey
 from clipstream.config.settings import Settings
@@ -43,8 +43,6 @@ from clipstream.curation.indexing import Card, image_row, open_call, render_gall
 from clipstream.curation.stores import (
     Doubts,
     PairRows,
-    PairScores,
-    best_captions,
     doubts,
     hard_negatives,
     near_duplicates,
@@ -52,8 +50,6 @@ from clipstream.curation.stores import (
 )
 from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.key_lists import NOT_KEPT
-from clipstream.data.decode.tokenizers import build_tokenizer
-from clipstream.data.settings import ModelTokenizer
 from clipstream.data.sources import SampleRef, Source
 from clipstream.distributed.launch import run_embedded
 from clipstream.distributed.world import World
@@ -63,9 +59,7 @@ from clipstream.features import CHUNK_ROWS
 from clipstream.features.manifest import IMAGE, MODEL, TEXT
 from clipstream.features.store import FeatureStore, Numbers
 from clipstream.features.stored_rows import Name, StoredRows
-from clipstream.models.build import build_towers
 from clipstream.models.pretrained import fetch
-from clipstream.models.settings import ModelSettings
 from clipstream.precompute import StoreOptions
 from clipstream.precompute.images import StoredImages
 from clipstream.precompute.run import precompute
@@ -129,22 +123,24 @@ def neighbours(options: Any, rows: StoredRows, device: torch.device) -> None:
     """Print, and write, the rows nearest to each query."""
     titles, queries = _queries(options, rows)
     found = stores.search(rows, queries, options.k, device=device)
-    names = names_of(rows, found.rows.flatten().tolist())
+    k = found.rows.shape[1]
+    names = rows.names(found.rows.flatten().tolist())
+    written = {
+        "query": [title for title in titles for _ in range(k)],
+        "rank": [*range(1, k + 1)] * len(titles),
+        "score": found.scores.flatten().tolist(),
+        **sample_columns(names),
+        "caption": [name.captions[0] if name.captions else "" for name in names],
+    }
     table = result_table("Neighbours", ("query", "rank", "score", "sample", "caption"), NUMBERS)
-    written: list[dict[str, Any]] = []
-    for title, of_query, numbers in zip(titles, found.scores.tolist(), found.rows.tolist(), strict=True):
-        for rank, (score, row) in enumerate(zip(of_query, numbers, strict=True), start=1):
-            name = names[row]
-            caption = name.captions[0] if name.captions else ""
-            about = {"source": name.source, "shard": name.shard, "key": name.key, "caption": caption}
-            written.append({"query": title, "rank": rank, "score": score, **about})
-            cells = printable(title, CELL) if rank == 1 else "", printable(name.label, CELL), printable(caption, CELL)
-            table.add_row(cells[0], str(rank), f"{score:.4f}", *cells[1:])
+    for title, rank, score, name in zip(*(written[of] for of in ("query", "rank", "score")), names, strict=True):
+        head = printable(title, CELL) if rank == 1 else ""
+        table.add_row(head, str(rank), f"{score:.4f}", printable(name.label, CELL), _caption(name))
     ResultConsole(markup=False).print(table)
     if options.out:
         start, end = (("query", pa.string()), ("rank", pa.int32()), ("score", pa.float32())), ("caption", pa.string())
         with TableWriter(Path(options.out), pa.schema([*start, *SAMPLE, end])) as writer:
-            writer.write({name: [row[name] for row in written] for name in writer.schema.names})
+            writer.write(written)
 
 
 def duplicates(options: Any, flags: Sequence[str], rows: StoredRows, device: torch.device) -> None:
@@ -201,23 +197,17 @@ def clusters(options: Any, rows: StoredRows, device: torch.device) -> None:
     names = names_of(rows, near.rows.flatten().tolist())
     table = result_table("Clusters", ("cluster", "rows", "share", "nearest"), NUMBERS)
     for number in found.sizes.sort(descending=True, stable=True).indices.tolist():
-        size, labels = int(found.sizes[number]), []
-        for name in (names[row] for row in near.rows[number].tolist()):
-            labels.append(printable(": ".join([name.label, *name.captions[:1]]), CELL))
+        size, nearest = int(found.sizes[number]), [names[row] for row in near.rows[number].tolist()]
+        labels = [printable(": ".join([name.label, *name.captions[:1]]), CELL) for name in nearest]
         table.add_row(str(number), f"{size:,}", f"{size / len(rows):.2%}", "\n".join(labels))
     ResultConsole(markup=False).print(table)
     print(f"mean cosine with the centroid {found.means[-1]:.4f} after {len(found.means) - 1} iterations")
     if options.out:
         schema = [*SAMPLE, ("choice", pa.int32()), ("cluster", pa.int32()), ("score", pa.float32())]
         with TableWriter(Path(options.out), pa.schema(schema)) as writer:
-            names_by_shard, first = _by_shard(rows), 0
-            held: list[Name] = []
             for start, block in rows.blocks():
-                while start + len(block) > first + len(held):
-                    first += len(held)
-                    held, _ = next(names_by_shard)
                 cosines, numbers = (tensor.cpu() for tensor in found.assign(block.to(device)))
-                some = held[start - first : start - first + len(block)]
+                some = rows.names(range(start, start + len(block)))
                 of = {"choice": [name.choice for name in some], "cluster": numbers.int().numpy()}
                 writer.write({**sample_columns(some), **of, "score": cosines.numpy()})
         print(options.out)
@@ -225,19 +215,16 @@ def clusters(options: Any, rows: StoredRows, device: torch.device) -> None:
 
 def scores(options: Any, images: StoredRows) -> None:
     """Print quantiles of the cosines of images and captions; the file lists the pairs, or the samples kept."""
-    store = images.store
-    # Made at once: small arrays that stay between large ones that go would keep the memory of these from reuse.
-    every, of_samples = np.empty(len(StoredRows(store, TEXT)), np.float32), np.empty(len(images), np.float32)
-    pairs = samples = 0
-    for some in pair_scores(store):
+    texts = StoredRows(images.store, TEXT)
+    every, best = np.empty(len(texts), np.float32), np.full(len(images), np.nan, np.float32)
+    pairs = 0
+    for some in pair_scores(images.store):
         every[pairs : pairs + len(some.scores)] = some.scores.numpy()
         pairs += len(some.scores)
-        best = best_captions(some)[1].numpy()
-        of_samples[samples : samples + len(best)] = best
-        samples += len(best)
-    of_samples = of_samples[:samples]
+        np.fmax.at(best, some.rows, some.scores.numpy())
     if not pairs:
-        raise DataError(f"{store.shown} has no image with a caption")
+        raise DataError(f"{images.store.shown} has no image with a caption")
+    of_samples = best[~np.isnan(best)]
     table = result_table("Cosines", ("quantile", "pairs", "best caption of each sample"), NUMBERS)
     for share in QUANTILES:
         table.add_row(f"{share:g}", *(f"{np.quantile(of, share):.4f}" for of in (every, of_samples)))
@@ -251,36 +238,15 @@ def scores(options: Any, images: StoredRows) -> None:
         kept = int((of_samples >= least).sum())
         print(f"{kept:,} samples ({kept / len(of_samples):.2%}) score {least:.4f} or more")
     if options.out:
-        _write_scores(Path(options.out), pair_scores(store), least)
+        rows, values = (texts, every) if least is None else (images, best)
+        of_pairs = [("choice", pa.int32()), ("caption", pa.string())] if least is None else []
+        with TableWriter(Path(options.out), pa.schema([*SAMPLE, ("score", pa.float32()), *of_pairs])) as writer:
+            for names, numbers in _by_shard(rows):
+                places = np.flatnonzero(values[numbers] >= (-np.inf if least is None else least))
+                own = [names[i] for i in places.tolist()]
+                of = {"choice": [name.choice for name in own], "caption": ["".join(name.captions) for name in own]}
+                writer.write({**sample_columns(own), **of, "score": values[numbers[places]]})
         print(options.out)
-
-
-def _write_scores(path: Path, found: Iterator[PairScores], least: float | None) -> None:
-    """Write all pairs, or the samples whose best caption scores at least `least`."""
-    columns = [*SAMPLE, ("score", pa.float32())]
-    if least is None:
-        columns += [("choice", pa.int32()), ("caption", pa.string())]
-    texts: list[tuple[str, list[str]]] = []
-    before = None
-    with TableWriter(path, pa.schema(columns)) as writer:
-        for some in found:
-            source, number = some.shard.source, some.shard.number
-            if before != (source.name, number):
-                before = (source.name, number)
-                texts = source.texts(number)
-            samples, values = some.samples, some.scores.numpy()
-            if least is not None:
-                samples, best = best_captions(some)
-                values = best.numpy()
-                samples, values = samples[values >= least], values[values >= least]
-            count = len(samples)
-            of: dict[str, Any] = {"source": [source.name] * count, "shard": [some.shard.name] * count}
-            of |= {"key": [texts[i][0] for i in samples.tolist()], "score": values}
-            if least is None:
-                of["choice"] = some.choices.astype(np.int32)
-                pairs = zip(samples.tolist(), some.choices.tolist(), strict=True)
-                of["caption"] = [texts[i][1][choice] for i, choice in pairs]
-            writer.write(of)
 
 
 def _queries(options: Any, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
@@ -294,7 +260,11 @@ def _queries(options: Any, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
                 f"--query-image and --query-text require the model of {part}, which is not in {store.shown}: use "
                 f"--query-key"
             )
-        features = _encode(folder, options.query_image, options.query_text, upright=store.manifest.views > 0)
+        model = load_model(f"local-dir:{folder}", device="cpu")[0]
+        # `precompute` turns images by their EXIF orientation in augmented views alone.
+        transform = EvalTransform(model.preprocess.image, "white", upright=store.manifest.views > 0)
+        images = [model.encode_image(_pixels(file, transform)) for file in options.query_image]
+        features = torch.cat([*images, *([model.encode_text(options.query_text)] if options.query_text else [])])
     numbers: list[int] = []
     for key in options.query_key:
         if not (found := rows.find(key)):
@@ -304,23 +274,6 @@ def _queries(options: Any, rows: StoredRows) -> tuple[list[str], torch.Tensor]:
     if not titles:
         raise SettingsError("set --query-image FILE, --query-text TEXT or --query-key KEY")
     return titles, torch.cat([features, stores.gather(rows, numbers)])
-
-
-@torch.inference_mode()
-def _encode(model: Path, images: Sequence[str], texts: Sequence[str], *, upright: bool) -> torch.Tensor:
-    """Features of images and texts, float32 [n, D], rows of length 1.
-
-    Args:
-        upright: whether images are turned by their EXIF orientation; `precompute` does so in augmented views only.
-    """
-    towers = build_towers(ModelSettings(name=f"local-dir:{model}"), seed=0).eval()
-    transform, found = EvalTransform(towers.image, "white", upright=upright), []
-    for file in images:
-        found.append(towers.encode_image(_pixels(file, transform)[None]))
-    if texts:
-        tokenizer = build_tokenizer(ModelTokenizer(), towers.open_clip_tokenizer(), towers.context_length)
-        found.append(towers.encode_text(torch.as_tensor(tokenizer.encode(list(texts)))))
-    return torch.cat(found)
 
 
 def _pixels(query: str, transform: EvalTransform) -> torch.Tensor:
@@ -384,20 +337,19 @@ def _images(rows: StoredRows, source: Source) -> Iterator[tuple[bool, ImageRow]]
             reader.close()
 
 
-def _model(settings: Settings, own: ModelSettings) -> Model:
-    """The model, in float32."""
+def _model(settings: Settings) -> Model:
+    """The model in float32, as the images were encoded."""
+    train = settings.train.model_copy(update={"precision": "fp32"})
+    sections, world = settings.model_copy(update={"train": train}), World(device=usable_device(settings.run.device))
     with restore_matmul_precision():
-        train = settings.train.model_copy(update={"precision": "fp32"})
-        context = context_for(
-            settings.model_copy(update={"train": train}), own, World(device=usable_device(settings.run.device))
-        )
+        context = context_for(sections, settings.model.without_training(), world)
     return Model(context.towers, context)
 
 
 def label(call: ImageSearch, folder: Path, columns: Columns) -> dict[str, list[ImageLabel]]:
     """By column the labels of the images in an index."""
     settings, _ = open_call(call)
-    model = _model(settings, settings.model.without_training())  # as the images were encoded
+    model = _model(settings)
     features = torch.from_numpy(np.load(folder / FEATURES))
     return {name: model.label(features, *texts) for name, texts in columns.items()}
 
@@ -408,9 +360,8 @@ def encode(call: ImageSearch, queries: Sequence[str], folder: Path) -> list[Floa
     Raises SettingsError: an image cannot be decoded.
     """
     settings, _ = open_call(call)
-    own = settings.model.without_training()  # as the images were encoded
-    model = _model(settings, own)
-    files = fetch(own, settings.tokenizer, World())
+    model = _model(settings)
+    files = fetch(settings.model.without_training(), settings.tokenizer, World())
     tower = NumpyText.of(files.weights, files.model_cfg)
     with suppress(LookupError):  # tensors of another text tower
         theirs = model.encode_text(PROBES).cpu().numpy()
@@ -478,17 +429,10 @@ def _mistaken(found: Doubts) -> list[Mistaken]:
     wrong, classes = found.mistaken.nonzero()[0], found.are_classes
     both = np.stack([found.others[wrong], found.captions[wrong] if classes else np.full(len(wrong), -1)])
     unique, of, counts = np.unique(both, axis=1, return_inverse=True, return_counts=True)
-    best = np.argsort(-counts, kind="stable")[:SHOWN_TEXTS].tolist()
-    return [
-        Mistaken(
-            int(unique[0, at]),
-            int(unique[1, at]),
-            int(counts[at]),
-            found.rows[wrong[of.reshape(-1) == at][:ON_PAGE]].tolist(),
-        )
-        for at in best
-        if classes or counts[at] >= MANY
-    ]
+    best = [at for at in np.argsort(-counts, kind="stable")[:SHOWN_TEXTS] if classes or counts[at] >= MANY]
+    rows = [found.rows[wrong[of.reshape(-1) == at][:ON_PAGE]].tolist() for at in best]
+    pairs = unique.T.tolist()
+    return [Mistaken(pairs[at][0], pairs[at][1], int(counts[at]), some) for at, some in zip(best, rows, strict=True)]
 
 
 def names_of(rows: StoredRows, numbers: Iterable[int]) -> dict[int, Name]:
@@ -502,7 +446,7 @@ def sample_columns(names: Sequence[Name]) -> dict[str, Any]:
 
 
 def _caption(name: Name) -> str:
-    return printable(name.captions[0], CELL)
+    return printable(name.captions[0] if name.captions else "", CELL)
 
 
 def _write(path: Path, found: Doubts, worst: Numbers, names: Mapping[int, Name]) -> None:
@@ -569,18 +513,13 @@ def mine(options: Any, store: FeatureStore, device: torch.device) -> None:
     if not options.out or Path(options.out).suffix not in (".parquet", ".jsonl"):
         raise SettingsError("--mine writes lists of neighbours: set --out FILE.parquet (or .jsonl)")
     if options.query_image or options.query_text or options.query_key:
-        raise SettingsError("--mine searches exactly, for all samples: set neither --query-* nor --index")
-    labels: Any = None
-    rows = found = 0
+        raise SettingsError("--mine searches for all samples: set no --query-*")
+    images, rows, found = StoredRows(store), 0, 0
+    shards = [(shard, images.keys_of(number)) for number, shard in enumerate(images.shards)]
+    labels = pa.array((f"{shard.name}/{key}" for shard, keys in shards for key in keys), pa.string())
     with TableWriter(Path(options.out), pa.schema([*SAMPLE, ("neighbours", pa.list_(pa.string()))])) as writer:
         for source in store.manifest.sources:
             pairs = PairRows(store, source)
-            if labels is None:
-                images = pairs.images
-                shards = [(shard, images.keys_of(number)) for number, shard in enumerate(images.shards)]
-                labels = pa.chunked_array(
-                    [pa.array([f"{shard.name}/{key}" for key in keys], pa.string()) for shard, keys in shards]
-                ).combine_chunks()
             for numbers, others in hard_negatives(pairs, options.mine, options.k, options.max_cosine, device=device):
                 of = others[others >= 0]
                 ends = np.concatenate([[0], (others >= 0).sum(axis=1).cumsum()])
