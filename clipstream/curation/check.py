@@ -30,7 +30,7 @@ from clipstream.config.entry import output_file
 from clipstream.config.plan import LARGE, batch_of
 from clipstream.config.settings import PathLike, Settings, load, tree_of
 from clipstream.config.short_flags import READING_FLAGS
-from clipstream.curation.problems import CONTEXT, Examined, ReportTable, examine, large_note, write_page
+from clipstream.curation.problems import CONTEXT, LARGE_ADVICE, Examined, ReportTable, examine, write_page
 from clipstream.curation.sample_table import Columns, Row, RowReader
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.images import lost_area, transparency_note
@@ -312,7 +312,8 @@ def _warnings(report: CheckReport, caption: CaptionSettings) -> Iterator[str]:
         share = f"{report.long:,} captions ({report.long / report.used:.0%})"
         yield f"{share} have more than {CONTEXT} tokens, which is what CLIP models read: the rest is cut off"
     if report.large:
-        yield large_note(report.large, LARGE_PIXELS)
+        some = f"{counted(len(report.large), 'image', ',')} of more than {LARGE_PIXELS:,} pixels"
+        yield f"{some} (such as {listed(list(map(printable, report.large)), 3)}): {LARGE_ADVICE}"
     if warning := report.first_captions.languages_warning(caption):
         yield warning
     if warning := report.profile.tags(caption):
@@ -341,7 +342,6 @@ def print_report(settings: Settings, flags: Sequence[str], options: Any) -> None
 
     Args:
         flags: of the data, with which `settings` were made; `--train-data SHARDS` first.
-        options: of the verb.
 
     Raises:
         SettingsError: the caption settings do not fit together, the shards cannot be listed, or files not be written.

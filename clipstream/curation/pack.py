@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from clipstream.curation.pack_shards import (
     Packed,
     Recording,
     SamplePacker,
-    TarWriter,
+    add_member,
     open_captions,
 )
 from clipstream.data.decode.key_lists import build_filter, check_lists
@@ -57,6 +58,7 @@ from clipstream.storage.tar import SampleRefs
 from clipstream.text import MESSAGE, counted, duration, printable
 from clipstream.utils import atomic_write
 from clipstream.utils.console import print_training
+from clipstream.utils.content import file_digest
 from clipstream.utils.executors import require_all
 from clipstream.utils.logs import logger
 
@@ -184,13 +186,14 @@ class PackShard:
         """Write samples into a tar. Raises ShardError, OSError."""
         drops, images, suffixes = Counter[str](), Counter[str](), Counter[str]()
         table, merged = SampleRefs(), 0
-        with TarWriter(part) as writer:
+        with tarfile.open(part, "w", encoding="utf-8") as tar:
             for number, (shard, row) in zip(numbers.tolist(), self.plan.places(numbers), strict=True):
-                source, columns = self._about(shard)
-                packer = self._packers.get(source)
-                if packer is None:
-                    settings = self.corpus.sources[source].settings
-                    packer = self._packers[source] = SamplePacker(settings, self.recording)
+                source, name = self.corpus.shards[shard]
+                of = self.corpus.sources[source]
+                columns = of.types[name].columns  # whether members are columns
+                if source not in self._packers:
+                    self._packers[source] = SamplePacker(of.settings, self.recording)
+                packer = self._packers[source]
                 try:
                     sample = self.corpus.load(shard, row, packer.members_needed(columns))
                     key = sample["__key__"]
@@ -205,15 +208,11 @@ class PackShard:
                 key = key if self.plan.unique else f"{number:09d}-{key}"
                 spans = []
                 for suffix, data in members.items():
-                    spans += [writer.add(f"{key}.{suffix}", data), len(data)]
+                    spans += [add_member(tar, f"{key}.{suffix}", data), len(data)]
                 table.add(key, members, spans)
-            at, digest = writer.close()
-        return table, Packed(len(table), at, digest, dict(drops), dict(images), dict(suffixes), merged)
-
-    def _about(self, shard: int) -> tuple[int, bool]:
-        """The number of a shard's source, and whether members are columns."""
-        source, name = self.corpus.shards[shard]
-        return source, self.corpus.sources[source].types[name].columns
+        atomic_write.flush(part)
+        size, digest = part.stat().st_size, file_digest(part)
+        return table, Packed(len(table), size, digest, dict(drops), dict(images), dict(suffixes), merged)
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,7 @@ def pack(asked: Asked) -> None:
 
 def _claim(asked: Asked) -> None:
     """Raises SettingsError: OUT has other files, or is read. It is not changed."""
-    there = asked.out.names()
+    there = {*asked.out.names()} - {f"{PLAN_FILE}.tmp"}  # of a call that was killed at once
     if not asked.out.is_remote:
         atomic_write.claim_output(asked.folder / "0.tar", "OUT")
         atomic_write.claim_output(asked.parts, "OUT", holds=True)

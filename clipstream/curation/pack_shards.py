@@ -12,7 +12,6 @@ transparency stays if the format has it. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import mmap
@@ -21,13 +20,14 @@ import re
 import tarfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import pyarrow as pa
 from PIL import ExifTags, Image
 
 from clipstream.checkpoint.remote_sync import RemoteDir, with_retries
@@ -337,8 +337,7 @@ def open_captions(spec: str, context: SourceContext) -> Source:
 class Corpus:
     """All shards of the sources, by number, and the samples that are listed of them, by number. Picklable.
 
-    Args:
-        folder: of the lists, in a folder of their plan in that of what is not complete.
+    The folder of the lists is in that of their plan.
     """
 
     def __init__(self, sources: Sequence[Source], folder: Path) -> None:
@@ -459,38 +458,33 @@ class Corpus:
 
 
 class ShardList:
-    """The list of a shard: a line with `Listed` as JSON, ends of the rows and hashes of the keys, and the rows.
+    """The list of a shard: an Arrow file with `Listed`, the rows, both as JSON, and hashes of the packed keys.
 
     A row is [number in the shard, key, members in a tar, packed key where it is not made of that key].
     """
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
-        start = self._map.find(b"\n") + 1
-        self.head = Listed(*json.loads(self._map[:start]))
-        count = self.head.samples
-        table = np.frombuffer(self._map, np.uint64, 2 * count, start)
-        self._ends, self.hashes, self._begin = table[:count], table[count:], start + 16 * count
+            content = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        table = pa.ipc.open_file(pa.py_buffer(content)).read_all()
+        self.head = Listed(*json.loads(table.schema.metadata[b"listed"]))
+        self.hashes: np.ndarray[Any, np.dtype[np.uint64]] = table["hash"].to_numpy()
+        self._rows = table["row"].combine_chunks()
 
-    def row(self, number: int) -> tuple[int, str, dict[str, tuple[int, int]], str | None]:
-        first = int(self._ends[number - 1]) if number else 0
-        begin = self._begin
-        found = json.loads(self._map[begin + first : begin + int(self._ends[number])])
-        return found[0], found[1], found[2], found[3]
+    def row(self, number: int) -> Row:
+        number, key, members, plain = json.loads(self._rows[number].as_py())
+        return number, key, members, plain
 
     @staticmethod
-    def write(path: Path, head: Listed, rows: Iterable[tuple[int, str, Mapping[str, Any], str | None]]) -> None:
-        texts, hashes = [], []
-        for number, key, spans, plain in rows:
-            texts.append(json.dumps([number, key, spans, plain], separators=(",", ":")).encode())
-            hashes.append(hash_of((plain or plain_key(key)).encode()))
-        text = json.dumps(head)
-        text += " " * (-(len(text) + 1) % 8) + "\n"
-        ends = np.cumsum([len(text) for text in texts], dtype=np.uint64)
+    def write(path: Path, head: Listed, rows: Sequence[Row]) -> None:
+        hashes = [hash_of((plain or plain_key(key)).encode()) for _, key, _, plain in rows]
+        columns = {"row": pa.array(map(json.dumps, rows), pa.string()), "hash": pa.array(hashes, pa.uint64())}
+        table = pa.table(columns, metadata={"listed": json.dumps(head)})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = [text.encode(), ends, np.array(hashes, np.uint64), b"".join(texts)]
-        atomic_write.replace(path, content, shared=True)
+        atomic_write.replace(path, [sink.getvalue()], shared=True)
 
 
 def _key_of(shard: OpenShard, ref: SampleRef) -> str | None:
@@ -507,51 +501,17 @@ def _bytes(spans: Mapping[str, tuple[int, int]]) -> int:
     return sum(BLOCK + -(-size // BLOCK) * BLOCK for _, size in spans.values() if size < 1 << 62)
 
 
-class TarWriter:
-    """A tar being written, without owners and times: the same bytes for the same members; with the checksum of them."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._sum = path, hashlib.sha256()
-
-    def __enter__(self) -> TarWriter:
-        self._file = open(self._path, "wb", 1 << 20)
-        self._tar: Any = tarfile.TarFile(fileobj=self, mode="w", encoding="utf-8")  # type: ignore[arg-type]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, data: bytes) -> int:
-        """Of the file of the tar, as `tell`."""
-        self._sum.update(data)
-        return int(self._file.write(data))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def add(self, name: str, data: bytes) -> int:
-        """Add a file; the offset of its data."""
-        made, is_long = tarfile.TarInfo(name), len(name.encode(errors="surrogateescape")) > 100 or len(data) >= 1 << 33
-        made.size, self._tar.format = len(data), tarfile.GNU_FORMAT if is_long else tarfile.USTAR_FORMAT
-        self._tar.addfile(made, io.BytesIO(data))
-        self._tar.members.clear()  # which no one asks for
-        return int(self._tar.offset) - -(-len(data) // BLOCK) * BLOCK
-
-    def close(self) -> tuple[int, str]:
-        """Write the end, and flush the file to the disk: its size and SHA-256."""
-        self._tar.close()
-        self._file.flush()
-        atomic_write.sync(self._file.fileno(), self._path)
-        return self._file.tell(), self._sum.hexdigest()
+def add_member(tar: Any, name: str, data: bytes) -> int:
+    """Add a file without owner and time to a `tarfile.TarFile` that is written; the offset of its data."""
+    made, is_long = tarfile.TarInfo(name), len(name.encode(errors="surrogateescape")) > 100 or len(data) >= 1 << 33
+    made.size, tar.format = len(data), tarfile.GNU_FORMAT if is_long else tarfile.USTAR_FORMAT
+    tar.addfile(made, io.BytesIO(data))
+    tar.members.clear()  # which no one asks for
+    return int(tar.offset) - -(-len(data) // BLOCK) * BLOCK
 
 
 class Merged:
-    """Further captions by the keys of samples. Picklable.
-
-    Args:
-        corpus: what has them, listed.
-        listed: its lists.
-    """
+    """Further captions by the keys of samples: those of a corpus that is listed. Picklable."""
 
     def __init__(self, corpus: Corpus, listed: Sequence[Listed]) -> None:
         self.corpus, self.path = corpus, corpus.folder / "keys.npy"
@@ -560,26 +520,16 @@ class Merged:
         order = np.argsort(hashes, kind="stable")
         np.save(self.path, np.stack([hashes[order], order.astype(np.uint64)]))
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_table"}
-
-    @cached_property
-    def _table(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        table: np.ndarray[Any, np.dtype[np.uint64]] = np.load(self.path, mmap_mode="r")
-        return table
-
     def matches(self, corpus: Corpus) -> int:
         """How many samples have a key that is here."""
-        return int(np.isin(corpus.hashes(), self._table[0]).sum())
+        return int(np.isin(corpus.hashes(), np.load(self.path, mmap_mode="r")[0]).sum())
 
     def texts(self, key: str) -> list[str]:
         """The captions of a packed key; none where there is no such sample, or it has none."""
-        hashes, texts = self._table[0], list[str]()
+        (hashes, numbers), texts = np.load(self.path, mmap_mode="r"), list[str]()
         mark = np.uint64(hash_of(key.encode()))
-        for at in range(int(hashes.searchsorted(mark)), len(hashes)):
-            if hashes[at] != mark:
-                break
-            number = int(self._table[1, at])
+        first, end = (int(hashes.searchsorted(mark, side)) for side in ("left", "right"))
+        for number in numbers[first:end].tolist():
             shard = int(np.searchsorted(self.ends, number, side="right"))
             row = number - (int(self.ends[shard - 1]) if shard else 0)
             caption = build_caption(self.corpus.source_of(shard).settings.caption)

