@@ -13,15 +13,14 @@ text tower with CLIP's byte pair encoding is known (`NumpyText.of`); for anythin
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from clipstream.data.decode.tokenizers import clip_byte_pairs
 from clipstream.storage.shard_cache import cache_root
@@ -29,7 +28,6 @@ from clipstream.utils.content import SUFFIXES
 from clipstream.utils.section import with_home
 
 FEATURES, IMAGES, ENDS, TEXT_MODEL, QUERIES = "features.npy", "images.jsonl", "ends.npy", "model.json", "queries"
-DTYPES = {"F32": np.float32, "F16": np.float16}
 KNOWN = {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "quick_gelu"}  # of text_cfg
 Floats = np.ndarray[Any, Any]  # float32
 # Of labels: title -> names and templates, as `Model.label` takes them.
@@ -79,14 +77,11 @@ class NumpyText:
         text = config["text_cfg"]
         self._heads, self._layers = int(text["heads"]), int(text["layers"])
         self._length, self._quick = int(text.get("context_length", 77)), bool(config.get("quick_gelu"))
-        with file.open("rb") as opened:
-            data = mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
-        end, self._tensors = 8 + int.from_bytes(data[:8], "little"), dict[str, Floats]()
-        for name, about in json.loads(data[8:end]).items():
-            if name != "__metadata__" and not name.startswith("visual."):
-                size, start = math.prod(about["shape"]), end + about["data_offsets"][0]
-                rows = np.frombuffer(data, DTYPES[about["dtype"]], size, start).reshape(about["shape"])
-                self._tensors[name.removeprefix("text.")] = rows
+        tensors = safe_open(file, "numpy")
+        own = [name for name in tensors.keys() if not name.startswith("visual.")]  # noqa: SIM118
+        self._tensors = {name.removeprefix("text."): tensors.get_slice(name) for name in own}
+        if not {tensor.get_dtype() for tensor in self._tensors.values()} <= {"F32", "F16"}:
+            raise ValueError(f"{file} has numbers that numpy lacks")
         self._bpe = clip_byte_pairs()
 
     @classmethod
@@ -94,7 +89,7 @@ class NumpyText:
         """The text tower of a model; None if it is not one that this module knows."""
         if file is None or file.suffix != ".safetensors" or not config["text_cfg"].keys() <= KNOWN:
             return None
-        with contextlib.suppress(OSError, ValueError, LookupError):
+        with contextlib.suppress(OSError, ValueError, LookupError, SafetensorError):
             return cls(file, config)
         return None
 
@@ -103,7 +98,8 @@ class NumpyText:
         ids = self._bpe.encode(text)
         ids = [*ids[: self._length - 1], ids[-1]] if len(ids) > self._length else ids
         ids = ids[: ids.index(max(ids)) + 1]  # what follows the end has no effect
-        x = self._get("token_embedding.weight", ids) + self._get("positional_embedding", slice(len(ids)))
+        rows = [self._get("token_embedding.weight", slice(number, number + 1)) for number in ids]
+        x = np.concatenate(rows) + self._get("positional_embedding", slice(len(ids)))
         mask = np.triu(np.full((len(ids), len(ids)), -np.inf, np.float32), 1)
         for number in range(self._layers):
             block = f"transformer.resblocks.{number}."
@@ -122,7 +118,7 @@ class NumpyText:
         feature: Floats = self._norm(x[-1], "ln_final") @ self._get("text_projection")
         return np.asarray(feature / np.linalg.norm(feature))
 
-    def _get(self, name: str, rows: Any = ...) -> Floats:
+    def _get(self, name: str, rows: slice = slice(None)) -> Floats:
         return np.asarray(self._tensors[name][rows], np.float32)
 
     def _linear(self, x: Floats, weight: str, bias: str) -> Floats:

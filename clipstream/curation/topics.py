@@ -144,50 +144,48 @@ def neighbours(options: Any, rows: StoredRows, device: torch.device) -> None:
 
 
 def duplicates(options: Any, flags: Sequence[str], rows: StoredRows, device: torch.device) -> None:
-    """Print groups of near-duplicates, and write the list and the page. Raises SettingsError: as `open_images`."""
+    """Print groups of near-duplicates, and write the page and the list, of all samples but one of each group.
+
+    Raises SettingsError: as `open_images`.
+    """
     if rows.per_caption:
         raise SettingsError(f"--part {rows.part}: duplicates requires a part of images")
     with open_images(options, flags, rows.store) as images:
-        _duplicates(options, rows, images, device)
-
-
-def _duplicates(options: Any, rows: StoredRows, images: StoredImages | None, device: torch.device) -> None:
-    """`duplicates`; the file lists the samples to drop: all but one of each group."""
-    roots = near_duplicates(rows, options.clusters, options.keep_by, device).find_kept(options.threshold)
-    first, sizes = np.unique(roots, return_counts=True)
-    groups = first[sizes > 1][np.argsort(-sizes[sizes > 1], kind="stable")]
-    size_of = dict(zip(first.tolist(), sizes.tolist(), strict=True))
-    table, shown = result_table("Largest groups", ("samples", "kept", "others"), NUMBERS), []
-    for root in groups[:SHOWN].tolist():
-        members = np.flatnonzero(roots == root)
-        others = members[members != root].tolist()
-        some = others[:3]
-        labels = [printable(name.label, CELL) for name in rows.names([root, *some])]
+        roots = near_duplicates(rows, options.clusters, options.keep_by, device).find_kept(options.threshold)
+        first, sizes = np.unique(roots, return_counts=True)
+        groups = first[sizes > 1][np.argsort(-sizes[sizes > 1], kind="stable")]
+        size_of = dict(zip(first.tolist(), sizes.tolist(), strict=True))
+        table, shown = result_table("Largest groups", ("samples", "kept", "others"), NUMBERS), []
+        for root in groups[:SHOWN].tolist():
+            members = np.flatnonzero(roots == root)
+            others = members[members != root].tolist()
+            some = others[:3]
+            labels = [printable(name.label, CELL) for name in rows.names([root, *some])]
+            if images is not None:
+                of_group = [root, *others[: ON_PAGE - 1]]
+                found = stores.gather(rows, of_group)
+                scores = (found @ found[0]).tolist()
+                head = f"{size_of[root]:,} near-duplicates; kept: {labels[0]}"
+                shown.append((head, list(zip(of_group, scores, strict=True))))
+            more = " …" if size_of[root] > 4 else ""
+            table.add_row(f"{size_of[root]:,}", labels[0], ", ".join(labels[1:]) + more)
+        if len(groups):
+            ResultConsole(markup=False).print(table)
+        dropped = len(rows) - len(first)
+        print(
+            f"{len(rows):,} samples: {len(groups):,} groups of a cosine of {options.threshold:g} or more; "
+            f"{dropped:,} samples ({dropped / len(rows):.2%}) are near-duplicates of another one"
+        )
+        if options.out:
+            kept = dict(zip(groups.tolist(), (name.label for name in rows.names(groups.tolist())), strict=True))
+            with TableWriter(Path(options.out), pa.schema([*SAMPLE, ("duplicate_of", pa.string())])) as writer:
+                for names, numbers in _by_shard(rows):
+                    drop = (roots[numbers] != numbers).nonzero()[0].tolist()
+                    of = [kept[int(roots[numbers[i]])] for i in drop]
+                    writer.write({**sample_columns([names[i] for i in drop]), "duplicate_of": of})
+            print(options.out)
         if images is not None:
-            of_group = [root, *others[: ON_PAGE - 1]]
-            found = stores.gather(rows, of_group)
-            scores = (found @ found[0]).tolist()
-            head = f"{size_of[root]:,} near-duplicates; kept: {labels[0]}"
-            shown.append((head, list(zip(of_group, scores, strict=True))))
-        more = " …" if size_of[root] > 4 else ""
-        table.add_row(f"{size_of[root]:,}", labels[0], ", ".join(labels[1:]) + more)
-    if len(groups):
-        ResultConsole(markup=False).print(table)
-    dropped = len(rows) - len(first)
-    print(
-        f"{len(rows):,} samples: {len(groups):,} groups of a cosine of {options.threshold:g} or more; "
-        f"{dropped:,} samples ({dropped / len(rows):.2%}) are near-duplicates of another one"
-    )
-    if options.out:
-        kept = dict(zip(groups.tolist(), (name.label for name in rows.names(groups.tolist())), strict=True))
-        with TableWriter(Path(options.out), pa.schema([*SAMPLE, ("duplicate_of", pa.string())])) as writer:
-            for names, numbers in _by_shard(rows):
-                drop = (roots[numbers] != numbers).nonzero()[0].tolist()
-                of = [kept[int(roots[numbers[i]])] for i in drop]
-                writer.write({**sample_columns([names[i] for i in drop]), "duplicate_of": of})
-        print(options.out)
-    if images is not None:
-        write_page(options, rows, shown, images, device)
+            write_page(options, rows, shown, images, device)
 
 
 def clusters(options: Any, rows: StoredRows, device: torch.device) -> None:
