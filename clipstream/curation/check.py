@@ -407,11 +407,13 @@ def _show_all(found: Examined, profile: Profile, console: Console) -> None:
     """Print the figures of all samples as tables."""
     figures, tables = found.figures, found.tables(profile)
     console.print(f"{figures['data']}: {figures['samples']:,} samples read, {figures['used']:,} used by training")
+    counted_names = {"formats": figures["images"]["formats"], "languages": figures["captions"]["languages"]}
     for name, table in tables.items():
         _show_table(console, table)
-        for title, counts in found.listings.items() if name == "sizes" else ():
+        for title, counts in counted_names.items() if name == "sizes" else ():
             shares = [f"{one} {count / sum(counts.values()):.1%}" for one, count in counts.items()]
-            console.print(f"{title}: {listed(shares, 10)}", soft_wrap=True)
+            if shares:
+                console.print(f"{title}: {listed(shares, 10)}", soft_wrap=True)
     if not found.problems:
         console.print("no problem was found")
     if found.skipped:

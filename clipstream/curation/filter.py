@@ -477,7 +477,7 @@ class Conditions:
                 at = at.setdefault(folder, {}) if isinstance(at, dict) else at
             if not isinstance(at, dict) or last in at:
                 raise SettingsError(f"--where: {name} and a field around or below it are not supported together")
-            at[last] = _without_nan(column)
+            at[last] = pc.if_else(pc.is_nan(column), None, column) if pa.types.is_floating(column.type) else column
         samples = pa.table({ROW: pa.array(np.arange(rows)), **{name: _nest(one) for name, one in tree.items()}})
         self._db.register("samples", samples)
         for text in self.texts:
@@ -507,11 +507,6 @@ def _nest(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
     return pa.StructArray.from_arrays([_nest(one) for one in part.values()], list(part))
-
-
-def _without_nan(column: Any) -> Any:
-    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    return pc.if_else(pc.is_nan(column), None, column) if pa.types.is_floating(column.type) else column
 
 
 class Balance:

@@ -77,7 +77,7 @@ class NumpyText:
         text = config["text_cfg"]
         self._heads, self._layers = int(text["heads"]), int(text["layers"])
         self._length, self._quick = int(text.get("context_length", 77)), bool(config.get("quick_gelu"))
-        tensors = safe_open(file, "numpy")
+        tensors: Any = safe_open(file, "numpy")
         own = [name for name in tensors.keys() if not name.startswith("visual.")]  # noqa: SIM118
         self._tensors = {name.removeprefix("text."): tensors.get_slice(name) for name in own}
         if not {tensor.get_dtype() for tensor in self._tensors.values()} <= {"F32", "F16"}:
@@ -98,8 +98,8 @@ class NumpyText:
         ids = self._bpe.encode(text)
         ids = [*ids[: self._length - 1], ids[-1]] if len(ids) > self._length else ids
         ids = ids[: ids.index(max(ids)) + 1]  # what follows the end has no effect
-        rows = [self._get("token_embedding.weight", slice(number, number + 1)) for number in ids]
-        x = np.concatenate(rows) + self._get("positional_embedding", slice(len(ids)))
+        tokens = [self._get("token_embedding.weight", slice(number, number + 1)) for number in ids]
+        x = np.concatenate(tokens) + self._get("positional_embedding", slice(len(ids)))
         mask = np.triu(np.full((len(ids), len(ids)), -np.inf, np.float32), 1)
         for number in range(self._layers):
             block = f"transformer.resblocks.{number}."

@@ -117,14 +117,6 @@ def _without(positions: Numbers, held: Numbers) -> Numbers:
     return positions + np.searchsorted(held - np.arange(len(held)), positions, side="right")
 
 
-def plan_of(corpus: Corpus, listed: Sequence[Listed], size: int | None, shuffled: bool, seed: int) -> PackPlan:
-    """The plan without a split for validation."""
-    ends = np.cumsum([one.samples for one in listed], dtype=np.int64)
-    hashes = corpus.hashes()
-    hashes.sort()
-    return PackPlan(ends, size, shuffled, seed, not bool((hashes[1:] == hashes[:-1]).any()))
-
-
 def choose_held_out(
     corpus: Corpus, data: DataSettings, share: float, group: str | None, folder: Path, executor: str
 ) -> Numbers:
@@ -371,10 +363,11 @@ def _plan(asked: Asked, corpus: Corpus, found: Sequence[Listed]) -> PackPlan:
     size = None if asked.size is None else asked.size[0]
     if asked.size is not None and asked.size[1]:  # bytes
         size = max(1, asked.size[0] * samples // max(1, sum(one.size for one in found)))
-    plan = plan_of(corpus, found, size, asked.shuffled, asked.settings.run.seed)
-    if not plan.unique:
+    is_unique = len(np.unique(corpus.hashes())) == samples
+    if not is_unique:
         print("keys of the sources are not unique: the number of its sample is put in front of each", flush=True)
-    return plan
+    ends = np.cumsum([one.samples for one in found], dtype=np.int64)
+    return PackPlan(ends, size, asked.shuffled, asked.settings.run.seed, is_unique)
 
 
 def _conclude(

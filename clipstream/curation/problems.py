@@ -103,12 +103,6 @@ class Examined:
             return ""
         return "languages of captions were not detected: pip install 'clipstream[languages]'"
 
-    @property
-    def listings(self) -> dict[str, dict[str, int]]:
-        """Names with their counts: formats of images, languages of captions."""
-        counts = {"formats": self.figures["images"]["formats"], "languages": self.figures["captions"]["languages"]}
-        return {title: some for title, some in counts.items() if some}
-
     def tables(self, profile: Profile) -> dict[str, ReportTable]:
         """Tables of the figures: `members`, `fields`, `sizes`, `stages`, `cores` and `problems`.
 

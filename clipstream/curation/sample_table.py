@@ -21,7 +21,7 @@ import json
 import time
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, partial
@@ -400,9 +400,19 @@ def _hash_looks(rows: Sequence[Row]) -> None:
 
 
 def _write_part(read: RowReader, folder: Path, number: int, samples: ShardSamples) -> int:
-    """Write the part of a shard; its number of rows. Raises OSError."""
+    """Write the part of a shard, which has its name once it is whole; its number of rows. Raises OSError."""
     rows, about = read(samples)
-    _write(part_of(folder, number), {name: [row.get(name) for row in rows] for name in read.names}, about)
+    arrays = {}
+    for name in read.names:
+        values = [row.get(name) for row in rows]
+        try:
+            arrays[name] = pa.array(values, SCHEMA[name]) if name in SCHEMA else _field(values)
+        except UnicodeEncodeError:  # of names of files that are not UTF-8
+            arrays[name] = pa.array([value and storable(value) for value in values], pa.string())
+    table = pa.table(arrays).replace_schema_metadata({ABOUT: json.dumps(about.__dict__)})
+    sink = pa.BufferOutputStream()
+    parquet.write_table(table, sink, compression="zstd", use_dictionary=list(REPEATED), write_statistics=False)
+    atomic_write.replace(part_of(folder, number), [sink.getvalue()], shared=True)
     return len(rows)
 
 
@@ -457,20 +467,6 @@ class _Counts:
 
 
 _step_of = lru_cache(maxsize=1000)(step_of)
-
-
-def _write(path: Path, rows: Mapping[str, list[Any]], about: ShardAbout) -> None:
-    """Write a part; it has its name once it is whole."""
-    arrays = {}
-    for name, values in rows.items():
-        try:
-            arrays[name] = pa.array(values, SCHEMA[name]) if name in SCHEMA else _field(values)
-        except UnicodeEncodeError:  # of names of files that are not UTF-8
-            arrays[name] = pa.array([value and storable(value) for value in values], pa.string())
-    table = pa.table(arrays).replace_schema_metadata({ABOUT: json.dumps(about.__dict__)})
-    sink = pa.BufferOutputStream()
-    parquet.write_table(table, sink, compression="zstd", use_dictionary=list(REPEATED), write_statistics=False)
-    atomic_write.replace(path, [sink.getvalue()], shared=True)
 
 
 def _field(values: Sequence[Any]) -> pa.Array:
