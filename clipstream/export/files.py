@@ -396,11 +396,9 @@ def write_tokenizer(towers: Towers, folder: Path) -> None:
     backend.no_padding()
     backend.no_truncation()
     transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **told).save_pretrained(folder)
-    _rewrite(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-
-
-def _rewrite(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values, indent=2) + "\n", encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text("utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def write_processor(towers: Towers, folder: Path, kind: str) -> None:
@@ -498,7 +496,9 @@ def _inline(script: str) -> str:
                 constants[name] = repr(value)
         elif name not in found:
             found[name] = node = defined[name]
-            notes = {id(n) for part in ast.walk(node) for note in _annotations(part) for n in ast.walk(note)}
+            # Types are not evaluated.
+            types = [getattr(part, of, None) for part in ast.walk(node) for of in ("returns", "annotation")]
+            notes = {id(n) for note in types if note is not None for n in ast.walk(note)}
             wanted |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and id(n) not in notes}
     imports = {ast.unparse(node) for node in found.values() if isinstance(node, ast.Import | ast.ImportFrom)}
     parts = [*sorted(line for line in imports if f"\n{line}\n" not in head), ""]
@@ -507,9 +507,3 @@ def _inline(script: str) -> str:
         gap = "" if isinstance(node, ast.Assign) else "\n\n"
         parts.append(gap + "\n".join(lines[node.lineno - 1 : node.end_lineno]))
     return head + "\n".join(parts) + "\n" + tail
-
-
-def _annotations(node: ast.AST) -> list[ast.AST]:
-    """What a part of the code says of types, which is not evaluated."""
-    notes = (getattr(node, "returns", None), getattr(node, "annotation", None))
-    return [note for note in notes if note is not None]

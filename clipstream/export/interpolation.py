@@ -127,16 +127,15 @@ class Mixing:
 
         Raises ClipstreamError: a guard has no metric at the start.
         """
-        return all(self._keeps(name, point.metrics[name], start.metrics[name]) for name in self.guards)
-
-    def _keeps(self, name: str, figure: float, start: float) -> bool:
-        kept, lower = self.guard_kept, name in self.lower
-        if not math.isfinite(start):
-            raise ClipstreamError(f"the guard {name} is {start} at the start, with which nothing can be compared")
-        if not kept:
-            return True
-        bar = start * (kept if (start < 0) == lower else 1 / kept)
-        return figure <= bar if lower else figure >= bar
+        for name in self.guards:
+            first, lower, kept = start.metrics[name], name in self.lower, self.guard_kept
+            if not math.isfinite(first):
+                raise ClipstreamError(f"the guard {name} is {first} at the start, with which nothing can be compared")
+            if kept:
+                bar = first * (kept if (first < 0) == lower else 1 / kept)
+                if not (point.metrics[name] <= bar if lower else point.metrics[name] >= bar):
+                    return False
+        return True
 
     def write(self, folder: Path, chosen: Point, state: Tensors, why: str = "") -> None:
         """Write the chosen model, the table and the plot. On rank 0 alone."""

@@ -218,9 +218,8 @@ def _equal(what: str, own: Any, other: Any) -> Line:
     return Line(f"{what}: largest difference", worst, f"at most {TOWER:g}", worst <= TOWER)
 
 
-def _cosines(own: Any, other: Any) -> Any:
-    rows = (own * other).sum(-1)
-    return rows / np.maximum(np.linalg.norm(own, axis=-1) * np.linalg.norm(other, axis=-1), 1e-12)
+def _cosines(own: Any, other: Any) -> torch.Tensor:
+    return torch.cosine_similarity(torch.from_numpy(own), torch.from_numpy(other), dim=-1, eps=1e-12)
 
 
 def _end(name: str, own: Any, other: Any) -> list[Line]:

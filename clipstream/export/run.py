@@ -21,13 +21,16 @@ from rich.console import Console
 
 from clipstream.api.model import Model, load_model
 from clipstream.checkpoint.store import Subject, locate, model_at, resolve_model_name, with_own_config
+from clipstream.config.config_file import non_defaults
+from clipstream.config.config_sources import to_yaml
 from clipstream.config.settings import Settings, load
 from clipstream.data.decode.images import transparency_note
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.evals.settings import sources_of
 from clipstream.export.files import EXAMPLE, write_use
 from clipstream.export.proof import Line, ProofSamples, draw_samples, prove, read
-from clipstream.export.tables import Column, FeatureStore, export
+from clipstream.export.tables import Column, export
+from clipstream.features.store import FeatureStore
 from clipstream.models.model_config import LOCAL
 from clipstream.models.pretrained import preflight
 from clipstream.models.settings import ModelSettings
@@ -79,16 +82,15 @@ def export_model(options: Any) -> None:
         name = subject.run.name + (f"-{subject.label}" if _is_beside(subject) else "")
     out = Path(options.out or Path("exports", f"{name}-{options.to}"))
     _check_free(out, options)
-    model = load_model(options.model, options.pretrained, device="cpu", weights=options.weights, config=options.config)[
-        0
-    ]
+    how = {"weights": options.weights, "config": options.config}
+    model = load_model(options.model, options.pretrained, device="cpu", **how)[0]
     samples = _samples_for(options.data, settings)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     module = import_module(f"{__package__}.{WRITERS[options.to]}")  # on use: it may import an extra
     with _replacing(out) as draft:
-        how = (options.preprocess, options.int8) if options.to == "onnx" else ()
-        about = getattr(module, f"write_{options.to.replace('-', '_')}")(model.towers, draft, *how)
+        graph = (options.preprocess, options.int8) if options.to == "onnx" else ()
+        about = getattr(module, f"write_{options.to.replace('-', '_')}")(model.towers, draft, *graph)
         write_use(model.towers, draft, options.to)
         proof = prove(model, draft, samples, options.to, ("int8",) if options.int8 else ())
         console = Console(highlight=False, soft_wrap=True)
@@ -228,17 +230,6 @@ def _push(out: Path, repo: str, private: bool) -> None:
         raise ClipstreamError(f"--push-to-hub {repo}: {why}; the files are in {out}") from error
 
 
-def non_defaults(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The values of a tree of settings that are not the defaults."""
-    found = {}
-    for key, value in tree.items():
-        usual = defaults.get(key)
-        inner = non_defaults(value, usual) if isinstance(value, dict) and isinstance(usual, dict) else value
-        if inner != ({} if inner is not value else usual):
-            found[key] = inner
-    return found
-
-
 def render_proof(table: Sequence[Line]) -> str:
     """The proof as a table in Markdown."""
     rows = [[line.what, f"{line.worst:.6g}", line.bar, "yes" if line.holds else "NO"] for line in table]
@@ -296,12 +287,10 @@ class Exported:
     def _recipe(self) -> str:
         if self.run is None:
             return ""
-        tree = yaml.safe_load((self.run / "config.yaml").read_text(encoding="utf-8"))
-        own = non_defaults({key: tree[key] for key in RECIPE if key in tree}, Settings().model_dump(mode="json"))
-        wanted = {key: {k: v for k, v in part.items() if k not in ("name", "sources")} for key, part in own.items()}
-        wanted["model"] = {"name": Path(tree["model"]["name"] or "").name} | wanted.get("model", {})
-        text = yaml.safe_dump(redact_tree(wanted), sort_keys=False, allow_unicode=True)
-        return f"Trained with clipstream:\n\n```yaml\n{text}```"
+        tree: dict[str, Any] = {key: part for key, part in non_defaults(self.settings).items() if key in RECIPE}
+        wanted = {key: {k: v for k, v in part.items() if k not in ("name", "sources")} for key, part in tree.items()}
+        wanted["model"] = {"name": Path(self.settings.model.name or "").name} | wanted.get("model", {})
+        return f"Trained with clipstream:\n\n```yaml\n{to_yaml(redact_tree(wanted))}```"
 
     def _evaluations(self) -> str:
         subject = self.subject

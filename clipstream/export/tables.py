@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
-from clipstream.features.store import FeatureStore as FeatureStore
+from clipstream.features.store import FeatureStore
 from clipstream.features.stored_rows import StoredRows
 from clipstream.text import file_name
 from clipstream.utils import atomic_write

@@ -26,8 +26,6 @@ from clipstream.models.settings import ModelSettings
 from clipstream.training.settings import check_metric_name
 from clipstream.utils.section import SET, Conflict, Section
 
-ALPHAS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
-
 
 class InterpolateFlags(Section):
     """Evaluate weights between those that a run started from, or START, and those of END (WiSE-FT), and write the ones
@@ -69,14 +67,16 @@ def run(command: CommandLine[InterpolateFlags]) -> int:
     if not settings.evals:
         raise SettingsError(f"{names[-1]} has no evaluators: add --val-data SHARDS, or --config with a section evals")
     validate_evals(written, shown=False)
-    alphas, kept = _alphas(own.alphas), 0.97 if own.guard_kept is None else own.guard_kept
+    alphas, kept = _alphas(own.alphas or "0:1:0.1"), 0.97 if own.guard_kept is None else own.guard_kept
     averaged = own.weights == "averaged"
     fits = end.run is not None and has_own_tokenizer(settings, end.run, words)
-    labels = [_label(subject) for subject in subjects]
+    labels = [one.label if one.run is None else f"{one.run.name} {one.label}" for one in subjects]
     named_as = [str(subject.checkpoint) if labels.count(label) > 1 else label
                 for subject, label in zip(subjects, labels, strict=True)]  # fmt: skip
-    models = {name: _model(subject, settings, fits, averaged=averaged)
-              for name, subject in zip(named_as, subjects, strict=True)}  # fmt: skip
+    models = dict[str, ModelSettings]()
+    for name, subject in zip(named_as, subjects, strict=True):
+        assert subject.checkpoint is not None
+        models[name] = model_in(subject.checkpoint, settings.model, fits, averaged=averaged)
     if len(models) < len(subjects):
         twice = next(name for name in named_as if named_as.count(name) > 1)
         raise SettingsError(f"{twice} is named twice: name each checkpoint once")
@@ -100,15 +100,6 @@ def run(command: CommandLine[InterpolateFlags]) -> int:
     return run_ranks(settings.run, body)
 
 
-def _label(subject: Subject) -> str:
-    return subject.label if subject.run is None else f"{subject.run.name} {subject.label}"
-
-
-def _model(subject: Subject, settings: Settings, fits: bool, *, averaged: bool) -> ModelSettings:
-    assert subject.checkpoint is not None
-    return model_in(subject.checkpoint, settings.model, fits, averaged=averaged)
-
-
 def _start(names: list[str], end: Subject, settings: Settings) -> ModelSettings:
     """The model to begin from: the one that is named, or that of END's run. Raises SettingsError: there is none."""
     model = settings.model.without_training()
@@ -122,10 +113,8 @@ def _start(names: list[str], end: Subject, settings: Settings) -> ModelSettings:
     return model.model_copy(update={"pretrained": name})
 
 
-def _alphas(text: str | None) -> list[float]:
+def _alphas(text: str) -> list[float]:
     """The shares of END, of FIRST:LAST:STEP or a list. Raises SettingsError: the text is neither."""
-    if text is None:
-        return ALPHAS
     try:
         if ":" in text:
             first, last, step = map(float, text.split(":"))
