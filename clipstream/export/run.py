@@ -289,7 +289,8 @@ class Exported:
             return ""
         tree: dict[str, Any] = {key: part for key, part in non_defaults(self.settings).items() if key in RECIPE}
         wanted = {key: {k: v for k, v in part.items() if k not in ("name", "sources")} for key, part in tree.items()}
-        wanted["model"] = {"name": Path(self.settings.model.name or "").name} | wanted.get("model", {})
+        model = {"name": Path(self.settings.model.name or "").name} | wanted.pop("model", {})
+        wanted = {"model": model, **wanted}
         return f"Trained with clipstream:\n\n```yaml\n{to_yaml(redact_tree(wanted))}```"
 
     def _evaluations(self) -> str:

@@ -38,7 +38,7 @@ from clipstream.evals.statistics import (
     metrics_of,
     put,
 )
-from clipstream.report.pages import Chart, Points, Series, StepTimes, fill, means, short
+from clipstream.report.pages import Chart, Points, Series, fill, means, short, step_times
 from clipstream.report.records import METRICS_FILE, Position, Record, lines, with_provenance
 from clipstream.report.sinks import LARGEST, ImageFiles, Page, Sink
 from clipstream.report.terminal import early_stop_line
@@ -375,7 +375,7 @@ def _details(runs: Sequence[RunContents], names: Sequence[str]) -> dict[str, Any
         "trained_on": [(name, page) for name, page in pages if page.name == "train"],
         "health": [(of(name, one), counts) for name, run in named for one, counts in sorted(run.health.items())],
         "crops": [(of(name, one), crop) for name, run in named for one, crop in run.crops().items()],
-        "steps": [(name, times) for name, run in named if (times := StepTimes.of(run.curves)).parts],
+        "steps": [(name, *times) for name, run in named if (times := step_times(run.curves))[1]],
     }
 
 

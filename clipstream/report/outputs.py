@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clipstream.data.decode.tokenizers import Tokenizer, mark_cut, readable
 from clipstream.distributed.run_record import command_line, end_record, start_record
@@ -19,7 +19,7 @@ from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.evals.context import Example
 from clipstream.report.html_report import REPORT_FILE, Report
 from clipstream.report.records import METRICS_FILE, TABLE_FILE, Position, Record, add, lines
-from clipstream.report.settings import LogSettings, SinkSettings, TrackioSettings, WandbSettings
+from clipstream.report.settings import LogSettings, TrackioSettings, WandbSettings
 from clipstream.report.sinks import (
     NONFINITE_FILE,
     QUARANTINE_FILE,
@@ -37,7 +37,7 @@ from clipstream.report.sinks import (
 )
 from clipstream.report.terminal import ProgressDisplay
 from clipstream.storage.shard_url import redact_value
-from clipstream.text import counted, duration, milliseconds
+from clipstream.text import milliseconds
 from clipstream.utils.logs import logger
 from clipstream.utils.section import make_part
 
@@ -47,61 +47,46 @@ if TYPE_CHECKING:
 SINK_METHODS = ("write", "show", "status", "close")
 
 
-def _sink(key: str, settings: SinkSettings, run: RunInfo) -> Sink:
-    """The sink of `log.sinks` that the settings describe. Raises SettingsError."""
-    if isinstance(settings, WandbSettings | TrackioSettings):
-        with errors_as(SettingsError, key, ClipstreamError, ValueError):
-            return wandb_run(settings, run) if isinstance(settings, WandbSettings) else trackio_run(settings, run)
-    made: Sink = make_part(key, settings, run)
-    return made
-
-
 def build_sinks(log: LogSettings, run: RunInfo) -> dict[str, Sink]:
     """The built-in sinks that are on, then those of `log.sinks`, by name.
 
     Raises SettingsError: a class is not found or cannot be constructed.
     """
-    makers: dict[str, Callable[[], Sink]] = {
-        "metrics": lambda: MetricsFile(run.folder, run.resume_step, ended=run.repeats_end, owed=run.repeats_evals),
-        TABLE_FILE: lambda: EvaluationTable(run.folder),  # after metrics.jsonl, of which it is made
-        "terminal": lambda: ProgressDisplay(
-            run.total_steps,
-            start=run.resume_step or 0,
-            stage_end=run.stage_end,
-            later=run.later,
-            mode=log.progress,
-            every=log.terminal_every,
-            ema_samples=log.loss_ema_samples,
-        ),
-    }
-    if log.tensorboard:
-        makers["tensorboard"] = lambda: TensorBoard(run.folder, run.resume_step)
-    for name, section in log.sinks.items():
-        makers[name] = partial(_sink, f"log.sinks.{name}", section, run)
     sinks: dict[str, Sink] = {}
-    for name, make in makers.items():
-        try:
-            made = make()
+    with ExitStack() as opened:  # closes them if one cannot be made
+
+        def add_sink(name: str, sink: Sink) -> None:
+            sinks[name] = opened.enter_context(closing(sink))
+
+        metrics = MetricsFile(run.folder, run.resume_step, ended=run.repeats_end, owed=run.repeats_evals)
+        add_sink("metrics", metrics)
+        add_sink(TABLE_FILE, EvaluationTable(run.folder))  # after metrics.jsonl, of which it is made
+        display = ProgressDisplay(
+            run.total_steps, start=run.resume_step or 0, stage_end=run.stage_end, later=run.later, mode=log.progress,
+            every=log.terminal_every, ema_samples=log.loss_ema_samples,
+        )  # fmt: skip
+        add_sink("terminal", display)
+        if log.tensorboard:
+            add_sink("tensorboard", TensorBoard(run.folder, run.resume_step))
+        made: Any
+        for name, section in log.sinks.items():
+            if isinstance(section, WandbSettings | TrackioSettings):
+                with errors_as(SettingsError, f"log.sinks.{name}", ClipstreamError, ValueError):
+                    made = wandb_run(section, run) if isinstance(section, WandbSettings) else trackio_run(section, run)
+            else:
+                made = make_part(f"log.sinks.{name}", section, run)
             if lacks := [method for method in SINK_METHODS if not callable(getattr(made, method, None))]:
                 raise SettingsError(
-                    f"log.sinks.{name}: {log.sinks[name].type} has no {', '.join(lacks)}: derive it from "
+                    f"log.sinks.{name}: {section.type} has no {', '.join(lacks)}: derive it from "
                     "clipstream.report.sinks.Sink"
                 )
-            sinks[name] = made
-        except BaseException:
-            for sink in sinks.values():
-                sink.close()
-            raise
+            add_sink(name, made)
+        opened.pop_all()
     return sinks
 
 
 class Outputs(SinkGroup):
-    """All sinks of a run that trains.
-
-    Args:
-        world: ranks other than 0 write nothing.
-        ending: of the process, on rank 0.
-    """
+    """All sinks of a run that trains. Ranks other than 0 write nothing."""
 
     def __init__(self, settings: LogSettings, world: World, run: RunInfo, ending: Ending | None = None) -> None:
         super().__init__(settings.sinks)
@@ -115,7 +100,7 @@ class Outputs(SinkGroup):
             QUARANTINE_FILE: QuarantineFile(folder / QUARANTINE_FILE, done),
             NONFINITE_FILE: NonfiniteFile(folder / NONFINITE_FILE, done),
             "pictures": ImageFiles(folder),
-            "data_stall_warning": DataStallWarning(world.size),
+            "data_stall_warning": DataStallWarning(),
         }
         if self._ending.report is not None:
             self.sinks[REPORT_FILE] = self._ending.report  # last: it reads what the others have written
@@ -198,32 +183,21 @@ _ADVICE = {
 
 
 class DataStallWarning(Sink):
-    """Warns once when several training lines in a row wait for data, and reports when that is over.
+    """Warns once when several training lines in a row wait for data, and again after lines that do not."""
 
-    Args:
-        ranks: of the run; while one waits, all do.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._lost = 0.0  # s, of the run
-        self._lines, self._streak = 0, 0.0  # lines in a row that wait too long, and their waiting in s
-        self._warned = False
+    def __init__(self) -> None:
+        self._lines, self._waited, self._warned = 0, 0.0, False  # lines in a row that wait too long, and s
 
     def write(self, record: Record) -> None:
         """Take a training line with its stages."""
         if "stages" not in record:
             return
-        waited = record["data_wait"] * record["seconds"]
-        self._lost += waited
         if record["data_wait"] <= SHARE:
-            if self._warned:
-                logger.info(f"training no longer waits for data (step {record['step']}); {self._cost()}")
-            self._lines, self._streak, self._warned = 0, 0.0, False
+            self._lines, self._waited, self._warned = 0, 0.0, False
             return
         self._lines += 1
-        self._streak += waited
-        if self._lines < PATIENCE or self._streak < MOMENT or self._warned:
+        self._waited += record["data_wait"] * record["seconds"]
+        if self._lines < PATIENCE or self._waited < MOMENT or self._warned:
             return
         self._warned = True
         # Not record["bottleneck"]: below its own threshold for waiting, that is 'training'.
@@ -232,13 +206,5 @@ class DataStallWarning(Sink):
         times = f"{milliseconds(took['p50'])} at p50, {milliseconds(took['p99'])} at p99"
         logger.warning(
             f"training waits for data {record['data_wait']:.0%} of its time (step {record['step']}): most of the "
-            f"workers' time goes into {stage!r}, {times}; {self._cost()}. {_ADVICE[stage]}"
+            f"workers' time goes into {stage!r}, {times}: {_ADVICE[stage]}"
         )
-
-    def close(self) -> None:
-        """Report the cost, if training still waits."""
-        if self._warned:
-            logger.info(f"training waited for data to the end; {self._cost()}")
-
-    def _cost(self) -> str:
-        return f"{duration(self._lost * self._ranks)} of {counted(self._ranks, 'rank')} lost so far"

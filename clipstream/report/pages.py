@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from html import escape
-from typing import Any, ClassVar, Literal
+from statistics import fmean
+from typing import Any, Literal
 
 import numpy as np
 
@@ -170,55 +171,25 @@ def _axes(ticks: dict[float, str], first: float, last: float) -> Iterator[str]:
         yield f'<text class="tick" x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{short(step)}</text>'
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Time of the training step by part, as a stacked chart and a table."""
+def step_times(curves: Mapping[str, Points]) -> tuple[Chart, list[tuple[str, float, float, int]]]:
+    """The time of a step by part, of the curves of a run that begin with time/: a chart of the shares, and rows.
 
-    title: ClassVar[str] = "time of a step by part"
-    parts: dict[str, Points]  # part -> (step, seconds), all of the same steps
-
-    @classmethod
-    def of(cls, curves: Mapping[str, Points]) -> StepTimes:
-        """From the curves of a run, of which those of parts begin with time/."""
-        found = {key.removeprefix("time/"): dict(curves[key]) for key in curves if key.startswith("time/")}
-        steps = sorted(set().union(*found.values()))
-        order = sorted(found, key=lambda part: PARTS.index(part) if part in PARTS else len(PARTS))
-        return cls({part: [(step, found[part].get(step, 0.0)) for step in steps] for part in order})
-
-    def rows(self) -> list[tuple[str, float, float]]:
-        """(part, mean seconds, share) over all training lines but the first, which has the warm-up."""
-        means = {}
-        for part, points in self.parts.items():
-            values = [seconds for _, seconds in points[1:] or points]
-            means[part] = sum(values) / len(values)
-        whole = sum(means.values()) or 1.0
-        return [(part, mean, mean / whole) for part, mean in means.items()]
-
-    def svg(self) -> str:
-        """The shares of the parts over the steps as SVG; '' if there are not two training lines."""
-        lines = {part: fewer(points) for part, points in self.parts.items()}
-        steps = [step for step, _ in next(iter(lines.values()), [])]
-        if len(steps) < 2:
-            return ""
-        wholes = [sum(points[n][1] for points in lines.values()) or 1.0 for n in range(len(steps))]
-        right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-
-        def at(n: int, share: float) -> str:
-            x = LEFT + (steps[n] - steps[0]) / (steps[-1] - steps[0]) * (right - LEFT)
-            return f"{x:.1f},{bottom - share * (bottom - TOP):.1f}"
-
-        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{self.title}">']
-        below = [0.0] * len(steps)
-        for part, points in lines.items():
-            above = [low + points[n][1] / wholes[n] for n, low in enumerate(below)]
-            outline = [at(n, share) for n, share in enumerate(above)]
-            outline += [at(n, below[n]) for n in reversed(range(len(steps)))]
-            shape = f'<polygon class="part {escape(part)}" points="{" ".join(outline)}">'
-            parts.append(f"{shape}<title>{escape(part.replace('_', ' '))}</title></polygon>")
-            below = above
-        ticks = {bottom - share * (bottom - TOP): f"{share:.0%}" for share in (0.0, 0.5, 1.0)}
-        parts += _axes(ticks, steps[0], steps[-1])
-        return "".join([*parts, "</svg>"])
+    Returns:
+        The chart, and (part, mean seconds, share, number of its colour), without the first training line, which has the
+        warm-up.
+    """
+    found = {key.removeprefix("time/"): dict(curves[key]) for key in curves if key.startswith("time/")}
+    steps = sorted(set().union(*found.values()))
+    parts = sorted(found, key=lambda part: PARTS.index(part) if part in PARTS else len(PARTS))
+    seconds = {part: [found[part].get(step, 0.0) for step in steps] for part in parts}  # lines lack parts without time
+    wholes = [sum(line) or 1.0 for line in zip(*seconds.values(), strict=True)]
+    means = {part: fmean(values[1:] or values) for part, values in seconds.items()}
+    series, rows = [], []
+    for number, part in enumerate(parts):
+        shares = [value / whole for value, whole in zip(seconds[part], wholes, strict=True)]
+        series.append(Series(part.replace("_", " "), list(zip(steps, shares, strict=True)), number))
+        rows.append((part, means[part], means[part] / (sum(means.values()) or 1.0), number))
+    return Chart("time of a step by part", tuple(series), share=True), rows
 
 
 @dataclass(frozen=True)
