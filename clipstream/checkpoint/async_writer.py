@@ -21,7 +21,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ from clipstream.models.towers import Towers
 from clipstream.text import lines
 from clipstream.training.optimizer_state import groups_to_json
 from clipstream.training.parallel import full_tensor, reshard
+from clipstream.training.rescue import Whole
 from clipstream.training.settings import CheckpointSettings, EvalRecord
 from clipstream.training.state import RandomState, TrainState, random_state
 from clipstream.utils import atomic_write
@@ -59,28 +59,19 @@ _Evaluated = tuple[int, float] | None  # step and value of the last evaluation o
 
 @dataclass(frozen=True)
 class Content:
-    """What a run's checkpoints contain, beside its position and random states.
+    """What a run's checkpoints contain, beside its position and random states."""
 
-    Attributes:
-        towers: the model, without wrappers; it may be sharded.
-        recorded: settings to record in state.json, by dotted key.
-        tensors: further files of tensors: name -> function that returns them; called at each save, on all ranks.
-        files: further files.
-    """
-
-    towers: Towers
+    towers: Towers  # the model, without wrappers; it may be sharded
     optimizer: torch.optim.Optimizer
-    recorded: Mapping[str, object] = field(default_factory=dict)
+    recorded: Mapping[str, object] = field(default_factory=dict)  # settings to record in state.json, by dotted key
+    # further files of tensors: name -> function that returns them; called at each save, on all ranks
     tensors: Mapping[str, Callable[[], Tensors]] = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)  # further files
 
 
 class AsyncWriter:
-    """Writes a run's checkpoints. Context manager: its exit waits for the save in progress.
-
-    Args:
-        sync: copies the checkpoints to remote storage, on rank 0.
-        status: called on rank 0 with 'saving' when a save begins, and with '' at the next step after it is written.
+    """Writes a run's checkpoints. Context manager: its exit waits for the save in progress. On rank 0, `sync` copies
+    them to remote storage, and `status` gets 'saving' when a save begins, and '' at the next step after it is written.
     """
 
     def __init__(
@@ -106,8 +97,8 @@ class AsyncWriter:
         if world.is_main:
             store.clear_claims(folder)
         best = store.best_of(folder) if world.is_main else None
-        same = best is not None and best.metric == settings.keep_best
-        self._best: float | None = world.broadcast_object(best.value if best is not None and same else None)
+        known = best.value if best is not None and best.metric == settings.keep_best else None
+        self._best: float | None = world.broadcast_object(known)
         self._record: int | None = None  # step of the best evaluation in this process
         self._evaluated: _Evaluated = None
 
@@ -131,11 +122,8 @@ class AsyncWriter:
                 self._best, self._record = value, step
 
     def save(self, state: TrainState) -> None:
-        """Copy weights, moments and random states, and start to write them. Every rank calls this, between two steps.
-
-        Args:
-            state: position of the run; `data` is this rank's part, and the parts are saved merged. The rest is taken
-                from rank 0.
+        """Copy weights, moments and random states, and start to write them. Every rank calls this, between two steps,
+        with its part of the position in the data, which is saved merged; the rest of the state is that of rank 0.
 
         Raises ClipstreamError: the previous save failed, other than by a folder that is full or away.
         """
@@ -167,10 +155,8 @@ class AsyncWriter:
         return marker is not None and marker.step == step
 
     def prepare_rescue(self, *, claim: str | None) -> None:
-        """Wait for the save in progress, before `rescue`. Not collective.
-
-        Args:
-            claim: on the rank that is to write, the name of the process group: of those that have it, one rank writes.
+        """Wait for the save in progress, before `rescue`. Not collective. The rank that is to write claims the name of
+        the process group: of those that have it, one rank writes.
 
         Raises OSError, ClipstreamError: the save in progress failed, or another rank writes.
         """
@@ -178,21 +164,9 @@ class AsyncWriter:
         if claim is not None:
             store.claim(self.folder, claim)
 
-    def rescue(
-        self,
-        state: TrainState,
-        random: Sequence[RandomState],
-        whole: Callable[[torch.Tensor], torch.Tensor],
-        *,
-        writes: bool,
-    ) -> None:
-        """Write a checkpoint on one rank, where other ranks are lost. All that are left call this.
-
-        Args:
-            state: position of the run, with the data of all ranks.
-            random: the random states of all ranks.
-            whole: gathers a sharded tensor.
-            writes: whether this is the rank.
+    def rescue(self, state: TrainState, random: Sequence[RandomState], whole: Whole, *, writes: bool) -> None:
+        """Write a checkpoint on one rank (`writes`), where other ranks are lost, with the position of the data and the
+        random states of all ranks. All that are left call this.
 
         Raises OSError: it cannot be written.
         """
@@ -221,10 +195,8 @@ class AsyncWriter:
             raise error
 
     def whole(self, steps: Iterable[int], instead: Path | None = None) -> Path | None:
-        """The first of these steps' checkpoints without damage, after the save in progress. Collective.
-
-        Args:
-            instead: path of a checkpoint in another folder, which replaces the one of its name.
+        """The first of these steps' checkpoints without damage, after the save in progress; `instead`, of another
+        folder, replaces the one of its name. Collective.
 
         Raises ClipstreamError: as `check`.
         """
@@ -239,10 +211,8 @@ class AsyncWriter:
         return found
 
     def finish(self) -> bool:
-        """Wait until all saves are written, and copied to remote storage. Every rank calls this.
-
-        Returns:
-            Whether the last save was written: False if the folder was full or away, for AWAIT seconds more.
+        """Wait until all saves are written, and copied to remote storage. Every rank calls this. Returns whether the
+        last save was written: False if the folder was full or away, for AWAIT seconds more.
 
         Raises ClipstreamError: as `check`.
         """
@@ -280,9 +250,7 @@ class AsyncWriter:
     def __enter__(self) -> AsyncWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt):
             return  # at once
         if error is None and self._sync is not None:
@@ -356,14 +324,8 @@ class AsyncWriter:
 
 
 class Snapshot:
-    """The contents of files, copied from tensors.
-
-    Args:
-        optimizer: the only code that changes its parameters and moments.
-        kept: whether this rank keeps the copies; other ranks only take part in gathering sharded tensors.
-
-    Attributes:
-        files: the last copy, by file name.
+    """The contents of files, copied from tensors, of which only the optimizer changes its parameters and moments. Ranks
+    that do not keep the copies (`kept`) only take part in gathering sharded tensors. `files`: the last copy, by name.
     """
 
     def __init__(self, device: str, optimizer: torch.optim.Optimizer, *, kept: bool) -> None:
@@ -372,8 +334,7 @@ class Snapshot:
         self._stream: Any = None
         self._copied: list[Any] = []  # CUDA events to wait for
         if kept and device.startswith("cuda"):
-            stream: Any = torch.cuda.Stream  # untyped in torch
-            self._stream = stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
             def delay_update(*_: Any) -> None:
                 """Let the GPU finish the copies before the optimizer's update, without blocking this thread."""
@@ -382,14 +343,12 @@ class Snapshot:
 
             optimizer.register_step_pre_hook(delay_update)
 
-    def take(self, files: Mapping[str, Tensors], gather: Callable[[torch.Tensor], torch.Tensor] = full_tensor) -> None:
+    def take(self, files: Mapping[str, Tensors], gather: Whole = full_tensor) -> None:
         """Copy the tensors of files over the last copy. Collective if tensors are sharded, which are gathered."""
         if self._kept:
-            for name in [name for name in self.files if name not in files or not self.files[name].fits(files[name])]:
-                del self.files[name]
-            for name, tensors in files.items():
-                if name not in self.files:
-                    self.files[name] = TensorFile(tensors, pin=None if self._stream is None else self._device)
+            self.files = {name: file for name, file in self.files.items() if name in files and file.fits(files[name])}
+            for name in [name for name in files if name not in self.files]:
+                self.files[name] = TensorFile(files[name], pin=None if self._stream is None else self._device)
         stable: set[int] = set()  # addresses that only the optimizer's update writes to
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))

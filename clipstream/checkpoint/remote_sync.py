@@ -46,11 +46,7 @@ _Result = TypeVar("_Result")
 
 
 class RemoteDir:
-    """A remote folder or file.
-
-    Args:
-        url: of a run's folder, or of one of its checkpoints; `${NAME}` is replaced from the environment.
-        setting: the setting that has the URL, for messages.
+    """A remote folder or file, by the URL of a setting, in which `${NAME}` is replaced from the environment.
 
     Raises SettingsError: fsspec does not know the scheme, its backend is not installed, or it cannot be reached.
     """
@@ -111,10 +107,8 @@ class RemoteDir:
         self._reach(lambda system, path: system.pipe_file(path, content), self.limit(len(content)))
 
     def upload(self, file: Path, moved: Callable[[float], object] = lambda limit: None) -> None:
-        """Copy a local file, and check its size there.
-
-        Args:
-            moved: called after each part, with the seconds that the next one may take.
+        """Copy a local file, and check its size there; `moved` is called after each part, with the seconds that the
+        next one may take.
 
         Raises Exception: the backend's; OSError: fewer bytes are there.
         """
@@ -206,11 +200,8 @@ def as_settings_error(remote: RemoteDir, verb: str, where: str = "") -> Iterator
 
 
 def download(remote: RemoteDir, folder: Path) -> Path | None:
-    """The checkpoint that a URL names, copied into `folder` unless it is there already; None if there is none.
-
-    Args:
-        remote: a checkpoint, a file `latest` or `best`, or a run's folder (its newest checkpoint).
-        folder: of the run's local checkpoints.
+    """The checkpoint that a URL names (also a file `latest` or `best`, or a run's folder: its newest one), copied
+    into the folder of local checkpoints unless it is there already; None if there is none.
 
     Raises SettingsError: the remote folder cannot be read or copied, or all checkpoints in it are damaged.
     """
@@ -228,15 +219,14 @@ def download(remote: RemoteDir, folder: Path) -> Path | None:
     with as_settings_error(remote, "copy", f" to {folder}"):
         found = with_retries(candidates)
         for candidate, marker in found:
-            damage = marker if isinstance(marker, str) else None
+            damage: str | None = marker if isinstance(marker, str) else None
             if isinstance(marker, Marker):
                 here = folder / candidate.name
                 if store.marker_of(here) == marker and store.fault(here) is None:
                     return here
                 logger.info(f"fetching {candidate.shown}")
                 draft = store.begin(folder, candidate.name, sum(marker.sizes.values()))
-                damage = _fetch(candidate, marker, draft)
-                if damage is None:
+                if (damage := _fetch(candidate, marker, draft)) is None:
                     return store.commit(draft, marker)
                 store.remove(draft)
             logger.warning(f"{candidate.shown} is damaged ({damage}): it is not used")
@@ -261,11 +251,7 @@ def _fetch(candidate: RemoteDir, marker: Marker, draft: Path) -> str | None:
 
 
 class RemoteSync:
-    """The remote copy of a run's folder.
-
-    Args:
-        is_stopping: returns whether the run was asked to stop, so that its end waits for `PATIENCE` alone.
-    """
+    """The remote copy of a run's folder. The end of a run that `is_stopping` waits for `PATIENCE` alone."""
 
     def __init__(
         self,

@@ -95,10 +95,8 @@ class Resumed:
 
 
 def load_into(step: TrainStep, checkpoint: Path, start: TrainState | None = None) -> TrainState:
-    """Load weights, moments, averages, loss scale and random states; returns the position of the run. Collective.
-
-    Args:
-        start: that position, for a checkpoint of open_clip.
+    """Load weights, moments, averages, loss scale and random states; returns the position of the run, of a checkpoint
+    of open_clip `start`. Collective.
 
     Raises SettingsError: as `checkpoint.state.load`.
     """
@@ -117,9 +115,6 @@ def find(
 ) -> Resumed:
     """The checkpoint that `--resume` names, on a local disk, and the run's remote copy. Collective.
 
-    Args:
-        is_stopping: see RemoteSync.
-
     Raises SettingsError: there is none, it is damaged, or some rank does not see it; the remote copy cannot be read, or
     holds a run, and this is a new one.
     """
@@ -134,9 +129,8 @@ def find(
             with as_settings_error(remote, "read"):
                 whole = with_retries((remote / CHECKPOINTS).whole)
             if whole and resume is None:
-                raise SettingsError(
-                    f"--remote-sync: {remote.shown} has a run: continue it with --resume auto, or choose another --name"
-                )
+                advice = "continue it with --resume auto, or choose another --name"
+                raise SettingsError(f"--remote-sync: {remote.shown} has a run: {advice}")
             remote_sync.begin(whole)
             if not whole:
                 logger.info(f"--remote-sync: {remote.shown} has no complete checkpoint yet")
@@ -154,10 +148,8 @@ def find(
 
 
 def agree(find: Callable[[], Path | None], world: World, folder: Path | None = None) -> Path | None:
-    """The checkpoint that rank 0 finds, checked to be the same on every rank; every rank calls this.
-
-    Args:
-        folder: where the newest checkpoint is searched: no rank may see one there as new that rank 0 does not.
+    """The checkpoint that rank 0 finds, checked to be the same on every rank; every rank calls this. In the folder in
+    which the newest one is searched, no rank may see one as new that rank 0 does not.
 
     Raises SettingsError: as `find`, or a rank sees other checkpoints than rank 0.
     """
@@ -185,9 +177,8 @@ def agree(find: Callable[[], Path | None], world: World, folder: Path | None = N
             else f"has another {found} than rank 0 ({main})" if sees != theirs else ""
         )  # fmt: skip
         if fault:
-            raise SettingsError(
-                f"--resume: rank {rank} ({host}) {fault}: the folder of the runs (--logs) must be shared by all nodes"
-            )
+            advice = "the folder of the runs (--logs) must be shared by all nodes"
+            raise SettingsError(f"--resume: rank {rank} ({host}) {fault}: {advice}")
     if isinstance(answer, SettingsError):
         raise answer
     return found

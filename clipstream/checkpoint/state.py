@@ -69,7 +69,6 @@ class CheckpointMeta:
     versions: dict[str, str] = field(default_factory=versions)  # installed version by package
 
     def to_json(self) -> dict[str, object]:
-        """As nested dictionaries, the format version included."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
@@ -91,14 +90,9 @@ class CheckpointMeta:
 
 
 class TensorFile:
-    """The content of a file: memory for tensors of these names, types and shapes.
-
-    Args:
-        tensors: names, types and shapes, without their values; of sharded tensors the full shape.
-        pin: a GPU that is to copy into the memory asynchronously: it is page-locked, if that is possible.
-
-    Attributes:
-        views: name -> a tensor in the file's body, to be filled.
+    """The content of a file: memory for tensors of these names, types and (of sharded ones full) shapes, as `views` of
+    the file's body by name, to be filled. With `pin`, a GPU that copies into it asynchronously, it is page-locked, if
+    that is possible.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, pin: str | None = None) -> None:
@@ -157,9 +151,8 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
 
 def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state as tensors, named `INDEX OF THE PARAMETER.NAME`; of a number also with its type."""
-    state: dict[int, dict[str, torch.Tensor | float]] = optimizer.state_dict()["state"]
     found: dict[str, torch.Tensor] = {}
-    for index, values in state.items():
+    for index, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 found[f"{index}.{name}"] = value
@@ -206,21 +199,13 @@ def read_meta(checkpoint: Path) -> CheckpointMeta:
 
 
 def load(
-    checkpoint: Path,
-    *,
-    towers: Towers,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    start: TrainState | None = None,
+    checkpoint: Path, *, towers: Towers, optimizer: torch.optim.Optimizer, world: World, start: TrainState | None = None
 ) -> TrainState:
     """Load weights, optimizer and random states, on every rank; return the position of the run.
 
     The optimizer's hyperparameters (betas, weight decay, …) stay those of the present settings, but for those that its
     steps changed. Random states are set on ranks that the saving run had. No random numbers may be drawn between this
-    and the first step.
-
-    Args:
-        start: the position to return for a checkpoint of open_clip, a file without one.
+    and the first step. For a checkpoint of open_clip, a file without a position, `start` is returned.
 
     Raises SettingsError: the checkpoint has another model, other trainable parameters, weights that are not finite, or
     another format version.
@@ -244,9 +229,8 @@ def load(
     except OSError as error:
         raise SettingsError(f"cannot read {checkpoint}: {error}") from error
     except (RuntimeError, ValueError, LookupError, TypeError, SafetensorError) as error:
-        raise SettingsError(
-            f"{checkpoint} does not match the model and optimizer of this run: {short(error)}"
-        ) from error
+        what = f"{checkpoint} does not match the model and optimizer of this run"
+        raise SettingsError(f"{what}: {short(error)}") from error
     set_random_state_of(checkpoint / RANDOM, world)
     return state
 
@@ -288,8 +272,7 @@ def _saved_moments(checkpoint: Path, optimizer: torch.optim.Optimizer, towers: T
     state: dict[int, dict[str, torch.Tensor | float]] = {}
     for key, value in read(checkpoint / OPTIMIZER):
         number, _, name = key.partition(".")
-        index = int(number)
-        name, _, kind = name.partition(":")
+        index, (name, _, kind) = int(number), name.partition(":")
         if kind:
             state.setdefault(index, {})[name] = NUMBERS[kind](value.item())
             continue
@@ -317,19 +300,14 @@ def _number(value: Any) -> Any:
 
 @pydantic.dataclasses.dataclass(config=OBJECTS)
 class OpenClipCheckpoint:
-    """Content of a file that open_clip's trainer wrote.
-
-    Attributes:
-        scaler: state of torch's GradScaler; None without float16.
-        global_step: optimizer steps done, which open_clip's main branch saves; None in 3.3.0.
-        weights: tensors by open_clip's name.
-    """
+    """Content of a file that open_clip's trainer wrote."""
 
     epoch: Annotated[Count, BeforeValidator(_number)]
-    scaler: dict[str, Annotated[int | float, BeforeValidator(_number)]] | None
+    scaler: dict[str, Annotated[int | float, BeforeValidator(_number)]] | None  # of torch's GradScaler, with float16
+    # optimizer steps done, which open_clip's main branch saves; None in 3.3.0
     global_step: Annotated[Count | None, BeforeValidator(_number)]
     path: Path
-    weights: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]  # tensors by open_clip's name
 
     @classmethod
     def read(cls, path: Path) -> OpenClipCheckpoint:
@@ -343,9 +321,8 @@ class OpenClipCheckpoint:
             text = f"--resume {path}: not a checkpoint of clipstream or of open_clip's trainer: {short(error)}"
             raise SettingsError(text) from error
         if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict) or "epoch" not in found:
-            raise SettingsError(
-                f"--resume {path}: no epoch in it; start a new run from its weights with --pretrained {path}"
-            )
+            advice = f"start a new run from its weights with --pretrained {path}"
+            raise SettingsError(f"--resume {path}: no epoch in it; {advice}")
         try:
             weights = without_prefix(dict(named_tensors(found["state_dict"])), of_clip, path)
             values = {key: found.get(key) for key in ("epoch", "scaler", "global_step")}
@@ -357,9 +334,8 @@ class OpenClipCheckpoint:
     def load(self, towers: Towers) -> None:
         """Load the weights, on every rank. Raises SettingsError: they are of another model."""
         if towers.adapters is not None:
-            raise SettingsError(
-                f"--resume {self.path}: has no adapters: start from its weights, --pretrained {self.path}"
-            )
+            advice = f"start from its weights, --pretrained {self.path}"
+            raise SettingsError(f"--resume {self.path}: has no adapters: {advice}")
         try:
             present = towers.clip.state_dict()
             saved = towers.skip_stored(check_finite(self.weights.items(), self.path))

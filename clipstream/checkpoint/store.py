@@ -22,8 +22,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -131,10 +131,8 @@ def marker_of(checkpoint: Path) -> Marker | None:
 
 
 def fault(checkpoint: Path, files: Collection[str] | None = None, marker: Marker | None = None) -> str | None:
-    """The damage of a checkpoint, whose files (all, or `files`) are read; None if there is none.
-
-    Args:
-        marker: of a folder that has none, and the marker's files in the right sizes; read from the folder unless given.
+    """The damage of a checkpoint, whose files (all, or `files`) are read; None if there is none. The marker is given of
+    a folder that has none, and its files in the right sizes.
     """
     if (marker := marker or marker_of(checkpoint)) is None:
         return "it is incomplete"
@@ -153,10 +151,8 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def markers(folder: Path, unread: list[str] | None = None) -> dict[str, Marker]:
-    """The markers of the checkpoints whose files have the right sizes, by name, newest first.
-
-    Args:
-        unread: receives the names of those that cannot be read. Raises OSError: without it, as `marker_of`.
+    """The markers of the checkpoints whose files have the right sizes, by name, newest first. `unread` receives the
+    names of those that cannot be read. Raises OSError: without it, as `marker_of`.
     """
     found = dict[str, Marker]()
     for path in candidates(folder):
@@ -226,10 +222,8 @@ def find(
         if taken is None and resume == "latest":
             raise SettingsError(f"--resume latest: no complete checkpoint in {folder}; --resume auto starts a new run")
         if taken is None and (damaged := candidates(folder)):
-            raise SettingsError(
-                f"--resume auto: all checkpoints in {folder} are incomplete ({', '.join(p.name for p in damaged)}); "
-                "move them away to start a new run"
-            )
+            what = f"all checkpoints in {folder} are incomplete ({', '.join(p.name for p in damaged)})"
+            raise SettingsError(f"--resume auto: {what}; move them away to start a new run")
         return taken
     path = Path(resume)
     if path.is_file():
@@ -269,11 +263,8 @@ def _intact(path: Path, files: Collection[str] | None) -> Path:
 def begin(folder: Path, name: str, size: int) -> Path:
     """An empty draft for a checkpoint of that name; drafts of dead processes are removed.
 
-    Args:
-        size: approximate bytes that will be written.
-
-    Raises OSError: the folder cannot be made, as the run's is away, or the disk has less space: other files of the run
-        would fail as well.
+    Raises OSError: the folder cannot be made, as the run's is away, or the disk has less space than `size` bytes: other
+    files of the run would fail as well.
     """
     folder.mkdir(exist_ok=True)
     clear(folder)
@@ -412,9 +403,8 @@ def model_at(path: Path) -> Path | None:
     if is_model(path):
         return path
     if (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file():
-        raise SettingsError(
-            f"{path} is a run without a checkpoint: it saves one every checkpoint.every steps, and at its end"
-        )
+        advice = "it saves one every checkpoint.every steps, and at its end"
+        raise SettingsError(f"{path} is a run without a checkpoint: {advice}")
     if (other := other_model(path)) is not None:
         raise SettingsError(f"{path} {other}")
     return None
@@ -467,34 +457,24 @@ def locate(path: str) -> Subject:
             why = f"is neither a run folder (checkpoints/) nor a checkpoint ({CONFIG_FILE})"
             why += "; for a file of weights, use --model NAME --pretrained FILE" * given.is_file()
         raise SettingsError(f"--checkpoint: {path} {why}")
-    run = folder.resolve().parent.parent
-    number = folder.name.removeprefix("step_")
-    return Subject(
-        folder.name, folder, run if (run / "config.yaml").is_file() else None, int(number) if number.isdecimal() else 0
-    )
+    above, number = folder.resolve().parent.parent, folder.name.removeprefix("step_")
+    run = above if (above / "config.yaml").is_file() else None
+    return Subject(folder.name, folder, run, int(number) if number.isdecimal() else 0)
 
 
 def model_in(checkpoint: Path, model: ModelSettings, tokenizer_fits: bool, *, averaged: bool = False) -> ModelSettings:
     """The settings of a checkpoint's model, without those of training, but with the precision of each tower.
-
-    Args:
-        tokenizer_fits: whether the settings' tokenizer is known to be the model's.
+    `tokenizer_fits`: the settings' tokenizer is known to be the model's.
 
     Raises SettingsError: the checkpoint has no averaged weights.
     """
     weights = checkpoint / AVERAGED_FILE
     if averaged and not weights.is_file():
         raise SettingsError(f"--weights averaged: {checkpoint} has no averaged weights (--train.ema)")
-    own = {str(tower): TowerSettings(precision=kept) for tower, kept in model.own_precisions.items()}
-    return model.without_training().model_copy(
-        update={
-            **own,
-            "name": f"{LOCAL}{checkpoint}",
-            "config": None,
-            "pretrained": str(weights) if averaged else None,
-            "allow_mismatch": tokenizer_fits or model.allow_mismatch,
-        }
-    )
+    update: dict[str, Any] = {str(key): TowerSettings(precision=kept) for key, kept in model.own_precisions.items()}
+    update |= {"name": f"{LOCAL}{checkpoint}", "config": None, "pretrained": str(weights) if averaged else None}
+    update["allow_mismatch"] = tokenizer_fits or model.allow_mismatch
+    return model.without_training().model_copy(update=update)
 
 
 def holds_a_run(folder: Path) -> bool:
@@ -510,22 +490,11 @@ def holds_a_run(folder: Path) -> bool:
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the folder's lock; true, too, if the file system has no locks."""
-    try:
-        lock = os.open(folder / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return not atomic_write.try_lock(lock, fcntl.LOCK_SH)
-    finally:
-        os.close(lock)
+    with suppress(OSError), open(folder / LOCK, "rb") as lock:
+        return not atomic_write.try_lock(lock.fileno(), fcntl.LOCK_SH)
+    return False
 
 
-@contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep other processes from training in it while the context is open.
-
-    Raises SettingsError: it cannot be made, or another process trains in it.
-    """
-    advice = "wait for it, stop it, or use another --name"
-    with atomic_write.lock_folder(folder, "--logs: the folder", advice):
-        yield
+def lock_folder(folder: Path) -> AbstractContextManager[None]:
+    """A context in which only this process trains in the folder, made and locked as by `atomic_write.lock_folder`."""
+    return atomic_write.lock_folder(folder, "--logs: the folder", "wait for it, stop it, or use another --name")

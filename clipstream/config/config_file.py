@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path as FilePath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import braceexpand
 from pydantic_core import PydanticUndefined
@@ -92,11 +92,8 @@ def format_value(value: Any) -> str:
 def require_equal(settings: Settings, world: World, split: FilePath | None = None) -> None:
     """Check that all ranks have the same settings, files that these name, and software. Collective.
 
-    Args:
-        split: names of the held-out samples, of which each node has the list in its own cache.
-
-    What may differ between nodes is left out. The names and sizes of shards are compared when the data order is known,
-    the files of a model when they are downloaded.
+    What may differ between nodes is left out; `split` is a node's own list of the held-out samples. The names and sizes
+    of shards are compared when the data order is known, the files of a model when they are downloaded.
 
     Raises SettingsError: they differ; names the keys, both values, and the hosts.
     """
@@ -106,10 +103,8 @@ def require_equal(settings: Settings, world: World, split: FilePath | None = Non
         if split is not None:
             found = {key: value for key, value in found.items() if not SPLIT_KEYS.match(key)}
             found["data.val_split"] = hashlib.sha256(split.read_bytes()).hexdigest()
-        named = [
-            (key, text) for key, value in found.items() for text in (value if isinstance(value, list) else [value])
-        ]
-        texts = [(key, text) for key, text in named if isinstance(text, str)]
+        lists = ((key, value if isinstance(value, list) else [value]) for key, value in found.items())
+        texts = [(key, text) for key, values in lists for text in values if isinstance(text, str)]
         files = {f"{key} ({text})": FilePath(text) for key, text in texts if not ELSEWHERE.match(key)}
         files |= {f"{key} ({text})": FilePath(text) / "store.json" for key, text in texts if key.endswith("_features")}
         sums = {key: atomic_write.checksum(file) for key, file in files.items() if os.path.isfile(file)}
@@ -136,19 +131,14 @@ def secrets(settings: Settings) -> list[str]:
 
 
 def write_config(settings: Settings, split: FilePath | None) -> None:
-    """Write config.yaml and the list of held-out samples; with mode 0600 and a warning if it holds a credential.
-
-    Args:
-        settings: `Plan.repeatable`.
-        split: the list.
+    """Write config.yaml, of `Plan.repeatable`, and the list of held-out samples, `split`; with mode 0600 and a warning
+    if it holds a credential.
     """
-    keys, copied = secrets(settings), settings.checkpoint.remote_sync
-    if keys:
+    if keys := secrets(settings):
+        copied = settings.checkpoint.remote_sync
         synced = "" if copied is None else f", and --remote-sync copies it to {redact(copied)}"
-        logger.warning(
-            f"{', '.join(keys)} has a password or key, which is written to config.yaml (mode 0600{synced}): use an "
-            f"environment variable, ${{NAME}}, instead"
-        )
+        where, advice = f"written to config.yaml (mode 0600{synced})", "use an environment variable, ${NAME}, instead"
+        logger.warning(f"{', '.join(keys)} has a password or key, which is {where}: {advice}")
     if split is not None and split != (own := settings.run_folder / SPLIT_FILE):
         atomic_write.replace(own, split.read_bytes())
     atomic_write.replace(settings.run_folder / "config.yaml", dump(settings).encode(), private=bool(keys))
@@ -156,8 +146,7 @@ def write_config(settings: Settings, split: FilePath | None) -> None:
 
 def redact_settings(settings: Settings) -> Tree:
     """The settings as nested mappings without credentials, for the files and services that show a run."""
-    tree: Tree = redact_tree(settings.model_dump(mode="json"))
-    return tree
+    return cast(Tree, redact_tree(settings.model_dump(mode="json")))
 
 
 def portable(section: S) -> S:
@@ -236,11 +225,7 @@ def _shards(spec: str | list[str]) -> str | list[str]:
 
 
 def settings_of_weights(settings: Settings) -> dict[str, object]:
-    """The settings that determine the weights, by dotted key, for a checkpoint's state.
-
-    Args:
-        settings: `Plan.recorded`.
-    """
+    """Of `Plan.recorded`, the settings that determine the weights, by dotted key, for a checkpoint's state."""
     return {
         key: redact_value(value) if isinstance(value, str) else value
         for key, value in by_key(portable(settings)).items()

@@ -139,10 +139,8 @@ class Node:
         return node
 
     def place_of(self, path: Path, *, written: bool = False) -> str:
-        """The place of the node at `path`, or of the nearest one above it; empty where neither was written.
-
-        Args:
-            written: whether mappings that are only implied by flags of other keys have no place.
+        """The place of the node at `path`, or of the nearest one above it; empty where neither was written. With
+        `written`, mappings that are only implied by flags of other keys have no place.
         """
         nearest = self
         for part in path:
@@ -193,9 +191,8 @@ class _Reader:
         inherited: dict[str, Node] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise _Refused(
-                    problem="a key must be a scalar, not a list or a mapping", problem_mark=key_node.start_mark
-                )
+                text = "a key must be a scalar, not a list or a mapping"
+                raise _Refused(problem=text, problem_mark=key_node.start_mark)
             key, key_place = key_node.value, self.place(key_node)
             if key_node.tag == "tag:yaml.org,2002:merge":
                 parents = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
@@ -338,10 +335,8 @@ def _flags_of(path: Path, place: str) -> str:
 
 
 def _locate(root: type[Section], tree: Any, loc: Sequence[str | int], *, items: bool = True) -> tuple[Path, Any, Any]:
-    """(path, annotation, value) at a pydantic `loc`, in which the names of union members are left out.
-
-    Args:
-        items: whether the path may lead into a list.
+    """(path, annotation, value) at a pydantic `loc`, in which the names of union members are left out; without `items`,
+    the path does not lead into a list.
     """
     annotation: Any = root
     path: Path = ()
@@ -465,10 +460,7 @@ def flags_like(name: str, about: Mapping[str, str]) -> list[str]:
     """Up to two flags whose names and descriptions have the words of `name`, or most of them: those of other trainers.
 
     A word is found if one begins as the other, by at least three letters; rare words count more (inverse document
-    frequency), and words of a flag's own name twice.
-
-    Args:
-        about: flag -> its name and description.
+    frequency), and words of a flag's own name twice. `about`: flag -> its name and description.
     """
 
     def words(text: str) -> set[str]:

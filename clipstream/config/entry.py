@@ -99,23 +99,14 @@ class Verb(Generic[Own]):
     """A verb, or a topic of one: its module's `main`.
 
     Called with a command line, by default the process's, it returns the exit code, as `run_main`.
-
-    Args:
-        name: the words after `clipstream`.
-        own: its own flags and arguments, made by `flags.flag`, `flags.switch` and `flags.argument`; its docstring says
-            what the verb does.
-        run: does the work, and returns the exit code; None is 0, and all errors are raised.
-        themes: keys of `help.THEMES`, of the settings that it takes; without them it takes none.
-        within: the beginning of the keys of these settings, for a verb that does not take all.
-        topics: by the word after its own name, such as `train` in `clipstream bench train`.
     """
 
-    name: str
-    own: type[Own]
-    run: Callable[[CommandLine[Own]], int | None]
-    themes: tuple[str, ...] = ()
-    topics: tuple[Verb[Any], ...] = ()
-    within: str = ""
+    name: str  # the words after `clipstream`
+    own: type[Own]  # its own flags and arguments; the docstring says what the verb does
+    run: Callable[[CommandLine[Own]], int | None]  # returns the exit code; None is 0, and all errors are raised
+    themes: tuple[str, ...] = ()  # keys of `help.THEMES`, of the settings that it takes; without them it takes none
+    topics: tuple[Verb[Any], ...] = ()  # by the word after its own name, such as `train` in `clipstream bench train`
+    within: str = ""  # the beginning of the keys of these settings, for a verb that does not take all
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         return run_main(self.start, argv)
@@ -179,15 +170,12 @@ def argument(meaning: str, default: Any = ...) -> Any:
 
 def read_own(verb: str, own: type[Own], argv: Sequence[str], within: str | None) -> tuple[Own, list[str]]:
     """A verb's own flags and arguments, and the rest of the command line: flags of settings, with what follows each.
-
-    Args:
-        within: the beginning of the keys of settings whose flags the verb takes, '' for all; None: it takes none.
+    `within` begins the keys of settings whose flags the verb takes, '' for all; None: it takes none.
 
     Raises SettingsError: with one line for each mistake.
     """
-    flags = {
-        word: name for name, field in own.model_fields.items() for word in spellings(name, field) if word[0] == "-"
-    }
+    spelled = ((name, word) for name, field in own.model_fields.items() for word in spellings(name, field))
+    flags = {word: name for name, word in spelled if word[0] == "-"}
     tree, problems, found, rest, words = Node(), list[str](), list[str](), list[str](), list(argv)
 
     def following(most: float = math.inf) -> list[str]:
@@ -208,18 +196,12 @@ def read_own(verb: str, own: type[Own], argv: Sequence[str], within: str | None)
             nodes = [Node.of_text(one, word) for one in given] or [Node.of(bare, word)]
             if not all(given) or (bare is None and not given):
                 problems.append(f"{word}: requires a value: {field.description}")
-            elif several:
-                before = tree.at((flags[word],))
-                tree.put((flags[word],), Node([*([] if before is None else before.value), *nodes], word, word))
             else:
-                tree.put((flags[word],), nodes[0])
+                before = tree.at((flags[word],)) or Node([])
+                tree.put((flags[word],), Node([*before.value, *nodes], word, word) if several else nodes[0])
         elif not token.startswith("-"):
             found.append(token)
-        elif (
-            within is not None
-            and _sets(word, within)
-            and (word in BY_FLAG or not difflib.get_close_matches(word, flags, 1, 0.85))
-        ):
+        elif _sets(word, within) and (word in BY_FLAG or not difflib.get_close_matches(word, flags, 1, 0.85)):
             rest += [token, *([] if equals else following())]
         else:
             near = did_you_mean(word, flags) or f"; see clipstream {verb} --help"
@@ -246,11 +228,11 @@ def read_own(verb: str, own: type[Own], argv: Sequence[str], within: str | None)
     return made, rest
 
 
-def _sets(flag: str, within: str) -> bool:
+def _sets(flag: str, within: str | None) -> bool:
     """Whether a flag sets keys that begin with `within` only."""
     alias = BY_FLAG.get(flag)
     keys = (flag.removeprefix("--").replace("-", "_"),) if alias is None else alias.keys
-    return all(f"{key}.".startswith(within) for key in keys)
+    return within is not None and all(f"{key}.".startswith(within) for key in keys)
 
 
 def output_file(path: str | Path | None, flag: str, words: Iterable[bytes] = ()) -> Path | None:
@@ -293,20 +275,15 @@ def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:
 
 
 def print_config(written: Written, verb: str, every: bool, comments: Sequence[str] = ()) -> None:
-    """Print the settings on rank 0. A password is printed too, with a warning on stderr.
-
-    Args:
-        every: print all settings, and not only those that differ from the defaults.
-        comments: lines that stand before them.
+    """Print the settings on rank 0, all or those that differ from the defaults, below the comments. A password is
+    printed too, with a warning on stderr.
     """
     settings, world = written.settings, World.from_env()
     if not world.is_main:
         return
     if keys := secrets(settings):
-        logger.warning(
-            f"{', '.join(keys)} has a password or key, which is in this output: use an environment variable, "
-            f"${{NAME}}, instead"
-        )
+        advice = "use an environment variable, ${NAME}, instead"
+        logger.warning(f"{', '.join(keys)} has a password or key, which is in this output: {advice}")
     what = "all settings" if every else f"settings that differ from the defaults ({FLAG} {ALL} prints all)"
     print(f"# clipstream {verb}: {what}")
     if written.places.place_of(("data", "global_batch_size")) == "--batch-size":
@@ -320,15 +297,11 @@ _REFUSED = re.compile("No space left on device|File too large|Disk quota exceede
 
 
 def run_main(main: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Run a verb and return its exit code.
+    """Run a verb with a command line without the program's name, by default the process's; return its exit code.
 
     A `ClipstreamError` is printed to stderr as `error: …`, with the rank if there are several, and with a traceback
     only if `run.debug` is set; of the ranks of a node that have the same error, one prints it. `Stopped` is printed
     without `error:`. A disk that refuses a write is one line as well. Any other exception is a bug and is not caught.
-
-    Args:
-        main: the verb: command line without the program's name -> exit code.
-        argv: that command line; by default the process's.
     """
     global _debug
     argv = list(sys.argv[1:] if argv is None else argv)

@@ -20,15 +20,7 @@ from clipstream.config.config_sources import generic_key, meaning_of, plain_fiel
 from clipstream.config.short_flags import ALIASES, BY_FLAG, FlagAlias
 from clipstream.errors import SettingsError, did_you_mean
 from clipstream.text import row, terminal_width
-from clipstream.utils.section import (
-    Section,
-    all_fields,
-    entries_of,
-    items_of,
-    kinds,
-    section_of,
-    types_of,
-)
+from clipstream.utils.section import Section, all_fields, entries_of, items_of, kinds, section_of, types_of
 
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
 ALL = "all"
@@ -55,12 +47,7 @@ THEMES = {
     "Length": ("--steps", "--epochs", "--train-num-samples"),
     "Loss and optimizer": ("--siglip", "--lr", "--wd", "--warmup", "--lr-scheduler", "--grad-clip-norm"),
     "Device and precision": ("--device", "--precision"),
-    "Speed and memory": (
-        "--train.micro-batch-size",
-        "--grad-checkpointing",
-        "--torchcompile",
-        "--train.parallel",
-    ),
+    "Speed and memory": ("--train.micro-batch-size", "--grad-checkpointing", "--torchcompile", "--train.parallel"),
     "Evaluation": ("--val-data", "--imagenet-val"),
     "Evaluations during training": ("--val-frequency", "--zeroshot-frequency"),
     "Run": ("--name", "--logs", "--seed", "--log-every-n-steps"),
@@ -70,12 +57,10 @@ READING = ("Training data", "Captions and images")
 
 
 def help_text(root: type[Section], verb: Any, topic: str = "", width: int | None = None) -> str:
-    """The help of a verb.
+    """The help of a verb (`entry.Verb`), `width` columns wide; of the terminal's width unless given.
 
     Args:
-        verb: an `entry.Verb`.
         topic: '' for the everyday flags, 'all' for every setting, or a section or key, such as 'data.sources'.
-        width: columns; by default `terminal_width()`.
 
     Raises SettingsError: there is no such topic.
     """
@@ -90,12 +75,9 @@ def help_text(root: type[Section], verb: Any, topic: str = "", width: int | None
         lines += page.wrap(f"{'':7}{usage(one.name, one.own)} [FLAG]...")
     lines = [line.replace("\xa0", " ") for line in lines]
     lines += ["", *textwrap.wrap(summary(verb.own), width)]
-    if verb.topics:
-        lines += [
-            "",
-            "Topics",
-            *(line for one in verb.topics for line in page.row(one.name.split()[-1], summary(one.own))),
-        ]
+    lines += ["", "Topics"] if verb.topics else []
+    for one in verb.topics:
+        lines += page.row(one.name.split()[-1], summary(one.own))
     fields = sorted(verb.own.model_fields.items(), key=lambda item: not trait(item[1], "argument"))
     lines += ["", f"Flags of {verb.name}"] if fields else []
     for name, info in fields:
@@ -207,10 +189,7 @@ class _Page:
             yield from ("", *self.topic(name, aliases=False))
 
     def topic(self, path: str, *, aliases: bool = True) -> Iterator[str]:
-        """A section, a part of it, a type of a part, or a key.
-
-        Args:
-            aliases: whether to list the short flags of its keys.
+        """A section, a part of it, a type of a part, or a key; with `aliases`, also the short flags of its keys.
 
         Raises SettingsError: nothing has this path.
         """

@@ -210,10 +210,8 @@ def _settings_in_stage(settings: Settings, name: str) -> Settings:
 
 
 def survey(written: Written | Settings, *, count: bool = True) -> Survey:
-    """List the training data of the settings; errors are kept in the result.
-
-    Args:
-        count: whether settings follow from the numbers of samples, as those of a run do.
+    """List the training data of the settings; errors are kept in the result. With `count`, settings follow from the
+    numbers of samples, as those of a run do.
     """
     settings, places = written if isinstance(written, Written) else (written, Node())
     train, data = settings.train, settings.data
@@ -246,6 +244,8 @@ def draft(found: Survey, ranks: int) -> Plan:
     """
     settings, choices = choose_by_size(found, ranks)
     data, epochs, samples = settings.data, None, None
+    in_epochs = [settings.train.epochs, settings.checkpoint.every_epochs]
+    in_epochs += [one.every_epochs for one in settings.evals.values()]
     if settings.train.epoch_samples is not None or found.error is not None:
         pass
     elif data.sampling.mode == "indexed" and data.sources:
@@ -253,10 +253,7 @@ def draft(found: Survey, ranks: int) -> Plan:
 
         epochs = epoch_plan(data, list(found.sources.values()))
         samples = epochs.steps * data.global_batch_size
-    elif settings.train.epochs is not None or any(
-        every is not None
-        for every in (settings.checkpoint.every_epochs, *(one.every_epochs for one in settings.evals.values()))
-    ):
+    elif any(every is not None for every in in_epochs):
         counts = [source.samples for source in found.sources.values()]
         samples = None if not counts or None in counts else sum(one or 0 for one in counts)
         if samples is not None and found.split is not None:
@@ -269,11 +266,8 @@ def draft(found: Survey, ranks: int) -> Plan:
 
 
 def plan(found: Survey, ranks: int, state: TrainState | None = None) -> Plan:
-    """The plan of a run on so many ranks, but for what needs torch (see `train.build_plan`).
-
-    Args:
-        found: as `agree` gives it.
-        state: of the checkpoint that the run goes on from, whose lanes and shuffling stay.
+    """The plan of a run on so many ranks, but for what needs torch (see `train.build_plan`), from what `agree` gives.
+    Lanes and shuffling of the state that the run goes on from stay.
 
     Raises: as `draft`.
     """
@@ -312,10 +306,9 @@ def hold_out(found: Survey, world: World) -> Survey:
     path = _list_of_resumed(settings)
     if data.val_split is None:
         if path is not None and not any(source.drop for source in data.sources.values()):
-            raise SettingsError(
-                f"checkpoint.resume: {path.parent} holds samples out of its training data ({SPLIT_FILE}): add "
-                f"--val-split, or --config {path.parent / 'config.yaml'}"
-            )
+            what = f"{path.parent} holds samples out of its training data ({SPLIT_FILE})"
+            advice = f"add --val-split, or --config {path.parent / 'config.yaml'}"
+            raise SettingsError(f"checkpoint.resume: {what}: {advice}")
         return found
     ((name, section),) = data.sources.items()
     if path is None:
@@ -387,10 +380,8 @@ def keep_batch(found: Survey, world: World) -> Survey:
     if kept is None or kept == now or kept % (now // world.size):  # refused later, as another order of the data
         return found
     if world.is_main:
-        text = (
-            f"the run's global batch of {kept} stays: --batch-size on {counted(world.size, 'rank')} would make it {now}"
-        )
-        announce(f"resume   {text}; if memory is short: --train.micro-batch-size {now // world.size}")
+        text = f"global batch of {kept} stays: --batch-size on {counted(world.size, 'rank')} would make it {now}"
+        announce(f"resume   the run's {text}; if memory is short: --train.micro-batch-size {now // world.size}")
     return replace(found, batch=kept)
 
 

@@ -79,10 +79,7 @@ SHIPPED = f"{PACKAGE}/configs/"
 
 
 # Keys that exclude each other: a later source that sets one removes the others.
-EXCLUSIVE: dict[Path, tuple[str, ...]] = {
-    ("train",): ("steps", "samples", "epochs"),
-    ("model",): ("name", "config"),
-}
+EXCLUSIVE: dict[Path, tuple[str, ...]] = {("train",): ("steps", "samples", "epochs"), ("model",): ("name", "config")}
 
 
 def _resolve_names(section: Any, name: str) -> Any:
@@ -214,9 +211,8 @@ def split(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[tup
     while rest:
         token = rest.pop(0)
         if not token.startswith("--") or token == "--":
-            problems.append(
-                f"unexpected argument {token!r}: quote patterns, and write several values as one list, '[a, b]'"
-            )
+            hint = "quote patterns, and write several values as one list, '[a, b]'"
+            problems.append(f"unexpected argument {token!r}: {hint}")
             continue
         flag, equals, text = token.partition("=")
         value = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else None
@@ -243,13 +239,8 @@ def flag_tree(
     *,
     trains: bool = True,
 ) -> Node:
-    """The tree of all flags except `--config`, with notices about those that have no effect.
-
-    Args:
-        files: the trees of the YAML files.
-        ranks: processes of the run, for `--batch-size`.
-        problems: mistakes are added to it.
-        trains: whether there is a source to train on; if not, flags of the training source describe --val-data.
+    """The tree of all flags except `--config`, over the trees of files, with notices about those that have no effect;
+    mistakes are added to `problems`. `ranks` and `trains` are as `read` takes them.
     """
     tree = Node()
     aliased: dict[str, str] = {}
@@ -384,11 +375,8 @@ def plain(annotation: Any, node: Node) -> Any:
     and a null entry of a named map are removed. Raises SettingsError: a key that is no switch has no value.
     """
     value, section, entries, items = node.value, section_of(annotation), entries_of(annotation), items_of(annotation)
-    wanted: dict[type[Any], bool] = {
-        dict: section is not None or entries is not None,
-        list: items is not None,
-        str: True,
-    }
+    mapped = section is not None or entries is not None
+    wanted: dict[type[Any], bool] = {dict: mapped, list: items is not None, str: True}
     alone = value is True and node.text is None and node.place.startswith("--")  # a flag, here of a plug-in's own key
     if alone and {bool, Any, None}.isdisjoint(kinds(annotation)):
         raise SettingsError(f"{node.place}: requires a value")

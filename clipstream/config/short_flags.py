@@ -111,9 +111,8 @@ def _augment(text: str) -> Sets:
     for pair in text.split("\n"):
         name, _, literal = pair.partition("=")
         if name not in AUGMENTS:
-            raise ValueError(
-                f"unknown key {name!r}; choose from {', '.join(AUGMENTS)} (timm's augmentation is not supported)"
-            )
+            known = f"{', '.join(AUGMENTS)} (timm's augmentation is not supported)"
+            raise ValueError(f"unknown key {name!r}; choose from {known}")
         try:
             found[name] = _literal(literal)
         except (ValueError, SyntaxError):
@@ -446,9 +445,8 @@ def _caption(given: Given, around: Around) -> Found:
     if paths is not None:
         parts = re.split(r"(?<!\\);(?![^{}]*\})", paths)  # a template's joiner may be one
         if "{" in paths and len(parts) > 1 and any(path != path.strip() for path in parts):
-            raise ValueError(
-                f"--caption-json: {paths!r}: ; is between paths, without spaces: write \\; for one in a text"
-            )
+            advice = "write \\; for one in a text"
+            raise ValueError(f"--caption-json: {paths!r}: ; is between paths, without spaces: {advice}")
         parts = [path.strip() for path in parts]
         # Every key is set: weights and fallback in a file belong to the paths in that file.
         caption = {"path": parts[0] if len(parts) == 1 else parts, "weights": None, "fallback": member}

@@ -135,18 +135,13 @@ PAIRS = (
         )
     ),
     *(
-        Conflict(
-            {f"model.{tower}.{key}": SET, store: SET},
-            f"has no effect, as the features in {{1}} replace the {tower} tower: remove it",
-            notice=True,
-        )
+        Conflict({f"model.{tower}.{key}": SET, store: SET},
+                 f"has no effect, as the features in {{1}} replace the {tower} tower: remove it", notice=True)
         for tower, store in _STORES.items()
         for key in ("precision", "cache_gib")
     ),
-    Conflict(
-        {"model.image.cache_gib": SET, "data.augment.enabled": True, "data.image_features": None},
-        "requires --data.augment.enabled false, as the features of augmented images differ in each epoch",
-    ),
+    Conflict({"model.image.cache_gib": SET, "data.augment.enabled": True, "data.image_features": None},
+             "requires --data.augment.enabled false, as the features of augmented images differ in each epoch"),
     *AS_EVALUATED,
     Conflict({"model.patch_dropout": SET, "data.image_features": SET},
              "not supported with {1}, which has features of whole images: remove it"),
@@ -155,10 +150,8 @@ PAIRS = (
     PROMPTS,
     Conflict({"evals.NAME.weights": ("averaged", "both"), "train.ema": None},
              "averaged weights require --train.ema, e.g. 0.9999"),
-    Conflict(
-        {"model.text_buckets": "packed", "train.compile": other_than("off")},
-        "packed texts are not supported with train.compile: use auto (buckets), or --train.compile off",
-    ),
+    Conflict({"model.text_buckets": "packed", "train.compile": other_than("off")},
+             "packed texts are not supported with train.compile: use auto (buckets), or --train.compile off"),
     *(
         Conflict({every: SET, **other}, reason)
         for every, key in (
@@ -254,10 +247,8 @@ def validate_run(written: Written, world: World) -> Survey:
 
 
 def validate_evals(written: Written, *, shown: bool) -> None:
-    """Check the settings of evaluators where nothing is trained, before torch is imported.
-
-    Args:
-        shown: whether a page shows images.
+    """Check the settings of evaluators where nothing is trained, before torch is imported. `shown`: a page shows
+    images.
 
     Raises SettingsError: with one line for each mistake.
     """
@@ -298,11 +289,7 @@ def tell(places: Node, world: World, notices: Iterable[tuple[Path, str]]) -> Non
 
 
 def log_ignored_with_store(plan: Plan, world: World, views: int) -> None:
-    """Log the settings that have no effect beside stored features of images, on rank 0.
-
-    Args:
-        views: augmented views of each image in the store.
-    """
+    """Log the settings that have no effect beside stored features of images, of `views` augmented views, on rank 0."""
     if plan.settings.data.image_features is not None:
         facts = {"the features of images": views}
         tell(plan.survey.places, world, conflicts_in(AS_EVALUATED, plan.settings, notices=True, **facts))
@@ -472,10 +459,7 @@ def _checkpoints(settings: Settings) -> Problems:
     for path, metric in ((("checkpoint", "keep_best"), section.best_by), (stop_path, stop.watched)):
         if metric is not None and metric.evaluator not in evals:
             there = ", ".join(evals) or "none"
-            yield (
-                path,
-                f"unknown evaluator {metric.evaluator!r}: use NAME/METRIC with one of: {there}",
-            )
+            yield (path, f"unknown evaluator {metric.evaluator!r}: use NAME/METRIC with one of: {there}")
     if stop.watched is not None and (watched := evals.get(stop.watched.evaluator)) is not None:
         evaluator = settings.evals[watched]
         if not evaluator.every and evaluator.every_epochs is None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from open_clip.modified_resnet import AttentionPool2d
@@ -78,11 +78,8 @@ class LowRank(nn.Module):
 
 
 class TokenRows(nn.Module):
-    """A parametrization of an embedding: the frozen matrix W -> W with trained rows of some tokens.
-
-    Args:
-        weight: [vocabulary, width].
-        tokens: int64 [n], increasing.
+    """A parametrization of an embedding: the frozen matrix W [vocabulary, width] -> W with trained rows of some tokens,
+    int64 [n], increasing.
     """
 
     tokens: torch.Tensor
@@ -104,33 +101,21 @@ class TokenRows(nn.Module):
         return weight.index_copy(0, self.tokens, rows.to(weight.dtype))
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """An adapted matrix."""
 
     name: str  # in the state dict of open_clip's model
     path: str  # of its parametrization in the model
     layer: str  # its name
 
-    def names(self, part: nn.Module) -> dict[str, str]:
-        """The names of the adapter's parameters in the model -> in peft's files."""
-        return {f"{self.path}.0.{own}": f"base_model.model.{self.layer}.{PARTS[own]}"
-                for own, _ in part.named_parameters()}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a model.
-
-    Attributes:
-        matrices: that have one.
-        config: peft's configuration.
-        digest: SHA-256 of the frozen matrices, as they were loaded.
-    """
+    """The adapters of a model."""
 
     matrices: tuple[Matrix, ...]
-    config: Mapping[str, Any]
-    digest: str
+    config: Mapping[str, Any]  # peft's configuration
+    digest: str  # SHA-256 of the frozen matrices, as they were loaded
 
     @classmethod
     def add(
@@ -164,12 +149,10 @@ class Adapters:
         for tower, settings in wanted.items():
             for name, layer in found[tower].items():
                 own = _matrix(layer)
-                weight = getattr(layer, own)
-                if settings.rank > (most := min(weight.flatten(1).shape)):
-                    raise SettingsError(
-                        f"model.{tower}.lora.rank: {settings.rank} is larger than {name}.{own}, a matrix of "
-                        f"{' x '.join(map(str, weight.flatten(1).shape))}: use at most {most}, or other targets"
-                    )
+                shape = getattr(layer, own).flatten(1).shape
+                if settings.rank > (most := min(shape)):
+                    what = f"{settings.rank} is larger than {name}.{own}, a matrix of {' x '.join(map(str, shape))}"
+                    raise SettingsError(f"model.{tower}.lora.rank: {what}: use at most {most}, or other targets")
                 matrices.append(_register(name, layer, LowRank(layer, settings, generator)))
         matrices += [_register(name, clip.get_submodule(name), part) for name, part in rows.items()]
         config = _config(wanted, found, base)
@@ -183,15 +166,18 @@ class Adapters:
             parts: Any = clip.get_submodule(matrix.path)
             yield matrix, parts[0], parts.original
 
-    def tensors(self, clip: nn.Module, instead: Tensors | None = None) -> dict[str, torch.Tensor]:
-        """The content of adapter_model.safetensors; sharded tensors stay sharded.
+    def _names(self, clip: nn.Module) -> dict[str, str]:
+        """The names of the parameters in the model -> in peft's files."""
+        own = ((matrix, name) for matrix, part, _ in self._parts(clip) for name, _ in part.named_parameters())
+        return {f"{matrix.path}.0.{name}": f"base_model.model.{matrix.layer}.{PARTS[name]}" for matrix, name in own}
 
-        Args:
-            instead: values for parameters, by name in the towers.
+    def tensors(self, clip: nn.Module, instead: Tensors | None = None) -> dict[str, torch.Tensor]:
+        """The content of adapter_model.safetensors, with values `instead` of parameters, by name in the towers; sharded
+        tensors stay sharded.
         """
         values = {name.removeprefix("clip."): tensor for name, tensor in (instead or {}).items()}
         own = {**dict(clip.named_parameters()), **values}
-        found = {file: own[name] for matrix, part, _ in self._parts(clip) for name, file in matrix.names(part).items()}
+        found = {file: own[name] for name, file in self._names(clip).items()}
         for matrix, part, weight in self._parts(clip):
             if matrix.name.endswith("in_proj_weight"):
                 shapes = {"lora_A": part.lora_A.shape, "lora_B": (weight.shape[1], part.lora_A.shape[0])}
@@ -229,13 +215,10 @@ class Adapters:
         except (OSError, SafetensorError) as error:
             raise SettingsError(f"{folder.parent} has no adapter ({error}): {again} from its weights") from error
         if digest != self.digest:
-            raise SettingsError(
-                f"{folder.parent}: its adapter belongs to other weights than those that the run starts from, or "
-                "to other tokens (their digests differ): set model.pretrained to the weights that the run began with, "
-                f"or {again}"
-            )
-        own = dict(clip.named_parameters())
-        names = {name: file for matrix, part, _ in self._parts(clip) for name, file in matrix.names(part).items()}
+            what = "its adapter belongs to other weights than those that the run starts from, or to other tokens"
+            advice = f"set model.pretrained to the weights that the run began with, or {again}"
+            raise SettingsError(f"{folder.parent}: {what} (their digests differ): {advice}")
+        own, names = dict(clip.named_parameters()), self._names(clip)
         found = {name: tensor.shape for name, tensor in saved.items() if _OUT not in name}
         if {file: own[name].shape for name, file in names.items()} != found:
             raise SettingsError(f"{folder.parent}: its adapter has other layers or another rank: {again}")
@@ -245,10 +228,8 @@ class Adapters:
     def in_place_of(
         self, saved: Iterable[tuple[str, torch.Tensor]], folder: Path, clip: nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a checkpoint's model by their names in this one: the parts of adapted matrices.
-
-        Args:
-            folder: of the checkpoint's adapter; errors as `read`.
+        """Yield the tensors of a checkpoint's model by their names in this one: the parts of adapted matrices, which
+        `read` takes from the folder of its adapter.
         """
         merged = {matrix.name for matrix in self.matrices}
         yield from self.read(folder, clip).items()
@@ -328,16 +309,13 @@ def _select_layers(clip: nn.Module, tower: Tower, settings: LoraSettings) -> Ite
         names = [name for name in layers if any(fnmatchcase(name, pattern) for pattern in settings.targets)]
         unmatched = (one for one in settings.targets if not any(fnmatchcase(name, one) for name in names))
     if (pattern := next(iter(unmatched), None)) is not None:
-        shown = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in layers})
-        raise SettingsError(
-            f"{key}.targets: no layer of the {tower} tower matches {pattern}; its layers are {', '.join(shown[:8])}"
-        )
+        shown = ", ".join(sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in layers})[:8])
+        what = f"no layer of the {tower} tower matches {pattern}"
+        raise SettingsError(f"{key}.targets: {what}; its layers are {shown}")
     for name in names:
         if settings.dora and isinstance(layers[name], nn.MultiheadAttention):
-            raise SettingsError(
-                f"{key}.dora: peft has no DoRA for {name}, a MultiheadAttention of torch: set dora: false, or targets "
-                "to other layers, such as '*.mlp.*'"
-            )
+            advice = "set dora: false, or targets to other layers, such as '*.mlp.*'"
+            raise SettingsError(f"{key}.dora: peft has no DoRA for {name}, a MultiheadAttention of torch: {advice}")
         yield name, layers[name]
 
 

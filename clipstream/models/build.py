@@ -214,10 +214,8 @@ def _check_inputs(clip: Any, label: str, length: int) -> None:
     config = getattr(getattr(clip, "text", None), "config", None)  # of a Hugging Face tower
     ids = torch.full((1, length), 0 if getattr(config, "pad_token_id", 0) else 1)
     inputs = {"image": torch.zeros(1, 3, height, width), "text": ids}
-    advice = {
-        "image": f"images of {height} x {width} pixels: set --force-image-size",
-        "text": f"texts of {length} tokens: set a smaller --force-context-length",
-    }
+    advice = {"image": f"images of {height} x {width} pixels: set --force-image-size",
+              "text": f"texts of {length} tokens: set a smaller --force-context-length"}  # fmt: skip
     training = clip.training
     clip.eval()
     for key, value in inputs.items():

@@ -26,10 +26,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @contextmanager
 def arithmetic(device: str, dtype: torch.dtype, *, cast: bool) -> Iterator[None]:
-    """A context of passes in `dtype`: by autocast, or with `cast` False by modules whose weights have it.
-
-    Args:
-        device: type of the device; on 'meta', which has no numbers, the context changes nothing.
+    """A context of passes in `dtype`: by autocast, or with `cast` False by modules whose weights have it. On the device
+    'meta', which has no numbers, it changes nothing.
     """
     with ExitStack() as stack:
         if device != "meta":
@@ -45,12 +43,8 @@ def arithmetic(device: str, dtype: torch.dtype, *, cast: bool) -> Iterator[None]
 
 
 class FrozenTower:
-    """A tower in a precision of its own.
-
-    Args:
-        clip: the model; the tower in it is converted.
-        members: the model's attributes that make up the tower.
-        keep: whether to keep the weights as they are now, for checkpoints.
+    """A tower in a precision of its own, converted in the model, whose attributes `members` it is. With `keep`, the
+    weights are kept as they are now, for checkpoints.
 
     Attributes:
         dtype: of the tower's weights and passes.
@@ -94,11 +88,8 @@ def ids_of_own(towers: Any) -> set[int]:
 
 
 class StoredTower:
-    """A tower of a model whose parameters are not in memory.
-
-    Args:
-        clip: the model, in the dtypes of the run; the tower is removed from it.
-        weights: the safetensors file with the weights of the store's model.
+    """A tower that is removed from a model, in the dtypes of the run: its parameters are in a safetensors file, that of
+    the store's model, and not in memory.
 
     Raises SettingsError: the file cannot be read, or has other weights than the model.
     """
@@ -131,10 +122,8 @@ class StoredTower:
                     bare = name.removeprefix("text.")
                     yield name, file.get_tensor(next((key for key in (bare, f"text.{bare}") if key in keys), name))
         except (OSError, SafetensorError) as error:
-            raise SettingsError(
-                f"the {self.tower} tower cannot be read from the feature store's model, {self.weights} ({error}): "
-                f"{RERUN}"
-            ) from error
+            what = f"the {self.tower} tower cannot be read from the feature store's model, {self.weights} ({error})"
+            raise SettingsError(f"{what}: {RERUN}") from error
 
     def _compare(self) -> None:
         own = self._module.state_dict()

@@ -52,10 +52,8 @@ def tower_parameters(clip: Any, tower: Tower) -> list[tuple[str, nn.Parameter]]:
 def tower_layers(clip: Any, tower: Tower, *, own_pooler: bool = False) -> list[list[nn.Parameter]]:
     """All parameters of a tower, each once, by layer: embeddings, blocks, and the head with the projection.
 
-    The last normalization belongs to the last block.
-
-    Args:
-        own_pooler: whether the pooler of a Hugging Face text tower is a layer below the head, and not part of it.
+    The last normalization belongs to the last block. With `own_pooler`, the pooler of a Hugging Face text tower is a
+    layer below the head, and not part of it.
 
     Raises SettingsError: the layers of this tower are not known.
     """
@@ -139,12 +137,9 @@ class ChannelsLast:
 
     Only the pixels are laid out so: convolutions, batch norm and pooling keep the format of their input. Parameters,
     gradients, moments and checkpoints are those without it. Features and gradients differ by rounding alone.
-
-    Attributes:
-        always: whether on every device; else on the CPU, and on GPUs in 16 bits, whose tensor cores compute
-            convolutions in channels-last format.
     """
 
+    # Whether on every device; else on the CPU, and on GPUs in 16 bits, whose tensor cores compute in this format.
     always: bool = False
 
     @classmethod
@@ -158,11 +153,9 @@ class ChannelsLast:
         unsafe = [c for c in convolutions if max(c.kernel_size) == 1 and max(c.stride) > 1 and c.in_channels < VECTOR]
         if setting == "on":
             if unsafe:
-                raise SettingsError(
-                    f"model.channels_last: {type(tower).__name__} has a strided 1 x 1 convolution over "
-                    f"{unsafe[0].in_channels} channels, which torch does not support in this format on the CPU: use "
-                    f"auto or off"
-                )
+                what = f"a strided 1 x 1 convolution over {unsafe[0].in_channels} channels"
+                why = f"{type(tower).__name__} has {what}, which torch does not support in this format on the CPU"
+                raise SettingsError(f"model.channels_last: {why}: use auto or off")
             return cls(always=True)
         return None if setting == "off" or unsafe or not is_convolutional(tower) else cls()
 
@@ -262,7 +255,9 @@ def suit_gpus(clip: nn.Module) -> None:
             attention.__class__ = SelfAttention
     visual = cast(nn.Module, clip.visual)
     for module in [] if is_convolutional(visual) else visual.modules():
-        if type(module) is nn.Conv2d and _takes_patches(module):
+        if type(module) is not nn.Conv2d or module.groups > 1 or module.dilation != (1, 1):
+            continue
+        if module.kernel_size == module.stride and min(module.kernel_size) > 1 and module.padding in ((0, 0), "valid"):
             module.__class__ = PatchProjection
 
 
@@ -272,9 +267,3 @@ def restore_layers(clip: nn.Module) -> None:
         theirs = nn.MultiheadAttention if isinstance(module, SelfAttention) else nn.Conv2d
         if isinstance(module, SelfAttention | PatchProjection) and not parametrize.is_parametrized(module):
             module.__class__ = theirs  # type: ignore[assignment]
-
-
-def _takes_patches(layer: nn.Conv2d) -> bool:
-    """Whether a convolution is one of patches that do not overlap."""
-    plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding in ((0, 0), "valid")
-    return plain and layer.kernel_size == layer.stride and min(layer.kernel_size) > 1

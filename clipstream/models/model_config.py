@@ -196,10 +196,7 @@ def builtin(name: str) -> Config:
 
 def check_config(label: str, model_cfg: Config, image_size: int | None) -> None:
     """Check that a model has an image and a text tower of fixed size, and that the sizes of open_clip's own towers fit
-    together. timm and transformers check theirs.
-
-    Args:
-        image_size: pixels per side that replace the configuration's.
+    together, with `image_size`, if given, in place of theirs. timm and transformers check their own.
 
     Raises SettingsError: they do not.
     """

@@ -128,15 +128,14 @@ def fetch(settings: ModelSettings, tokenizer: TokenizerChoice | None, world: Wor
     Raises SettingsError: as `preflight`, a download failed, or the ranks have different files.
     """
     problem = None
-    if world.local_rank == 0:
-        try:
-            # A configuration on the Hub names further files: look again once it is here.
-            while not isinstance(found := look_up(settings, tokenizer), ModelFiles):
-                if reason := why_unreachable():
-                    raise missing_error(found, settings.cache_dir, _label(settings), reason)
-                download(found, settings.cache_dir)
-        except (ClipstreamError, OSError) as error:
-            problem = str(error)
+    try:
+        # A configuration on the Hub names further files: look again once it is here.
+        while world.local_rank == 0 and not isinstance(found := look_up(settings, tokenizer), ModelFiles):
+            if reason := why_unreachable():
+                raise missing_error(found, settings.cache_dir, _label(settings), reason)
+            download(found, settings.cache_dir)
+    except (ClipstreamError, OSError) as error:
+        problem = str(error)
     for message in world.gather_objects(problem):
         if message:
             raise SettingsError(message)
@@ -156,12 +155,8 @@ def _contents(files: ModelFiles) -> dict[str, object]:
     parts, indexed = vars(files), files.weights is not None and files.weights.suffix == ".json"
     texts, of_weights = (*TOKENIZER_FILES, TOKENIZER_CONFIG, *TOKENIZER_EXTRAS, "*.py"), ("*.safetensors", "*.bin")
     base = () if files.weights else of_weights
-    wanted: dict[str, tuple[str, ...]] = {
-        "weights": of_weights if indexed else (),
-        "image_weights": (),
-        "tokenizer": texts,
-    }
-    wanted |= {"text_model": (TEXT_CONFIG, *base), "adapter": ("*.json", *of_weights)}
+    wanted: dict[str, tuple[str, ...]] = {"weights": of_weights if indexed else (), "image_weights": ()}
+    wanted |= {"tokenizer": texts, "text_model": (TEXT_CONFIG, *base), "adapter": ("*.json", *of_weights)}
     for part, patterns in wanted.items():
         if (path := parts[part]) is not None:
             folder = path.parent if path.is_file() else path
@@ -173,9 +168,8 @@ def _contents(files: ModelFiles) -> dict[str, object]:
 def look_up(
     settings: ModelSettings, tokenizer: TokenizerChoice | None = None, loss_type: str | None = None
 ) -> ModelFiles | Missing:
-    """The paths of a model's files on this machine, or the files that are missing from the Hub's cache.
-
-    Files that a configuration names are unknown until it is in the cache. Uses no network.
+    """The paths of a model's files on this machine, or the files that are missing from the Hub's cache. Those that a
+    configuration names are unknown until it is in the cache. Uses no network.
 
     Raises SettingsError: a name, tag or local file does not exist; or tokenizer or loss differ from those of the
     weights.
@@ -217,11 +211,7 @@ def _config(settings: ModelSettings, weights: _Weights, cache: HubCache) -> Mode
     elif name.startswith(LOCAL):
         config = ModelConfig.beside(Path(name[len(LOCAL) :]))
     else:
-        config = (
-            ModelConfig.read(Path(name))
-            if own
-            else ModelConfig(builtin(name if name.startswith((".", "/")) else name.replace("/", "-")), {})
-        )
+        config = ModelConfig.read(Path(name)) if own else ModelConfig(builtin(_open_clip_name(name)), {})
     if weights.config is None and (settings.pretrained or "").startswith(HUB):
         return None
     model_cfg, preprocess = deepcopy(config.model_cfg), _preprocess_only(config)
@@ -239,16 +229,18 @@ def _config(settings: ModelSettings, weights: _Weights, cache: HubCache) -> Mode
 def _override(mine: Config, theirs: Config, keys: tuple[str, ...], *, keep: bool) -> None:
     """Copy `keys` from `theirs` to `mine`, in place; with `keep`, only those that `mine` lacks."""
     for key in keys:
-        if keep and key in mine:
-            continue
-        if key in theirs:
+        if key in theirs and not (keep and key in mine):
             mine[key] = theirs[key]
-        else:
+        elif not keep:
             mine.pop(key, None)
 
 
 def _label(settings: ModelSettings) -> str:
     return f"model {settings.name}" + (f" with {settings.pretrained}" if settings.pretrained else "")
+
+
+def _open_clip_name(name: str) -> str:
+    return name if name.startswith((".", "/")) else name.replace("/", "-")
 
 
 def _is_own(settings: ModelSettings) -> bool:
@@ -282,12 +274,10 @@ def _weights(settings: ModelSettings, cache: HubCache) -> _Weights:
         if path is None:
             raise SettingsError(f"{chosen} has no weights: {folder} holds none of {', '.join(LOCAL_WEIGHT_FILES)}")
         adapter = None if folder == given else given
-        words = _with_tokenizer(given) or (
-            own if settings.pretrained is None and not adapter else _with_tokenizer(folder)
-        )
-        return _Weights(path, config, words, True, adapter)
+        words = own if settings.pretrained is None and not adapter else _with_tokenizer(folder)
+        return _Weights(path, config, _with_tokenizer(given) or words, True, adapter)
     # As in open_clip.add_model_config, a configuration file goes by its stem: its tags are those of that name.
-    known = Path(name).stem if _is_own(settings) else name.replace("/", "-")
+    known = Path(name).stem if _is_own(settings) else _open_clip_name(name)
     tags = [] if name.startswith((HUB, LOCAL)) else pretrained_tags().list_pretrained_tags_by_model(known)
     if tags and (entry := pretrained_tags().get_pretrained_cfg(known, chosen)):
         if not entry.get("hf_hub"):
@@ -326,10 +316,8 @@ def resolve_loss(settings: ModelSettings, wanted: str | None, model_cfg: Config,
     fresh_clip = weights_for is None and made_for == "clip"
     if chosen != made_for and not fresh_clip and not settings.allow_mismatch:
         asked = f"loss.type is {wanted!r}" if wanted else "its configuration has init_logit_bias"
-        raise SettingsError(
-            f"{_label(settings)} was made for the {made_for!r} loss, but {asked}: leave loss.type at 'auto', "
-            "or set model.allow_mismatch to true"
-        )
+        advice = "leave loss.type at 'auto', or set model.allow_mismatch to true"
+        raise SettingsError(f"{_label(settings)} was made for the {made_for!r} loss, but {asked}: {advice}")
     return chosen
 
 
@@ -416,31 +404,24 @@ def _image_weights(settings: ModelSettings, vision_cfg: Config, cache: HubCache)
     if chosen is None:
         return None
     if not name:
-        raise SettingsError(
-            f"model.image_pretrained: the image tower of {_label(settings)} is open_clip's own; choose a model whose "
-            "vision_cfg has timm_model_name"
-        )
+        what = f"the image tower of {_label(settings)} is open_clip's own"
+        raise SettingsError(f"model.image_pretrained: {what}; choose a model whose vision_cfg has timm_model_name")
     if Path(chosen).is_file():
         return Path(chosen)
     entry = timm_entry(name, chosen)
     if entry is None:
         import timm
 
-        tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{name.partition('.')[0]}.*")]
-        raise SettingsError(
-            f"model.image_pretrained {chosen!r} is neither a file nor a tag; tags of {name}: "
-            f"{', '.join(tags) or 'none'}{did_you_mean(chosen, tags, 3)}"
-        )
+        tags = [one.partition(".")[2] for one in timm.list_pretrained(f"{name.partition('.')[0]}.*")]
+        known = f"tags of {name}: {', '.join(tags) or 'none'}{did_you_mean(chosen, tags, 3)}"
+        raise SettingsError(f"model.image_pretrained {chosen!r} is neither a file nor a tag; {known}")
     if not entry.hf_hub_id:
         raise SettingsError(f"tag {chosen!r} of {name} is not on the Hub: download {entry.url} and use its path")
     return cache.find(entry.hf_hub_id, (entry.hf_hub_filename,) if entry.hf_hub_filename else TEXT_WEIGHTS)
 
 
 def timm_entry(name: str, chosen: str) -> Any:
-    """timm's PretrainedCfg of a tower with that tag, or with its default one; None if it has no such weights.
-
-    Imports torch.
-    """
+    """timm's PretrainedCfg of a tower with that tag, or its default one; None without such weights. Imports torch."""
     import timm
 
     base = name.partition(".")[0]
@@ -452,13 +433,9 @@ def timm_entry(name: str, chosen: str) -> Any:
 
 @dataclass
 class HubCache:
-    """The Hub's cache, and the files that were looked for in vain.
+    """The Hub's cache, and the files that were looked for in vain."""
 
-    Args:
-        folder: $HF_HUB_CACHE, or the one in the user's home, unless given.
-    """
-
-    folder: str | None
+    folder: str | None  # see `cache_folder`
     missing: Missing = field(default_factory=dict)
 
     def find(self, repo: str, *files: tuple[str, ...], extras: tuple[str, ...] = ()) -> Path | None:
@@ -551,9 +528,9 @@ def _download(repo: str, name: str, folder: str | None) -> bool:
     try:
         hf_hub_download(repo_id, name, cache_dir=cache_folder(folder), revision=revision)
     except Exception as error:  # the client's network errors have no common base
+        cause: BaseException = error
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return False
-        cause: BaseException = error
         while isinstance(error, LocalEntryNotFoundError) and (inner := cause.__cause__ or cause.__context__):
             cause = inner  # the network's error
         text = " ".join(str(cause).split()) or type(cause).__name__

@@ -41,10 +41,7 @@ Switch = Annotated[
     BeforeValidator(lambda value: ("on" if value else "off") if isinstance(value, bool) else value),
 ]
 _UNLOCKING = {"image": ("unlocked_groups", "unlock_image_at"), "text": ("unlocked_layers", "unlock_text_at")}
-_OF_LOCKED = {
-    "precision": "requires weights in train.precision",
-    "cache_gib": "changes its features at each step",
-}
+_OF_LOCKED = {"precision": "requires weights in train.precision", "cache_gib": "changes its features at each step"}
 _WITH_WEIGHTS = Is("hf-hub:… or local-dir:…", lambda name: name.startswith(("hf-hub:", "local-dir:")))
 # What the model shows, once it is built.
 NO_BLOCKS = Conflict({"grad_checkpointing": Is("set"), "a tower": Is("without repeated blocks")},
@@ -129,8 +126,7 @@ class ModelSettings(Section):
         "local-dir:PATH; if only pretrained is set, the model of these weights",
     )
     config: dict[str, Any] | None = Field(
-        None,
-        description="content of the JSON config named by name; written to a run's config.yaml",
+        None, description="content of the JSON config named by name; written to a run's config.yaml"
     )
     pretrained: PathText | None = Field(
         None,
@@ -201,9 +197,7 @@ class ModelSettings(Section):
 
     pairs = (
         *(
-            Conflict(
-                {key: SET, f"lock_{tower}": False}, f"requires --lock-{tower}"
-            )
+            Conflict({key: SET, f"lock_{tower}": False}, f"requires --lock-{tower}")
             for tower, keys in _UNLOCKING.items()
             for key in keys
         ),

@@ -35,19 +35,12 @@ _NO_LOCK = (AssertionError, RuntimeError, AttributeError, KeyError)  # what open
 
 
 class Features(NamedTuple):
-    """Input of a loss: one rank's features and the two scalars of the logits `scale * image @ text.T + bias`.
+    """Input of a loss: one rank's features and the two scalars of the logits `scale * image @ text.T + bias`."""
 
-    Attributes:
-        image: [n, D], rows of length 1, float32 (float64 if the parameters are).
-        text: [n, D], likewise; [n, M D] of M texts of a sample.
-        logit_scale: scalar, exp of the parameter.
-        logit_bias: scalar; None for models of the softmax loss.
-    """
-
-    image: torch.Tensor
-    text: torch.Tensor
-    logit_scale: torch.Tensor
-    logit_bias: torch.Tensor | None
+    image: torch.Tensor  # [n, D], rows of length 1, float32 (float64 if the parameters are)
+    text: torch.Tensor  # [n, D], likewise; [n, M D] of M texts of a sample
+    logit_scale: torch.Tensor  # scalar, exp of the parameter
+    logit_bias: torch.Tensor | None  # scalar; None for models of the softmax loss
 
 
 @dataclass
@@ -204,11 +197,8 @@ class Towers(nn.Module):
             return self._unit(self.clip.encode_image(images))
 
     def encode_text(self, ids: torch.Tensor, lengths: Lengths | None = None) -> torch.Tensor:
-        """int [n, T] -> L2-normalised [n, D].
-
-        Args:
-            lengths: of `text_lengths`. Without them, they are counted here where ids are on the CPU, which are moved to
-                the model's device then; texts on another device are padded.
+        """int [n, T] -> L2-normalised [n, D]. Without lengths, of `text_lengths`, they are counted here where ids are
+        on the CPU, which are moved to the model's device then; texts on another device are padded.
         """
         if self.text_buckets is None or not len(ids):
             with self._arithmetic("text"):
@@ -269,10 +259,8 @@ class Towers(nn.Module):
         return frozenset(found)
 
     def lock_image(self, unlocked_groups: int = 0, *, until: int | None = None) -> None:
-        """Freeze the image tower and its projection (LiT, arXiv:2111.07991), except its last groups.
-
-        Args:
-            until: number of steps after which all of it is trained (`changing_locks`).
+        """Freeze the image tower and its projection (LiT, arXiv:2111.07991), except its last groups, for good or for
+        `until` steps (see `changing_locks`).
 
         Raises SettingsError: the tower has no groups to leave unlocked.
         """
@@ -285,11 +273,8 @@ class Towers(nn.Module):
         self._add_lock(before, self.clip.visual, until)
 
     def lock_text(self, unlocked_layers: int = 0, *, keep_projection: bool = False, until: int | None = None) -> None:
-        """Freeze the text tower except its last layers.
-
-        Args:
-            keep_projection: leave the projection trainable, as it is new on top of a Hugging Face base model.
-            until: number of steps after which all of it is trained (`changing_locks`).
+        """Freeze the text tower except its last layers, for good or for `until` steps (see `changing_locks`); keep the
+        projection trainable where it is new, on top of a Hugging Face base model.
 
         Raises SettingsError: the tower has no layers to leave unlocked.
         """
@@ -324,18 +309,14 @@ class Towers(nn.Module):
             self._add_lock(before, self.tower(tower), None)
 
     def set_precision(self, tower: Tower, precision: FrozenPrecision, *, keep: bool = True) -> None:
-        """Convert a frozen tower to a precision of its own, in which it is stored and computed from now on.
-
-        Args:
-            keep: whether `saved_tensors` gives the weights as they are now; without, it leaves them out.
+        """Convert a frozen tower to a precision of its own, in which it is stored and computed from now on. With
+        `keep`, `saved_tensors` gives the weights as they are now; without, it leaves them out.
 
         Raises SettingsError: the tower has parameters that are trained.
         """
         if trained := [name for name, parameter in tower_parameters(self.clip, tower) if parameter.requires_grad]:
-            raise SettingsError(
-                f"model.{tower}.precision: {trained[0]} of the {tower} tower is trained, which requires "
-                f"train.precision: remove this setting"
-            )
+            what = f"{trained[0]} of the {tower} tower is trained, which requires train.precision"
+            raise SettingsError(f"model.{tower}.precision: {what}: remove this setting")
         self.own_precision[tower] = FrozenTower(self.clip, members(self.clip, tower), precision, keep=keep)
 
     def changing_locks(self, step: int) -> list[Lock]:
@@ -366,18 +347,15 @@ class Towers(nn.Module):
         self.train(self.training)
 
     def remove(self, tower: Tower, weights: Path) -> None:
-        """Remove a tower whose features come from a store; see `StoredTower`.
-
-        Raises SettingsError: it is to be trained from a step on.
+        """Remove a tower whose features come from a store. Raises SettingsError: as StoredTower, or it is trained
+        later.
         """
         self.stored[tower] = StoredTower(self.clip, tower, weights)
         modules, parameters = dict(self.named_modules()), dict(self.named_parameters())
         for lock in self._locks:
             if lock.until is not None and not parameters.keys() >= set(lock.parameters):
-                raise SettingsError(
-                    f"model.unlock_{tower}_at: a tower whose features come from a store cannot be trained: remove the "
-                    f"store or this setting"
-                )
+                why = "a tower whose features come from a store cannot be trained"
+                raise SettingsError(f"model.unlock_{tower}_at: {why}: remove the store or this setting")
             lock.modules = [name for name in lock.modules if name in modules]
             lock.parameters = [name for name in lock.parameters if name in parameters]
 
@@ -393,11 +371,8 @@ class Towers(nn.Module):
                 tower.remove(self.clip)
 
     def saved_tensors(self, instead: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """open_clip's state dict, with the weights of stored towers, the original ones of `set_precision`, and adapters
-        merged; sharded tensors stay sharded.
-
-        Args:
-            instead: values for parameters by name in the towers.
+        """open_clip's state dict, with values `instead` of parameters by name in the towers, with the weights of stored
+        towers, the original ones of `set_precision`, and adapters merged; sharded tensors stay sharded.
         """
         present: dict[str, torch.Tensor] = self.clip.state_dict()
         if instead is not None:

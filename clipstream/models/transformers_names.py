@@ -177,10 +177,8 @@ def from_transformers(state: Mapping[str, torch.Tensor], path: Path) -> dict[str
             raise SettingsError(f"{path} holds {part} of transformers alone: {WHOLE}")
     found, left = rename_tensors(state, (*TEXT, *(TIMM_IMAGE if siglip else IMAGE), *SCALARS), reverse=True)
     if left:
-        raise SettingsError(
-            f"{path} holds weights of transformers that are not those of a CLIPModel or SiglipModel ({left[0]}): "
-            "other classes have no counterpart in open_clip"
-        )
+        what = f"weights of transformers that are not those of a CLIPModel or SiglipModel ({left[0]})"
+        raise SettingsError(f"{path} holds {what}: other classes have no counterpart in open_clip")
     return found
 
 
@@ -207,13 +205,8 @@ def base_of(folder: Path) -> Path:
 
 
 def with_adapter(state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], folder: Path) -> Any:
-    """The weights of a model of transformers with those of a LoRA adapter of peft: W + alpha / r B A, and the layers
-    that were trained in full.
-
-    Args:
-        state: of the model, by transformers' names.
-        tensors: of the adapter, by the same names.
-        folder: of the adapter.
+    """The weights of a model of transformers with those of a LoRA adapter of peft, by the same names: W + alpha / r B A
+    and the layers that were trained in full.
 
     Raises SettingsError: an adapter of another kind, or of another model.
     """
@@ -360,10 +353,8 @@ def _siglip(image: Config, text: Config) -> Config:
     if not vision["vision_use_head"]:
         raise ValueError("vision_use_head is false: an image has no feature without a head")
     if embed_dim != vision["hidden_size"]:
-        raise ValueError(
-            f"vision_config.hidden_size is {vision['hidden_size']}, and features of texts have {embed_dim} numbers: "
-            "they cannot be compared"
-        )
+        what = f"vision_config.hidden_size is {vision['hidden_size']}, and features of texts have {embed_dim} numbers"
+        raise ValueError(f"{what}: they cannot be compared")
     if act not in ("gelu_pytorch_tanh", "gelu", "quick_gelu") or vision["hidden_act"] not in _TIMM_ACTS:
         raise ValueError(f"open_clip's SigLIP has no such activation (images: {vision['hidden_act']}, texts: {act})")
     return {
@@ -470,9 +461,8 @@ def _of(values: Mapping[str, Any], path: Path, model_type: str, image_size: int)
         fields = _from_timm(values["pretrained_cfg"], path)
     kind = model_type if short in ("", _TIMM) else _CLASSES.get(short)
     if kind is None:
-        raise SettingsError(
-            f"{path}: images of {named} are not those of CLIPImageProcessor or SiglipImageProcessor, which are read"
-        )
+        what = f"images of {named} are not those of CLIPImageProcessor or SiglipImageProcessor, which are read"
+        raise SettingsError(f"{path}: {what}")
     unknown = (key for key in fields if key not in _DEFAULTS[kind].keys() | _NO_EFFECT)
     if key := next((key for key in unknown if fields[key] is not None), None):
         raise refusal(key, "no field of CLIPImageProcessor or SiglipImageProcessor: remove it if it has no use")

@@ -31,29 +31,15 @@ from timm.layers import resample_abs_pos_embed
 
 from clipstream.errors import SettingsError, errors_as
 from clipstream.models.pretrained import ModelFiles
-from clipstream.models.transformers_names import (
-    ADAPTER_WEIGHTS,
-    from_transformers,
-    in_transformers,
-    with_adapter,
-)
+from clipstream.models.transformers_names import ADAPTER_WEIGHTS, from_transformers, in_transformers, with_adapter
 from clipstream.text import lines, listed, listed_lines
 from clipstream.utils.content import HEAD, TABLE, describe
 from clipstream.utils.logs import logger
 
 LEGACY = 0x1950A86A20F9469CFC6C  # first pickle of a file of torch.save before 1.6
-STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
+STORAGES = {"BFloat16Storage": torch.bfloat16, "CharStorage": torch.int8, "ByteStorage": torch.uint8}
+STORAGES |= {f"{name.title()}Storage": getattr(torch, name)
+             for name in ("double", "float", "half", "long", "int", "short", "bool")}  # fmt: skip
 _Storage = Callable[[str, torch.dtype, int], torch.Tensor]  # key, type, number of items -> all its items
 
 
@@ -107,14 +93,14 @@ class _Unpickler(pickle._Unpickler):
             found = STORAGES.get(name) or {
                 "_rebuild_tensor": self._tensor,
                 "_rebuild_tensor_v2": self._tensor,
-                "_rebuild_parameter": self._parameter,
-                "_rebuild_parameter_with_state": self._parameter,
-                "_rebuild_from_type_v2": self._of_type,
+                "_rebuild_parameter": lambda data, *_: data,
+                "_rebuild_parameter_with_state": lambda data, *_: data,
+                "_rebuild_from_type_v2": lambda rebuild, _, args, *__: rebuild(*args),
             }.get(name)
             if found is not None:
                 return found
         if (module, name) == ("_codecs", "encode"):  # bytes in protocol 2
-            return self._encode
+            return lambda text, *_: text.encode("latin1")
         return type("Inert", (Inert,), {"origin": f"{module}.{name}"})
 
     def persistent_load(self, pid: Any) -> Any:
@@ -130,15 +116,6 @@ class _Unpickler(pickle._Unpickler):
         if math.prod(size) * storage.itemsize > self._limit:
             raise ValueError("a tensor is larger than the file")
         return storage.as_strided(tuple(size), tuple(stride), storage.storage_offset() + offset)
-
-    def _parameter(self, data: Any, *_: Any) -> Any:
-        return data
-
-    def _of_type(self, rebuild: Any, _: Any, args: Any, *__: Any) -> Any:
-        return rebuild(*args)
-
-    def _encode(self, text: str, *_: Any) -> bytes:
-        return text.encode("latin1")
 
 
 def read_object(path: Path) -> Any:
@@ -185,11 +162,9 @@ def _read_zip(path: Path) -> Any:
             begin, length = record(f"data/{key}")
             if not 0 <= numel * dtype.itemsize <= length:
                 raise ValueError(f"record {key} is too short")
-            return (
-                torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin)
-                if numel
-                else torch.empty(0, dtype=dtype)
-            )
+            if not numel:
+                return torch.empty(0, dtype=dtype)
+            return torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin)
 
         if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
             raise ValueError("its numbers are big-endian")
@@ -261,10 +236,8 @@ def named_tensors(found: Any, name: str = "", seen: set[int] | None = None) -> I
         seen.add(id(found))
         for key, value in (found.members() if isinstance(found, Inert) else found).items():
             if not str(key).startswith("optim"):
-                inner = (
-                    name if key in ("_parameters", "_buffers", "_modules") else f"{name}.{key}" if name else str(key)
-                )
-                yield from named_tensors(value, inner, seen)
+                path = name if key in ("_parameters", "_buffers", "_modules") else f"{name}.{key}".removeprefix(".")
+                yield from named_tensors(value, path, seen)
 
 
 T = TypeVar("T")
@@ -297,10 +270,8 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path | None
             broken.append(name)
         yield name, tensor
     if broken:
-        raise SettingsError(
-            f"{where} holds weights that are NaN or infinite: {listed(broken, SHOWN)}; take other weights, as of an "
-            "earlier checkpoint"
-        )
+        advice = "take other weights, as of an earlier checkpoint"
+        raise SettingsError(f"{where} holds weights that are NaN or infinite: {listed(broken, SHOWN)}; {advice}")
 
 
 def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -321,11 +292,8 @@ def of_clip(name: str) -> bool:
 def read_weights(
     path: Path, fits: Callable[[str], bool] = of_clip, adapter: Path | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors in a file by the model's names, wherever in the file they are (see `without_prefix`).
-
-    Args:
-        fits: whether a name may be one of the model's.
-        adapter: folder of an adapter of peft that is added to weights of transformers.
+    """The tensors in a file by the model's names, those that `fits`, wherever they are (see `without_prefix`). An
+    adapter of peft, by its folder, is added to weights of transformers.
 
     Raises SettingsError: the file is not a checkpoint of a model of open_clip or timm.
     """
@@ -404,10 +372,7 @@ def stretch_positions(positions: torch.Tensor, length: int) -> torch.Tensor:
 
 def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles, *, cut: bool = True) -> None:
     """Load a checkpoint's tensors into the model; position embeddings are resampled to its image and text size, those
-    of longer texts `stretch_positions`.
-
-    Args:
-        cut: whether the model may have fewer positions of texts than the checkpoint.
+    of longer texts by `stretch_positions`. With `cut`, the model may have fewer positions of texts than the checkpoint.
 
     Raises SettingsError: names or shapes differ; names the first of them.
     """
@@ -423,8 +388,8 @@ def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles, 
     for name in ("logit_scale", "logit_bias"):
         if name in state and name in own:
             state[name] = state[name].reshape(own[name].shape)
-    problems = _differences(own, state, shapes=False)
-    if not problems:
+    problems = []
+    if own.keys() == state.keys():
         try:
             for name in TEXT_POSITIONS:
                 given, length = (len(those[name]) if name in state and name in own else 0 for those in (state, own))
@@ -436,17 +401,13 @@ def load_weights(clip: Any, state: dict[str, torch.Tensor], source: ModelFiles, 
             resample_positions(state, own, clip)
         except (RuntimeError, AssertionError) as error:
             problems.append(f"position embeddings do not fit ({error})")
-        problems += _differences(own, state)
-    _refuse(problems, source.weights, source.label)
+    _refuse([*problems, *_differences(own, state)], source.weights, source.label)
     clip.load_state_dict(dict(check_finite(state.items(), source.weights)))
 
 
 def resample_positions(state: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor], clip: Any) -> None:
-    """Resample position embeddings of `state` to the image and text size of the model, those of longer texts by
-    `stretch_positions`; other tensors stay.
-
-    Args:
-        own: the model's tensors, of which shapes count.
+    """Resample position embeddings of `state` to the image and text size of the model, whose tensors are `own`, those
+    of longer texts by `stretch_positions`; other tensors stay.
     """
     resize_pos_embed(state, clip)
     for name in TEXT_POSITIONS:
@@ -454,26 +415,18 @@ def resample_positions(state: dict[str, torch.Tensor], own: Mapping[str, torch.T
             state[name] = stretch_positions(state[name], len(own[name]))
     if not hasattr(clip, "text") or hasattr(clip.text, "positional_embedding"):
         resize_text_pos_embed(state, clip)
-    for name in (TIMM_POSITIONS, POOL_POSITIONS):
-        old, new = state.get(name), own.get(name)
-        if old is None or new is None or old.shape == new.shape:
-            continue
-        if name == TIMM_POSITIONS:
-            trunk = clip.visual.trunk
-            grid, extra = list(trunk.patch_embed.grid_size), trunk.num_prefix_tokens
-            state[name] = resample_abs_pos_embed(old, grid, num_prefix_tokens=extra)
-        else:
-            side = math.isqrt(len(new) - 1)
-            state[name] = resample_abs_pos_embed(old[None], [side, side], num_prefix_tokens=1)[0]
+    if (old := state.get(TIMM_POSITIONS)) is not None and old.shape != own.get(TIMM_POSITIONS, old).shape:
+        trunk = clip.visual.trunk
+        grid, extra = list(trunk.patch_embed.grid_size), trunk.num_prefix_tokens
+        state[TIMM_POSITIONS] = resample_abs_pos_embed(old, grid, num_prefix_tokens=extra)
+    if (old := state.get(POOL_POSITIONS)) is not None and old.shape != (new := own.get(POOL_POSITIONS, old)).shape:
+        side = math.isqrt(len(new) - 1)
+        state[POOL_POSITIONS] = resample_abs_pos_embed(old[None], [side, side], num_prefix_tokens=1)[0]
 
 
 def fit_positions(name: str, tensor: torch.Tensor, like: torch.Tensor | None, clip: Any) -> torch.Tensor:
-    """A tensor that a checkpoint has for the parameter `name`, resampled if it is of position embeddings of other image
-    or text sizes.
-
-    Args:
-        tensor: the parameter, or a moment of it.
-        like: the parameter of the model.
+    """A tensor that a checkpoint has for the parameter `name`, or a moment of it; resampled to the size of the model's
+    parameter, `like`, if it is of position embeddings.
     """
     if like is None or tensor.shape == like.shape or not tensor.ndim:
         return tensor
@@ -506,22 +459,20 @@ def load_image_weights(trunk: Any, path: Path) -> None:
     trunk.load_state_dict(dict(check_finite(state.items(), path)))
 
 
-def _differences(own: dict[str, torch.Tensor], state: dict[str, torch.Tensor], *, shapes: bool = True) -> list[str]:
-    """Names, and with `shapes` shapes, in which a file's tensors differ from the model's."""
+def _differences(own: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> list[str]:
+    """Names, or else shapes, in which a file's tensors differ from the model's."""
     problems = [f"{name} is missing" for name in own if name not in state]
     problems += [f"{name} is not in the model" for name in state if name not in own]
-    return problems + [
+    return problems or [
         f"{name} is {list(state[name].shape)} in the file and {list(own[name].shape)} in the model"
         for name in own
-        if shapes and name in state and state[name].shape != own[name].shape
+        if state[name].shape != own[name].shape
     ]
 
 
 def _refuse(problems: list[str], path: Path | None, label: str) -> None:
     """Raise for a file that does not fit the model, with the first of the problems."""
     if problems:
-        known = next(
-            (f" (but of {kind})" for part, kind in FOREIGN.items() if any(part in one for one in problems)), ""
-        )
-        head = f"{path} does not hold the weights of {label}{known}:"
+        kinds = [f" (but of {kind})" for part, kind in FOREIGN.items() if any(part in one for one in problems)]
+        head = f"{path} does not hold the weights of {label}{''.join(kinds[:1])}:"
         raise SettingsError(lines(head, *listed_lines([f"  {one}" for one in problems], SHOWN)))

@@ -47,22 +47,18 @@ class Monitor:
         """`size` bytes have arrived so far."""
 
 
-def _fsspec() -> Any:
-    import fsspec  # on use, as its import takes 0.2 s
-
-    return fsspec
-
-
 def filesystem_of(url: ShardURL) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path in it.
 
     Raises ShardError: `unknown_scheme` if the backend is not installed; `unreachable` if it connects at once, and
     cannot.
     """
+    import fsspec  # on use, as its import takes 0.2 s
+
     # Object stores have no folders; `local:` is fsspec's other name of `file:`.
     options = {"auto_mkdir": True} if url.path is not None or url.scheme == "local" else {}
     try:
-        system, path = _fsspec().core.url_to_fs(url.full, **options)
+        system, path = fsspec.core.url_to_fs(url.full, **options)
     except (ImportError, ValueError) as error:
         extra = EXTRAS.get(url.scheme or "file")
         advice = f"pip install 'clipstream[{extra}]'" if extra else str(error)
@@ -77,10 +73,8 @@ def filesystem_of(url: ShardURL) -> tuple[Any, str]:
 def call_within(act: Callable[[], Result], seconds: float, alive: Callable[[], float] = lambda: 0.0) -> Result:
     """The result of `act`, which a thread calls. Backends retry requests without an answer for up to hours.
 
-    Args:
-        alive: time (`time.monotonic`) of the last progress.
-
-    Raises TimeoutError: `seconds` pass without progress; the thread is left behind.
+    Raises TimeoutError: `seconds` pass without progress, of which `alive` returns the last time (`time.monotonic`); the
+    thread is left behind.
     """
     outcome = queue.SimpleQueue[tuple[Any, BaseException | None]]()
 
@@ -102,10 +96,7 @@ def call_within(act: Callable[[], Result], seconds: float, alive: Callable[[], f
 
 
 def reach(
-    url: ShardURL,
-    act: Callable[[Any, str], Result],
-    seconds: float,
-    alive: Callable[[], float] = lambda: 0.0,
+    url: ShardURL, act: Callable[[Any, str], Result], seconds: float, alive: Callable[[], float] = lambda: 0.0
 ) -> Result:
     """The result of `act(FILE SYSTEM, PATH)` on the file or folder of a URL, without what the backend has cached.
 
@@ -149,13 +140,15 @@ def explain(error: Exception) -> str:
 
 def progress_of(moved: Callable[[], object]) -> tuple[Any, Callable[[], float]]:
     """fsspec's callback for an upload, which calls `moved`, and `alive` for `call_within`."""
+    from fsspec.callbacks import Callback
+
     last = [0.0]
 
     def note(*_: Any, **__: Any) -> None:
         last[0] = time.monotonic()
         moved()
 
-    return _fsspec().callbacks.Callback(hooks={"moved": note}), lambda: last[0]
+    return Callback(hooks={"moved": note}), lambda: last[0]
 
 
 class TransferEnded(Exception):

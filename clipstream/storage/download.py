@@ -21,6 +21,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import ssl
 import time
 import zlib
@@ -94,10 +95,8 @@ def retry(
     backoff: float,
     is_transient: Callable[[Exception], bool] = lambda error: getattr(error, "transient", False),
 ) -> Result:
-    """The result of `act`, which is called up to `retries` times more while its errors are transient.
-
-    Args:
-        backoff: approximate seconds before the first retry, doubled for each one, with jitter.
+    """The result of `act`, which is called up to `retries` times more while its errors are transient, after `backoff`
+    seconds, doubled for each retry, with jitter.
     """
     for attempt in itertools.count():
         try:
@@ -114,11 +113,8 @@ def fetch(
 ) -> None:
     """Download a file by HTTP(S) or from an object store into `part`.
 
-    A retry continues after the bytes received so far, as long as the file's version is the same.
-
-    Args:
-        timeout: seconds without a byte, or without the answer to a request.
-        retries, backoff: as for `retry`, after transient failures.
+    A retry continues after the bytes received so far, as long as the file's version is the same. `timeout`: seconds
+    without a byte, or without the answer to a request.
 
     Raises ShardError: the failure of the last attempt.
     """
@@ -150,15 +146,12 @@ def info(url: ShardURL, timeout: float) -> FileInfo:
 
 
 class _Download(ABC):
-    """A file that grows over several attempts.
-
-    Attributes:
-        have: bytes received so far.
-        total: bytes of the whole file; None if unknown.
-        version: of the file that the bytes belong to; None if it cannot be resumed.
-    """
+    """A file that grows over several attempts."""
 
     errors: tuple[type[Exception], ...]  # that a transfer may raise
+    have: int  # bytes received so far
+    total: int | None  # bytes of the whole file; None if unknown
+    version: str | None  # of the file that the bytes belong to; None if it cannot be resumed
 
     def __init__(self, url: ShardURL, file: IO[bytes], monitor: Monitor, timeout: float) -> None:
         self.url, self.file, self.monitor, self.timeout = url, file, monitor, timeout
@@ -166,14 +159,12 @@ class _Download(ABC):
 
     def restart(self) -> None:
         """Let the next attempt begin at the first byte."""
-        self.have, self.total, self.version = 0, None, None  # type: tuple[int, int | None, str | None]
+        self.have, self.total, self.version = 0, None, None
 
     @abstractmethod
     def open(self) -> AbstractContextManager[Callable[[], bytes]]:
-        """Request the bytes behind the first `have`; set `total`, `version`, and `have` to 0 if the file is another.
-
-        Returns:
-            A context with the function that reads the next bytes.
+        """Request the bytes behind the first `have`; set `total`, `version`, and `have` to 0 if the file is another. A
+        context with the function that reads the next bytes.
         """
 
     @abstractmethod
@@ -366,14 +357,11 @@ class Guard(Monitor):
                 if head == ZERO or fault is not None:
                     detail = "it begins with zeros only" if fault is None else fault.detail
                     raise ShardError("not_a_tar", f"{self.url}: {detail}")
-        disk = os.statvfs(self.part.parent)
-        free, kept = disk.f_bavail * disk.f_frsize, min(KEPT_FREE, disk.f_blocks * disk.f_frsize // 20)
-        if free < kept:
-            raise ShardError(
-                "disk",
-                f"{self.part.parent} has {free / GIB:.2g} GiB left, after {size:,} bytes of {self.url}: "
-                "use a --data.cache with more space, limit it by --data.cache-gib, or lower --data.shuffle.shards",
-            )
+        disk = shutil.disk_usage(self.part.parent)
+        if disk.free < min(KEPT_FREE, disk.total // 20):
+            left = f"{self.part.parent} has {disk.free / GIB:.2g} GiB left, after {size:,} bytes of {self.url}"
+            advice = "a --data.cache with more space, limit it by --data.cache-gib, or lower --data.shuffle.shards"
+            raise ShardError("disk", f"{left}: use {advice}")
         self.monitor.receive(self.before + size)
 
     def _check_size(self, size: int) -> None:
@@ -413,10 +401,8 @@ class Fetcher:
             return FileInfo()
 
     def fetch(self, url: ShardURL, part: Path, monitor: Monitor, *, tar: bool = True) -> None:
-        """Write the whole shard to `part`, decompressed. A failure may leave pieces in `part`.
-
-        Args:
-            tar: whether to stop as soon as the content is no tar.
+        """Write the whole shard to `part`, decompressed; with `tar`, stop as soon as the content is none. A failure may
+        leave pieces in `part`.
 
         Raises:
             ShardError: the shard is missing, unreachable or incomplete, or no shard.

@@ -41,6 +41,7 @@ from clipstream.storage.backends import Monitor
 from clipstream.storage.download import GIB, Fetcher, compression_of, disk_error, unreadable
 from clipstream.storage.shard_url import ShardURL, redact
 from clipstream.utils.atomic_write import try_lock
+from clipstream.utils.content import file_state
 
 LOOK = 0.5  # s between two looks at the progress of another process's download
 GROWTH = 64 << 20  # bytes reserved at a time for a download of unknown length
@@ -139,17 +140,11 @@ class ShardCache:
                 return path
         except OSError as error:
             raise unreadable(path, error) from error
-        return self.get_or_make(
-            name,
-            f"{path}:{stat.st_mtime_ns}-{stat.st_size}",
-            lambda part, monitor: fetcher.unpack(url, path, part, monitor, tar=tar),
-        )
+        identity = f"{path}:{stat.st_mtime_ns}-{stat.st_size}"
+        return self.get_or_make(name, identity, lambda part, monitor: fetcher.unpack(url, path, part, monitor, tar=tar))
 
     def prefetch(self, name: str) -> bool:
-        """Download a shard ahead of its use.
-
-        Returns:
-            Whether the shard is held now and has to be released: not if the cache has a limit.
+        """Download a shard ahead of its use; whether it is held now, and has to be released: not in a limited cache.
 
         Raises ShardError, SettingsError: as `local`; also if the space is taken for now.
         """
@@ -252,11 +247,9 @@ class ShardCache:
         return target
 
     def reserve(self, target: Path, size: int, *, whole: bool = False, wait: bool = True) -> bool:
-        """Reserve `size` bytes for a new entry, evicting the least recently used entries that nobody reads.
-
-        Args:
-            whole: whether `size` is that of the whole entry: the limit must hold `wanted` entries of the first one's.
-            wait: whether to return False while other downloads take the space, in place of an error.
+        """Reserve `size` bytes for a new entry, evicting the least recently used entries that nobody reads. If it is
+        the size of the whole entry, the limit must hold `wanted` entries of the first one's. With `wait`, returns False
+        while other downloads take the space, in place of an error.
 
         Raises SettingsError: the limit is too small for the entries in use.
         """
@@ -370,9 +363,7 @@ class ShardCache:
         finally:
             part.unlink(missing_ok=True)
             if self.limit is not None:
-                with file_lock(
-                    self.folder / "quota.lock"
-                ):  # so that no count misses both the entry and its reservation
+                with file_lock(self.folder / "quota.lock"):  # no count is to miss both the entry and its reservation
                     _beside(target, ".reserved").unlink(missing_ok=True)
 
     def _check_process(self) -> None:
@@ -423,11 +414,7 @@ def _remove_unused(target: Path) -> bool:
 
 def total_size(paths: Iterable[Path]) -> int:
     """Bytes of those files that still exist."""
-    total = 0
-    for path in paths:
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
-    return total
+    return sum(state[0] for path in paths if (state := file_state(path)))
 
 
 def _beside(target: Path, suffix: str) -> Path:

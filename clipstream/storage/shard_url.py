@@ -69,12 +69,9 @@ class ShardURL:
 
     Sources and downloads parse a shard's name where they use it. Lists of shards, checkpoints and the order fingerprint
     keep the name itself, a `str`: users' own source types name their shards freely, and the names are JSON.
-
-    Attributes:
-        full: the text, with its credentials.
     """
 
-    full: str
+    full: str  # the text, with its credentials
 
     @cached_property
     def scheme(self) -> str | None:

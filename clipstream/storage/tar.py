@@ -406,12 +406,8 @@ class ShardChanged(DataError, OSError):
 
 
 class Shard:
-    """An open local tar with its `index`, found by a scan if it is not given.
-
-    Forked processes may share it, as it reads by offset.
-
-    Args:
-        state: bytes and time of change (ns) of the file that was listed; by default those of this one.
+    """An open local tar with its `index`, by default from a scan. Forked processes may share it, as it reads
+    by offset. `state`: bytes and time of change (ns) of the file that was listed; by default those of this one.
 
     Raises OSError, of which `ShardChanged`: the file is another one.
     """

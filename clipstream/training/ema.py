@@ -35,7 +35,6 @@ class WeightAverages:
 
     Args:
         towers: on their device, already sharded if at all, with the initial weights.
-        decay: 0 to 1.
 
     Attributes:
         tensors: averages by parameter name in the towers (by all names of a tied parameter).
@@ -45,12 +44,11 @@ class WeightAverages:
     def __init__(self, towers: nn.Module, decay: float, *, warmup: bool = False) -> None:
         self.decay, self.warmup = decay, warmup
         trained = {name: p for name, p in towers.named_parameters(remove_duplicate=False) if p.requires_grad}
-        self._parameters = list({id(p): p for p in trained.values()}.values())
+        self._parameters = list(dict.fromkeys(trained.values()))
         # In at least float32: a narrower average would lose what an update adds.
-        wide = [torch.promote_types(p.dtype, torch.float32) for p in self._parameters]
-        self._averages = [p.detach().to(dtype).clone() for p, dtype in zip(self._parameters, wide, strict=True)]
-        of = {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
-        self.tensors = {name: of[id(p)] for name, p in trained.items()}
+        of = {p: p.detach().to(torch.promote_types(p.dtype, torch.float32)).clone() for p in self._parameters}
+        self._averages = [*of.values()]
+        self.tensors = {name: of[p] for name, p in trained.items()}
         device = self._averages[0].device if self._averages else None
         self._updates = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -64,11 +62,7 @@ class WeightAverages:
 
     @torch.no_grad()
     def update(self, found_inf: torch.Tensor) -> None:
-        """Move the averages towards the present weights, after a step.
-
-        Args:
-            found_inf: float32 scalar on the device; if it is 1, nothing changes.
-        """
+        """Move the averages towards the present weights, after a step, unless `found_inf` (float32 scalar) is 1."""
         self._updates += 1 - found_inf
         share: Any = 1 - self.decay
         if self.warmup:
@@ -79,10 +73,9 @@ class WeightAverages:
             torch._fused_sgd_, momentum_buffer_list=[], weight_decay=-1.0, momentum=0.0, lr=-share, dampening=0.0,
             nesterov=False, maximize=False, is_first_step=False, found_inf=found_inf,
         )  # fmt: skip
+        pairs = zip(map(local_tensor, self._averages), map(local_tensor, self._parameters), strict=True)
         averages, weights = [], []
-        for average, parameter in zip(
-            map(local_tensor, self._averages), map(local_tensor, self._parameters), strict=True
-        ):
+        for average, parameter in pairs:
             if average.dtype == parameter.dtype:
                 averages.append(average)
                 weights.append(parameter)

@@ -19,12 +19,10 @@ take part in it only, so that they are counted once.
 out, and then the gap is halved. Gradients are zero, and ballast stands for what a real step allocates besides. The
 minimum over the ranks is used. The search is repeated when a larger batch arrives and the one before set no limit.
 
-**Running out later.** In the first TRUSTED steps after a search, no rank waits for another until all have finished
-their chunks: each runs its chunks alone, then the ranks agree whether all succeeded, and only then are gradients
-summed, by a pass of one sample with zero gradients. In later steps, DDP sums during the last backward pass, as it does
-without this module; a rank that ran out of memory before that pass adds zeros, and then the ranks agree. If a rank
-failed, all take smaller chunks and repeat the batch with the same random numbers. The loss is
-collective, and so is the pass that sums: on several ranks, running out of memory in one of them ends the run.
+**Running out later.** All ranks take smaller chunks and repeat the batch with the same random numbers. In the first
+TRUSTED steps after a search, each runs its chunks alone, and once all have succeeded, gradients are summed by a pass of
+one sample with zero gradients. Later, DDP sums during the last backward pass; a rank that failed before it adds zeros.
+The loss and the pass that sums are collective: on several ranks, running out of memory in one of them ends the run.
 """
 
 from __future__ import annotations
@@ -92,11 +90,8 @@ class GradCache:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            advice = "--train.micro-batch-size auto"
-            if self.towers.has_batch_norm:
-                advice = "a smaller batch"
-            elif is_sharded(self.model):
-                advice = "a smaller --train.micro-batch-size"
+            size = "a smaller --train.micro-batch-size" if is_sharded(self.model) else "--train.micro-batch-size auto"
+            advice = "a smaller batch" if self.towers.has_batch_norm else size
             raise SettingsError(
                 f"memory ran out with {min(len(batch), self.size or len(batch))} samples at once: use {advice}, "
                 f"--grad-checkpointing or another --precision ({str(error).splitlines()[0]})"
@@ -108,10 +103,8 @@ class GradCache:
         propagate(features, detach(features))
 
     def forward(self, batch: Batch, last: Forward) -> tuple[Features, Callable[[Features], None]]:
-        """The features of all samples, and the function that propagates gradients of their leaves to the weights.
-
-        Args:
-            last: the forward pass of the last chunk; it decides whether gradients are summed over the ranks.
+        """The features of all samples, and the function that propagates gradients of their leaves to the weights. The
+        forward pass of the last chunk, `last`, decides whether gradients are summed over the ranks.
         """
         n, device = len(batch), self.world.device
         count = -(-n // (self.size or n))
@@ -191,20 +184,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 def detach(features: Features) -> Features:
     """The features without their graph."""
-    bias = features.logit_bias
-    return features._replace(
-        image=features.image.detach(),
-        text=features.text.detach(),
-        logit_scale=features.logit_scale.detach(),
-        logit_bias=None if bias is None else bias.detach(),
-    )
+    return type(features)._make(None if one is None else one.detach() for one in features)
 
 
 def propagate(features: Features, leaves: Features, *, scalars: bool = True) -> None:
-    """Backward pass of the towers from the gradients of `leaves`; zeros if the loss did not use a feature.
-
-    Args:
-        scalars: whether the logits' scale and bias take part.
+    """Backward pass of the towers from the gradients of `leaves`; zeros if the loss did not use a feature. With
+    `scalars`, scale and bias of the logits take part.
     """
     count = len(features) if scalars else 2
     outputs, gradients = [], []
@@ -239,22 +224,17 @@ class MicroBatch:
 
     def leaves(self, leaves: Features) -> Features:
         """The chunk's rows of the leaves with their gradients; of an empty one, a row without gradient."""
-        rows = []
-        for leaf in (leaves.image, leaves.text):
-            part = leaf.detach()[self.rows]
+        image, text = (leaf.detach()[self.rows] for leaf in (leaves.image, leaves.text))
+        for part, leaf in ((image, leaves.image), (text, leaves.text)):
             part.grad = None if leaf.grad is None or not self.size else leaf.grad[self.rows]
-            rows.append(part)
-        return leaves._replace(image=rows[0], text=rows[1])
+        return leaves._replace(image=image, text=text)
 
 
 def cut(batch: Batch, count: int, together: int = 1) -> tuple[list[MicroBatch], torch.Tensor | None]:
     """Chunks of equal size, as a small last one would cost a whole pass; with n < count, some are empty.
 
     If the texts' lengths are known, samples are sorted by them, and the place of each sample among the chunks comes
-    with the chunks.
-
-    Args:
-        together: how many of the `count` chunks are joined into one; the first of the joined ones may have fewer.
+    with the chunks. So many of the `count` chunks are joined `together`; the first of the joined ones may have fewer.
     """
     n = len(batch)
     firsts = [0, *range(count % together or together, count, together)]
@@ -303,9 +283,8 @@ class AutoMicroBatch(GradCache):
             before = self.size or max(self.world.gather_objects(len(batch)))
             self._search(batch, before - max(1, before // FINENESS))
             if self.world.is_main:
-                logger.warning(
-                    f"out of memory with {before} samples at once; the step is repeated with {self.size or 0}"
-                )
+                text = f"out of memory with {before} samples at once; the step is repeated with {self.size or 0}"
+                logger.warning(text)
 
     def _attempt(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """One try of the step; None on all ranks if one ran out of memory while no rank waited for it."""
@@ -353,10 +332,8 @@ class AutoMicroBatch(GradCache):
 
     def _too_late(self, where: str) -> SettingsError:
         below = f" below {self.size}" if self.size else ""
-        return SettingsError(
-            f"memory ran out in {where}, in which ranks wait for each other: set --train.micro-batch-size to a "
-            f"number{below}, or use a smaller batch"
-        )
+        advice = f"set --train.micro-batch-size to a number{below}, or use a smaller batch"
+        return SettingsError(f"memory ran out in {where}, in which ranks wait for each other: {advice}")
 
     def _search(self, batch: Batch, most: int | None = None) -> None:
         """Find `size`, at most `most` samples if given. Collective.
@@ -381,10 +358,8 @@ class AutoMicroBatch(GradCache):
         limits = [found for found, count in self.world.gather_objects((fits, n)) if found < count]
         limits += [] if most is None else [most]
         if 0 in limits:
-            raise SettingsError(
-                "train.micro_batch_size: memory runs out with a single sample: use a smaller model, "
-                "--grad-checkpointing, or another --precision"
-            )
+            advice = "use a smaller model, --grad-checkpointing, or another --precision"
+            raise SettingsError(f"train.micro_batch_size: memory runs out with a single sample: {advice}")
         first = not self.tried_for
         self.tried_for, self.fitted = batch.global_size, 0
         self.size = min(limits) if limits else None
@@ -392,10 +367,8 @@ class AutoMicroBatch(GradCache):
             logger.info(f"train.micro_batch_size: {self.size} samples fit at once")
 
     def _largest(self, top: int, first: int, trial: Callable[[int], bool]) -> int:
-        """The largest number up to `top`, to 1 / FINENESS, for which the trial finds memory; 0 if there is none.
-
-        Args:
-            first: the first number that is tried.
+        """The largest number up to `top`, to 1 / FINENESS, for which the trial finds memory, beginning at `first`; 0 if
+        there is none.
         """
         fits, fails, tried = 0, top + 1, first
         ballast = self._try(lambda: torch.empty(self.reserved(), dtype=torch.uint8, device=self.world.device))

@@ -170,11 +170,8 @@ def parameter_groups(
         exempt, falls_back = matches("wd_exclude", excluded), matches("fallback", fallback)
         if not parameter.requires_grad:
             continue
-        if declared is None:
-            exempt = exempt or any(part in full for part in UNDECAYED)
-        else:
-            exempt = exempt or any(fnmatchcase(full, pattern) for pattern in declared)
-        decays = parameter.ndim >= 2 and not exempt
+        by_rule = (part in full for part in UNDECAYED) if declared is None else (fnmatchcase(full, p) for p in declared)
+        decays = parameter.ndim >= 2 and not exempt and not any(by_rule)
         kind = 0 if decays else 1 if parameter.numel() > 1 else 2
         groups.setdefault((scales.get(id(parameter), 1.0), falls_back, kind), []).append(parameter)
     for key, patterns in unmatched.items():
@@ -296,10 +293,8 @@ class AdamSettings(TowerRates):
         return value
 
     def defaults(self, model: str) -> tuple[tuple[float, float], float]:
-        """Betas and eps; those that are not set follow open_clip's rule (open_clip_train.params).
-
-        Args:
-            model: the model's name. A configuration file counts by its stem, as in open_clip.add_model_config.
+        """Betas and eps; those that are not set follow open_clip's rule (open_clip_train.params) by the model's name; a
+        configuration file counts by its stem, as in open_clip.add_model_config.
         """
         name = Path(model).stem if model.endswith(".json") else model
         usual, eps = ((0.9, 0.98), 1e-6) if "vit" in name.lower() else ((0.9, 0.999), 1e-8)
@@ -320,9 +315,8 @@ class _Builtin:
 
         own, (betas, eps) = self.settings, self.settings.defaults(model)
         options = {"betas": betas, "eps": eps, **options, **own.kwargs}
-        made: torch.optim.Optimizer = getattr(torch.optim, name)(
-            parameter_groups(towers, own.wd, own), lr=own.lr, **options
-        )
+        groups = parameter_groups(towers, own.wd, own)
+        made: torch.optim.Optimizer = getattr(torch.optim, name)(groups, lr=own.lr, **options)
         return made
 
 
@@ -469,10 +463,9 @@ class ConstCooldown:
 def _check_parameters(towers: nn.Module, optimizer: torch.optim.Optimizer, type: str) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if left := [name for name, p in towers.named_parameters() if p.requires_grad and id(p) not in held]:
-        raise SettingsError(
-            f"optim.type: {type} leaves out {len(left)} of the trainable parameters, such as {left[0]}: use "
-            "parameter_groups(towers, wd), and the settings model.lock_image and model.lock_text to train less"
-        )
+        what = f"{type} leaves out {len(left)} of the trainable parameters, such as {left[0]}"
+        advice = "parameter_groups(towers, wd), and the settings model.lock_image and model.lock_text to train less"
+        raise SettingsError(f"optim.type: {what}: use {advice}")
 
 
 def _pull_to_start(optimizer: torch.optim.Optimizer, strength: float) -> None:
@@ -489,9 +482,8 @@ def _pull_to_start(optimizer: torch.optim.Optimizer, strength: float) -> None:
     def pull(optimizer: Any, args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)  # 1 on the device if the step changed nothing
         for group in optimizer.param_groups:
-            own = [p for p in group["params"] if id(p) in starts]
-            weights, towards, share = [local(p) for p in own], [starts[id(p)] for p in own], group["lr"] * strength
-            for weight, start in zip(weights, towards, strict=True):
+            share = group["lr"] * strength
+            for weight, start in ((local(p), starts[id(p)]) for p in group["params"] if id(p) in starts):
                 weight.lerp_(start, share if found_inf is None else (share * (1 - found_inf)).to(weight.dtype))
 
     optimizer.register_step_post_hook(pull)

@@ -14,8 +14,7 @@ micro-batch costs as much as a whole batch, as accumulating gradients would take
 
 Numerics are those of the run without sharding. With `bf16`, the matrices of blocks are gathered in bfloat16 (torch 2.15
 or newer): autocast would round them alike, and keep its copies, which are not sharded, until the backward pass. Norms,
-biases and everything outside of blocks are gathered in float32, and gradients are summed in at least float32. FSDP2
-gathers the next block while one runs: by itself in the backward pass, in the forward pass as the host is ahead.
+biases and everything outside of blocks are gathered in float32, and gradients are summed in at least float32.
 
 **Batch norm** uses statistics of the whole global batch: torch's SyncBatchNorm, which requires CUDA.
 """
@@ -56,16 +55,14 @@ def wrap(module: nn.Module, world: World, settings: TrainSettings | None = None)
     """The module in DDP, with rank 0's weights; the module itself with one rank, or if it is sharded.
 
     DDP averages gradients, so a rank's share of the loss is multiplied by `world.size` before `backward`. Buffers are
-    not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`). There is no static graph: it
-    would only save the search for unused parameters, which is off, it excludes `no_sync`, which micro-batches need, and
-    it would hide a parameter without a gradient.
+    not broadcast: batch statistics are the same on all ranks (`synchronize_batch_norm`). A static graph would exclude
+    `no_sync`, which micro-batches need, and hide a parameter without a gradient.
     """
     if world.size == 1 or is_sharded(module):
         return module
     # 1 x 1 convolutions warn on each backward pass, as their strides are ambiguous.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-    size = None if settings is None else settings.ddp_bucket_mib
-    options: Any = {_SYNC_BUFFERS: False, "bucket_cap_mb": size}
+    options: Any = {_SYNC_BUFFERS: False, "bucket_cap_mb": None if settings is None else settings.ddp_bucket_mib}
     # No `device_ids`: with them, DDP looks at each number of the texts' lengths, to move it to the device.
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     if settings is not None and settings.ddp_hook == "bf16":
@@ -74,10 +71,7 @@ def wrap(module: nn.Module, world: World, settings: TrainSettings | None = None)
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[Any]:
-    """A context in which gradients accumulate on this rank without communication.
-
-    It has no effect on a sharded module, which has no memory for whole gradients.
-    """
+    """A context in which gradients accumulate on this rank without communication; no effect on a sharded module."""
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
 
@@ -95,14 +89,12 @@ def finish_gradients(module: nn.Module, world: World) -> None:
 
 
 def warm_up_buckets(module: nn.Module, forward: Callable[[], None], world: World) -> None:
-    """Let DDP rebuild its gradient buckets before the first step; weights, buffers and random states stay.
+    """Let DDP rebuild its gradient buckets before the first step, by passes forward and backward over all trainable
+    parameters with gradients of zero; weights, buffers and random states stay.
 
     DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived. The bucket bounds
     decide in which order 3 or more ranks add, so a resumed run would differ from an uninterrupted one in the last bits
     of its first step. Therefore every run, new or resumed, rebuilds them first.
-
-    Args:
-        forward: a forward and backward pass over all trainable parameters with gradients of zero.
     """
     if not isinstance(module, DistributedDataParallel):
         return
@@ -155,13 +147,7 @@ class ShardedTowers:
     """
 
     def __init__(
-        self,
-        towers: Any,
-        world: World,
-        precision: Precision,
-        *,
-        reshard_after_forward: bool = True,
-        replicas: int = 1,
+        self, towers: Any, world: World, precision: Precision, *, reshard_after_forward: bool = True, replicas: int = 1
     ) -> None:
         if world.size % replicas:
             raise SettingsError(f"train.fsdp_replicas: {replicas} does not divide the {world.size} ranks")
@@ -171,16 +157,12 @@ class ShardedTowers:
             raise FP16_SHARDS.error("train.parallel")
         self.towers = towers
         # A deep copy with tensors without content.
-        tensors = (*towers.parameters(), *towers.buffers())
-        empty = {id(tensor): _empty_like(tensor, "meta") for tensor in tensors}
+        empty = {id(tensor): _empty_like(tensor, "meta") for tensor in (*towers.parameters(), *towers.buffers())}
         self.full: Any = copy.deepcopy(towers, cast("dict[int, Any]", empty))
         if (buckets := getattr(towers, "text_buckets", None)) is not None:
             towers.text_buckets = buckets.for_shards()  # the ranks must take the same number of passes
-        whole = init_device_mesh(
-            torch.device(world.device).type,
-            (replicas, world.size // replicas),
-            mesh_dim_names=("replicate", "shard"),
-        )
+        kind, sizes = torch.device(world.device).type, (replicas, world.size // replicas)
+        whole = init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
         mesh = whole["shard"] if replicas == 1 else whole
         reduce_dtype = torch.float32 if precision in ("bf16", "pure_bf16") else None
         policy = of_blocks = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -199,10 +181,8 @@ class ShardedTowers:
 
     @contextmanager
     def full_weights(self, device: str, *, instead: Mapping[str, torch.Tensor] | None = None) -> Iterator[Any]:
-        """The unsharded copy on a device, with the present weights, within the context. Collective.
-
-        Args:
-            instead: values for the parameters of these names, sharded like them.
+        """The unsharded copy on a device, with the present weights, or values `instead` by name, sharded like them,
+        within the context. Collective.
         """
         reshard(self.towers)
         _move(self.full, device)
@@ -221,16 +201,11 @@ def parallelize(towers: Any, world: World, settings: TrainSettings) -> FullTower
 
     Raises SettingsError: as ShardedTowers.
     """
-    if settings.parallel == "fsdp" and world.size > 1:
-        with world.connecting():
-            return ShardedTowers(
-                towers,
-                world,
-                settings.arithmetic,
-                reshard_after_forward=settings.reshard_after_forward,
-                replicas=settings.fsdp_replicas,
-            )
-    return FullTowers(towers.to(world.device))
+    if settings.parallel != "fsdp" or world.size == 1:
+        return FullTowers(towers.to(world.device))
+    options: Any = {"reshard_after_forward": settings.reshard_after_forward, "replicas": settings.fsdp_replicas}
+    with world.connecting():
+        return ShardedTowers(towers, world, settings.arithmetic, **options)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -279,29 +254,19 @@ def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by all of their names, non-persistent ones included."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    parameters = module.named_parameters(remove_duplicate=False)
+    return dict(parameters) | dict(module.named_buffers(remove_duplicate=False))
 
 
 def synchronize_batch_norm(module: nn.Module, world: World, frozen: Collection[nn.Module] = ()) -> None:
-    """Make batch norm use statistics over all ranks, in place, so that features do not depend on their number.
-
-    Args:
-        frozen: modules that stay in evaluation mode, and need not be changed.
+    """Make batch norm use statistics over all ranks, in place, so that features do not depend on their number; `frozen`
+    modules stay in evaluation mode, and need not be changed.
 
     Raises SettingsError: on the CPU, for which torch has no such batch norm.
     """
     if world.size == 1 or all(part in frozen for part in batch_norms(module)):
         return
     if not world.device.startswith("cuda"):
-        raise SettingsError(
-            "batch norm over several ranks requires CUDA: use one rank, or a model without batch norm (a ViT)"
-        )
+        advice = "use one rank, or a model without batch norm (a ViT)"
+        raise SettingsError(f"batch norm over several ranks requires CUDA: {advice}")
     nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-
-
-def batch_statistics(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors that a training forward pass changes: running means, variances and their counts."""
-    return [tensor for norm in batch_norms(module) for tensor in norm.buffers()]

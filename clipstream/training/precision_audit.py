@@ -81,22 +81,14 @@ class Finding:
 
 @dataclass
 class GradientGroup:
-    """The gradients of a tower's matrices, vectors or embeddings, times the loss scale.
-
-    Attributes:
-        n: elements.
-        zeros: exact zeros; in fp16, also what the backward pass has rounded to 0.
-        underflow: others that float16 rounds to 0.
-        subnormal: others that float16 holds with fewer digits.
-        overflow: above float16's largest number, or not finite.
-    """
+    """The gradients of a tower's matrices, vectors or embeddings, times the loss scale."""
 
     name: str
-    n: int = 0
-    zeros: int = 0
-    underflow: int = 0
-    subnormal: int = 0
-    overflow: int = 0
+    n: int = 0  # elements
+    zeros: int = 0  # exact zeros; in fp16, also what the backward pass has rounded to 0
+    underflow: int = 0  # others that float16 rounds to 0
+    subnormal: int = 0  # others that float16 holds with fewer digits
+    overflow: int = 0  # above float16's largest number, or not finite
 
     def add(self, gradient: torch.Tensor, scale: float) -> None:
         """Add a gradient of any shape, which was not multiplied by the loss scale."""
@@ -114,23 +106,16 @@ class GradientGroup:
 
 @dataclass(frozen=True)
 class Audit:
-    """The results of an audit.
-
-    Attributes:
-        samples: of this rank in the audited step.
-        operators: their number.
-        findings: errors, then warnings, then costs, each by time.
-        scale: the loss scale that gradients are judged at; 65536 without one.
-    """
+    """The results of an audit."""
 
     precision: str
     device: str
-    samples: int
-    operators: int
+    samples: int  # of this rank in the audited step
+    operators: int  # their number
     seconds: float
-    findings: list[Finding]
+    findings: list[Finding]  # errors, then warnings, then costs, each by time
     gradients: list[GradientGroup]
-    scale: float
+    scale: float  # the loss scale that gradients are judged at; 65536 without one
 
     def of(self, severity: Severity) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity == severity]
@@ -308,9 +293,8 @@ class Recorder(TorchDispatchMode):
             return f"the loss is summed in {dtype}", "compute the loss in float32: rounding hides small changes of it"
         if site.phase != "forward":
             return None
-        trained = not any(
-            name.startswith(f"{site.module}.") for name in self._frozen
-        )  # frozen norms have no statistics
+        # Frozen norms have no statistics.
+        trained = not any(name.startswith(f"{site.module}.") for name in self._frozen)
         if any(norm in op for norm in NORMS) and trained and any(tensor.dtype in NARROW for tensor in outs[1:]):
             return f"statistics of normalisation are {dtype}", "give the norm float32 weights, or a float32 input"
         if site.norm and op in SUMS and summed:
@@ -389,9 +373,6 @@ def audit_step(step: TrainStep, batch: Batch) -> Audit:
 
     Moments, averages and batch statistics change as by steps of learning rate 0. Features of locked towers are computed
     and not cached.
-
-    Args:
-        batch: at least one sample; pixels and ids on the host or on the device.
     """
     precision, device = step.gradcache.precision, step.world.device
     recorder = Recorder(step.towers, precision, device)
@@ -400,11 +381,9 @@ def audit_step(step: TrainStep, batch: Batch) -> Audit:
     with eagerly(step.compilation):
         # The first step makes moments and warms caches up; the last one is recorded. With fp16, a loss scale whose
         # gradients overflow falls first.
-        overflow = step(batch, lr=0.0).overflow
-        for _ in range(MOST_STEPS):
-            if not overflow:
+        for _ in range(MOST_STEPS + 1):
+            if not step(batch, lr=0.0).overflow:
                 break
-            overflow = step(batch, lr=0.0).overflow
         scale = step.scaler.get_scale() if step.scaler.is_enabled() else ASSUMED_SCALE
         with _phases(step, recorder, gradients, scale), recorder.recording():
             step(batch, lr=0.0)
@@ -455,11 +434,7 @@ def _phases(step: TrainStep, recorder: Recorder, gradients: list[GradientGroup],
 
 
 def gradient_groups(towers: nn.Module, scale: float) -> list[GradientGroup]:
-    """The groups of the trained parameters, with the gradients that they have now.
-
-    Args:
-        scale: factor to judge them with; they are not multiplied by it yet.
-    """
+    """The groups of the trained parameters, with the gradients that they have now, which are judged times `scale`."""
     groups: dict[str, GradientGroup] = {}
     for name, parameter in towers.named_parameters():
         if parameter.grad is None or parameter.numel() == 1:

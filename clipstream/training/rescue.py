@@ -8,13 +8,11 @@ rank and step, so that the states of all ranks follow from these.
 
 A rank may have ended the step that others could not. The newer one is saved: unsharded, by a rank that has it; of
 shards, those that are one step behind finish it first, as they only lack its totals (`TrainStep.torn`). Which rank
-writes follows from what all have told each other, so that there is one; where the network is in two parts, the part
-that makes a file of the group's name in the folder of checkpoints. It writes a draft, which a rename turns into a
-checkpoint: a second failure leaves the last checkpoint as it is.
+writes follows from what all have told each other; where the network is in two parts, the part that makes a file of the
+group's name in the folder of checkpoints. A second failure leaves the last checkpoint as it is.
 
-The ranks that are left meet in the store of the run's rendezvous, whose process group was aborted. Each says that it
-has arrived. Who has waited long enough proposes those that have; the first proposal is taken, by all. A rank that is
-not in it, as it came too late, has no part in what follows.
+The ranks that are left meet in the store of the run's rendezvous, whose process group was aborted. Who has waited long
+enough proposes those that have arrived; the first proposal is taken, by all, and a rank that is not in it has no part.
 """
 
 from __future__ import annotations
@@ -82,14 +80,8 @@ class _Part(NamedTuple):
 
 
 class Rescue:
-    """Remembers the positions of all ranks, and saves the last whole step where some of them are lost.
-
-    Args:
-        seconds: in which the run is saved, or not at all.
-        seed: of the run.
-
-    Attributes:
-        position: of this rank's lanes, as it was last exchanged.
+    """Remembers the positions of all ranks (`position`: of this rank's lanes, as last exchanged), and saves the last
+    whole step, within so many seconds, where some of them are lost.
     """
 
     def __init__(self, watch: FailureWatch, step: TrainStep, writer: RescueWriter, seconds: float, seed: int) -> None:
@@ -117,11 +109,10 @@ class Rescue:
         """As `World.any`, and remember the positions of all ranks after `step` steps. Collective."""
         self.position = data
         table = np.zeros((data.lanes_total, self._width), np.int64)
-        rows: list[int] = []
-        for lane in data.lanes.values():
-            rows.append(lane.drawn)
-            for one in lane.cursors:
-                rows += one.group, one.window, one.position
+        rows = [
+            (lane.drawn, *(number for one in lane.cursors for number in (one.group, one.window, one.position)))
+            for lane in data.lanes.values()
+        ]
         table[list(data.lanes)] = np.array(rows, np.int64).reshape(-1, self._width)
         skips = {
             number: [one.skipped for one in lane.cursors]
@@ -148,10 +139,8 @@ class Rescue:
 
     @contextmanager
     def on_failure(self, held: Callable[[], Held]) -> Iterator[None]:
-        """Within the context, a failure of another rank leads to a checkpoint, and the error is raised again.
-
-        Args:
-            held: what this rank holds; it is not collective.
+        """Within the context, a failure of another rank leads to a checkpoint of what this rank holds (not collective),
+        and the error is raised again.
         """
         self.watch.rescue_seconds = self.seconds
         try:
@@ -171,14 +160,12 @@ class Rescue:
         try:
             survivors = meet_survivors(self.world, self.watch.store, lost, self.seconds / 3)
             step, rank = self._save(survivors, held())
-        except Exception as error:  # whatever it is, the first cause is told
-            why = next(iter(str(error).splitlines()), type(error).__name__)
-            text = f"the steps since the last checkpoint are lost ({why})"
-            self.watch.set_outcome(cause.code, text)
-        else:
             code = Stopped.exit_code if cause.dead or cause.broken or cause.stuck else cause.code
             text = f"rank {rank} saved step {step}; the same command with --resume latest goes on"
-            self.watch.set_outcome(code, text)
+        except Exception as error:  # whatever it is, the first cause is told
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            code, text = cause.code, f"the steps since the last checkpoint are lost ({why})"
+        self.watch.set_outcome(code, text)
 
     def _save(self, survivors: Survivors, held: Held) -> tuple[int, int]:
         """Save the newest step that the ranks which are left hold as a whole; returns it, and the rank that wrote it.
@@ -224,9 +211,8 @@ class Rescue:
                 merged = replace(held.state, health=self._health(survivors, held, parts))
                 data = self._data(newest) if writes else DataState()
                 random = self._random_states(newest) if writes else []
-                self.writer.rescue(
-                    replace(merged, data=data), random, _gather_with(world, holders, writer), writes=writes
-                )
+                whole = _gather_with(world, holders, writer)
+                self.writer.rescue(replace(merged, data=data), random, whole, writes=writes)
         return newest, survivors.ranks[writer]
 
     def _health(self, survivors: Survivors, held: Held, parts: Sequence[_Part]) -> dict[str, SourceCounts]:
@@ -310,8 +296,8 @@ def _same(state: RandomState, other: RandomState) -> bool:
     """Whether two states of one process are equal."""
     if state.keys() != other.keys():
         return False
-    one, two = state["numpy"], other["numpy"]
-    equal = state["python"] == other["python"] and torch.equal(one[1], two[1]) and one[2:] == two[2:]
+    (_, words, *rest), (_, others, *more) = state["numpy"], other["numpy"]
+    equal = state["python"] == other["python"] and torch.equal(words, others) and rest == more
     return equal and all(torch.equal(state[name], other[name]) for name in ("cpu", "cuda") if name in state)
 
 
@@ -352,11 +338,7 @@ def meet_survivors(world: World, store: Any, lost: Collection[int], seconds: flo
         dist.destroy_process_group()
     mine = replace(world, rank=ranks.index(world.rank), size=len(ranks))
     if mine.size > 1:
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("survivors", store),  # type: ignore[attr-defined]
-            rank=mine.rank,
-            world_size=mine.size,
-            timeout=timedelta(seconds=seconds),
-        )
+        prefixed = dist.PrefixStore("survivors", store)  # type: ignore[attr-defined]
+        options: Any = {"rank": mine.rank, "world_size": mine.size, "timeout": timedelta(seconds=seconds)}
+        dist.init_process_group("gloo", store=prefixed, **options)
     return Survivors(mine, ranks)

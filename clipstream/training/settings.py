@@ -23,10 +23,8 @@ Compiled = Annotated[
     Literal["off", "blocks", "towers", "step"],
     BeforeValidator(lambda value: ("blocks" if value else "off") if isinstance(value, bool) else value),
 ]
-FP16_SHARDS = Conflict(
-    {"parallel": "fsdp", "precision": "fp16"},
-    "fp16 is not supported with fsdp, as fsdp has no scaler: use bf16, fp32 or ddp",
-)
+FP16_SHARDS = Conflict({"parallel": "fsdp", "precision": "fp16"},
+                       "fp16 is not supported with fsdp, as fsdp has no scaler: use bf16, fp32 or ddp")  # fmt: skip
 # What the model or the machine show.
 _NORMS = {"the model": Is("with batch norm")}
 MICRO_NORMS = Conflict(
@@ -36,10 +34,7 @@ MICRO_NORMS = Conflict(
 )
 SHARDED_NORMS = Conflict({"parallel": Is("fsdp"), **_NORMS},
                          "fsdp requires a model without batch norm (a ViT): use ddp")  # fmt: skip
-AUTO_ON_CPU = Conflict(
-    {"micro_batch_size": Is("auto"), "the device": Is("a CPU")},
-    "auto requires a GPU: set a number",
-)
+AUTO_ON_CPU = Conflict({"micro_batch_size": Is("auto"), "the device": Is("a CPU")}, "auto requires a GPU: set a number")
 
 
 By = Literal["auto", "max", "min"]
@@ -73,8 +68,7 @@ class StageSettings(Section):
 
     until: int = Field(ge=1, description="step at which the stage ends")
     set: dict[str, Any] = Field(
-        min_length=1,
-        description=f"dotted keys and their values in the stage: of {', '.join(STAGED)}",
+        min_length=1, description=f"dotted keys and their values in the stage: of {', '.join(STAGED)}"
     )
 
     @field_validator("set")
@@ -118,19 +112,11 @@ class Metric:
         return None if given is None else float(given)
 
     def expect(self, key: str, metrics: Mapping[str, Sequence[str]]) -> None:
-        """Check the metric against those that evaluators will give.
-
-        Args:
-            metrics: names of metrics by evaluator, if known.
-
-        Raises SettingsError: its evaluator has no such metric.
-        """
+        """Raises SettingsError: its evaluator has no such metric, by the names of metrics of evaluators, if known."""
         known = metrics.get(self.evaluator, [self.name])
         if self.name not in known:
-            hint = did_you_mean(self.name, known)
-            raise SettingsError(
-                f"{key}: {self.evaluator} has no metric {self.name!r}; choose from {', '.join(known)}{hint}"
-            )
+            choices = f"choose from {', '.join(known)}{did_you_mean(self.name, known)}"
+            raise SettingsError(f"{key}: {self.evaluator} has no metric {self.name!r}; {choices}")
 
 
 class EarlyStopSettings(Section):
@@ -167,11 +153,8 @@ class EarlyStopState:
 
 
 class EarlyStop:
-    """Listens to evaluations: the best value of a metric, and the number of evaluations since.
-
-    Args:
-        settings: metric and patience; without a metric the run never stops early.
-        state: of a resumed run; ignored if it belongs to another metric.
+    """Listens to evaluations: the best value of a metric, and the number of evaluations since. Without a metric the run
+    never stops early; the state of a resumed run is ignored if it belongs to another metric.
     """
 
     def __init__(self, settings: EarlyStopSettings, state: EarlyStopState | None = None) -> None:
@@ -300,16 +283,10 @@ class TrainSettings(Section):
         AUTO_ON_CPU,
         Conflict({"parallel": "fsdp", "micro_batch_size": "auto"},
                  "auto is not supported with fsdp: set a number"),
+        Conflict({"kept_micro_batches": Is("0, or more than 1", lambda n: n != 1), "micro_batch_size": None},
+                 "has no effect without micro-batches: remove it, or set --train.micro-batch-size", notice=True),
         Conflict(
-            {"kept_micro_batches": Is("0, or more than 1", lambda n: n != 1), "micro_batch_size": None},
-            "has no effect without micro-batches: remove it, or set --train.micro-batch-size",
-            notice=True,
-        ),
-        Conflict(
-            {
-                "kept_micro_batches": Is("more than 1", lambda n: n > 1),
-                "micro_batch_size": "auto",
-            },
+            {"kept_micro_batches": Is("more than 1", lambda n: n > 1), "micro_batch_size": "auto"},
             "not supported with micro_batch_size auto, which leaves no memory for more than one: set one of the two",
         ),
         *(
@@ -329,11 +306,8 @@ class TrainSettings(Section):
                  "{0} uses CUDA graphs, which are not supported with micro-batches (pytorch #169545): remove "
                  "micro_batch_size, or use the mode default or max-autotune-no-cudagraphs"),
         *(
-            Conflict(
-                {key: changed, "compile": "off"},
-                "has no effect without --torchcompile: remove it, or set --torchcompile",
-                notice=True,
-            )
+            Conflict({key: changed, "compile": "off"},
+                     "has no effect without --torchcompile: remove it, or set --torchcompile", notice=True)
             for key, changed in (("compile_backend", other_than("inductor")), ("compile_mode", SET))
         ),
         Conflict({"ema_warmup": SET, "ema": None}, "train.ema_warmup requires train.ema, e.g. 0.9999"),
@@ -355,9 +329,8 @@ class TrainSettings(Section):
         if self.samples is not None:
             return steps_for(self.samples)
         if self.epochs is None or self.epoch_samples is None:
-            raise SettingsError(
-                "the length of the run is not set: set --steps, --train.samples, or --epochs with --train-num-samples"
-            )
+            advice = "set --steps, --train.samples, or --epochs with --train-num-samples"
+            raise SettingsError(f"the length of the run is not set: {advice}")
         return steps_for(math.ceil(self.epochs * self.epoch_samples))
 
 

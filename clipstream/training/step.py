@@ -35,19 +35,12 @@ from clipstream.losses.contrastive import ContrastiveLoss, warn_of_dominance
 from clipstream.models.execution.batch_features import FeatureCache, caches_of
 from clipstream.models.execution.checkpointing import fit_budgets
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
+from clipstream.models.layers import batch_norms
 from clipstream.models.precision import autocast
 from clipstream.storage.shard_cache import cache_root
 from clipstream.training.ema import WeightAverages
 from clipstream.training.gradcache import AutoMicroBatch, GradCache
-from clipstream.training.parallel import (
-    FullTowers,
-    batch_statistics,
-    finish_gradients,
-    local_tensor,
-    reshard,
-    warm_up_buckets,
-    wrap,
-)
+from clipstream.training.parallel import FullTowers, finish_gradients, local_tensor, reshard, warm_up_buckets, wrap
 from clipstream.training.settings import AUTO_ON_CPU, MICRO_NORMS, TrainSettings
 from clipstream.training.state import StepState, same_randomness
 from clipstream.utils.logs import announce
@@ -74,9 +67,8 @@ class StepResult:
     # whether the loss scale was too large, and no weight changed; `grad_norm` is not finite then
     overflow: bool = False
     skipped: bool = False  # whether loss or gradient was not finite for another reason, and nothing changed
-    parts: dict[str, float] = field(
-        default_factory=dict
-    )  # the losses that `loss` adds up, by name, if there are several
+    # the losses that `loss` adds up, by name, if there are several
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -135,7 +127,7 @@ class TrainStep:
         self.min_logit_scale: float | None = getattr(loss, "min_logit_scale", None)
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=precision == "fp16")
         self.parameters: list[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
-        self._statistics = batch_statistics(model)
+        self._statistics = [tensor for norm in batch_norms(model) for tensor in norm.buffers()]  # of batch norm
         # By torch's contract with GradScaler, but for its deprecated form.
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
         self._takes_flag = takes_flag and "grad_scaler" not in inspect.signature(optimizer.step).parameters
@@ -307,17 +299,11 @@ class TrainStep:
         """A context with the whole model on this rank's device: shards are gathered, stored towers loaded. Collective.
 
         Compiled towers run eagerly, with the text setting of eager ones: evaluations have many shapes, and figures must
-        be those of `clipstream evaluate`.
-
-        Args:
-            instead: values for the parameters of these names, as the averages.
+        be those of `clipstream evaluate`. Parameters may have values `instead`, by name, as the averages.
         """
         device, compilation = self.world.device, self.compilation
-        with (
-            self.layout.full_weights(device, instead=instead) as towers,
-            towers.whole(device),
-            eagerly(compilation),
-        ):
+        full = self.layout.full_weights(device, instead=instead)
+        with full as towers, towers.whole(device), eagerly(compilation):
             compiled = towers.text_buckets
             if compilation is not None and compiled is not None:
                 towers.text_buckets = compilation.text_buckets
@@ -357,11 +343,8 @@ class TrainStep:
 def fit_memory(
     towers: Towers, model: ModelSettings, batch_size: int, world: World, settings: TrainSettings
 ) -> list[FeatureCache]:
-    """Fit activations into the budgets of `model.grad_checkpointing`; returns the caches of frozen towers' features.
-
-    Args:
-        towers: on their device.
-        batch_size: samples of the largest global batch.
+    """Fit activations into the budgets of `model.grad_checkpointing`, for the largest global batch; returns the caches
+    of frozen towers' features.
 
     Raises SettingsError: a budget is too little, a tower with a cache has weights that are trained, or micro-batches
     are to be fitted on the CPU.
@@ -397,26 +380,23 @@ def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
 
     def values() -> list[float]:
         done.synchronize()
-        found: list[float] = copied.tolist()
-        return found
+        return copied.tolist()
 
     return values
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], world: World | None = None) -> torch.Tensor:
-    """Scalar L2 norm of all gradients as one vector, in their dtype but at least float32.
-
-    Args:
-        world: the ranks over which parameters are sharded (collective); None if none is.
+    """Scalar L2 norm of all gradients as one vector, in their dtype but at least float32; collective over the ranks of
+    `world`, if parameters are sharded.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     norm = _norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
-    if world is None or not shards:
+    if world is None or not sharded:
         return norm
-    mesh = next(gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor))
-    copies = world.size // mesh.size(mesh.ndim - 1)
-    return (world.all_reduce_sum(_norm(shards).square()) / copies + norm.square()).sqrt()
+    mesh = sharded[0].device_mesh
+    copies, own = world.size // mesh.size(mesh.ndim - 1), _norm([gradient.to_local() for gradient in sharded])
+    return (world.all_reduce_sum(own.square()) / copies + norm.square()).sqrt()
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:

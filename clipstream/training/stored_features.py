@@ -37,10 +37,8 @@ PLACES = ("hf_model_name", "hf_model_pretrained", "hf_tokenizer_name")
 
 
 def with_stores(data: DataSettings, world: World) -> tuple[DataSettings, StoredData | None]:
-    """The settings with `workers` resolved, and the stores that they name; rank 0 prints a number that is not given.
-
-    Args:
-        data: with `lanes` resolved.
+    """The settings, whose `lanes` are resolved, with `workers` resolved, and the stores that they name; rank 0 prints a
+    number that is not given.
 
     Raises SettingsError: as StoredData.open.
     """
@@ -55,10 +53,7 @@ def with_stores(data: DataSettings, world: World) -> tuple[DataSettings, StoredD
 
 
 def check_stores(stored: StoredData, data: DataSettings, towers: Towers, tokenizer: Tokenizer) -> None:
-    """Compare the settings and towers of the run with those that made the features.
-
-    Args:
-        towers: as `build_towers` gives them.
+    """Compare the settings and towers of the run, as `build_towers` gives them, with those that made the features.
 
     Raises SettingsError: tower, preprocessing, tokenizer, or how the data are read differ; names the differences.
     """
@@ -86,10 +81,7 @@ def check_stores(stored: StoredData, data: DataSettings, towers: Towers, tokeniz
 
 
 def remove_towers(stored: StoredData, towers: Towers) -> None:
-    """Remove the towers whose features are stored; the store's model has their weights.
-
-    Args:
-        towers: in the dtypes of the run.
+    """Remove the towers, in the dtypes of the run, whose features are stored; the store's model has their weights.
 
     Raises DataError: the store's model cannot be downloaded.
     """
@@ -106,19 +98,15 @@ def teacher_scales(stored: StoredData, settings: DistillSettings) -> dict[str, f
     for name in stored.teachers:
         for kind in (IMAGE, TEXT):
             if f"{name}.{kind}" not in stored.by_name:
-                raise SettingsError(
-                    f"data.teacher_features: teacher {name} has no {kind} features: distillation compares images "
-                    "with texts, and requires both; add them by clipstream precompute"
-                )
+                why = "distillation compares images with texts, and requires both; add them by clipstream precompute"
+                raise SettingsError(f"data.teacher_features: teacher {name} has no {kind} features: {why}")
         if settings.model is not None and name == LIVE:
             raise SettingsError(f"data.teacher_features: {name} is the name of the live teacher: use another name")
         store, part = stored.by_name[f"{name}.{IMAGE}"]
         scale = store.manifest.parts[part].logit_scale
         if scale is None and settings.teacher_temperature is None:
-            raise SettingsError(
-                f"data.teacher_features: {store.shown} has no logit scale of teacher {name}: set "
-                f"--distill.teacher-temperature"
-            )
+            what = f"{store.shown} has no logit scale of teacher {name}"
+            raise SettingsError(f"data.teacher_features: {what}: set --distill.teacher-temperature")
         scales[name] = 1.0 if scale is None else scale
     return scales
 
@@ -141,24 +129,13 @@ def image_fingerprint(towers: Towers, *, precision: str, transform: Mapping[str,
     spec, preprocess = towers.image, towers.config.preprocess_cfg
     resize = {"interpolation": spec.interpolation, "resize_mode": spec.resize_mode, "fill": spec.fill}
     resize |= {"floor_crop": True} if spec.floor_crop else {}
-    return _fingerprint(
-        towers,
-        "image",
-        mean=preprocess["mean"],
-        std=preprocess["std"],
-        size=spec.size,
-        **({} if transform.get("views") else {"preprocessing": resize}),  # which a random crop does not use
-        precision=precision,
-        transform=dict(transform),
-    )
+    values: Fingerprint = {"mean": preprocess["mean"], "std": preprocess["std"], "size": spec.size}
+    values |= {} if transform.get("views") else {"preprocessing": resize}  # which a random crop does not use
+    return _fingerprint(towers, "image", **values, precision=precision, transform=dict(transform))
 
 
 def text_fingerprint(towers: Towers, *, precision: str, tokenizer: str) -> Fingerprint:
-    """Fingerprint of the features of a text tower.
-
-    Args:
-        tokenizer: `data.order_plan.tokenizer_identity` of the tokenizer.
-    """
+    """Fingerprint of the features of a text tower; `tokenizer` is a `data.order_plan.tokenizer_identity`."""
     length = towers.context_length
     return _fingerprint(towers, "text", context_length=length, tokenizer=tokenizer, precision=precision)
 

@@ -51,7 +51,7 @@ _ADVICE = (
 
 
 class CheckpointWriter(Protocol):
-    """Writes checkpoints, such as `checkpoint.async_writer.AsyncWriter`. Other methods than `check` are collective."""
+    """See `checkpoint.async_writer.AsyncWriter`. Other methods than `check` are collective."""
 
     def due(self, step: int) -> bool:
         """Whether to save after `step` steps; the same on all ranks."""
@@ -77,11 +77,8 @@ class Rollback:
 
     Without a good checkpoint, or after `max_rollbacks` rollbacks with no newer good checkpoint in between, the run
     ends. All decisions depend on results that are the same on all ranks, and the state is saved, so a resumed run
-    decides alike.
-
-    Args:
-        restore: loads the newest of the checkpoints with the given steps that still exists; returns its step, or None
-            if there is none. Collective.
+    decides alike. `restore` loads the newest of the checkpoints with the given steps that still exists, and returns its
+    step, or None if there is none. Collective.
     """
 
     def __init__(self, settings: TrainSettings, restore: Restore, state: RollbackState | None = None) -> None:
@@ -89,17 +86,11 @@ class Rollback:
         self.state = state or RollbackState()
 
     def on_save(self, step: int) -> None:
-        """Remember that a checkpoint of `step` was saved."""
         self.state.saves = [*(saved for saved in self.state.saves if saved != step), step][-REMEMBERED:]
 
     def on_step(self, step: int, result: StepResult) -> int | None:
-        """Count a step, and roll back if it is one non-finite step too many.
-
-        Args:
-            step: steps done, this one included.
-
-        Returns:
-            The step of the checkpoint that was restored, or None.
+        """Count a step, of `step` done, and roll back if it is one non-finite step too many; returns the step of the
+        checkpoint that was restored, or None.
 
         Raises DivergedError: a rollback is due and impossible, or did not help before.
         """
@@ -135,10 +126,6 @@ class Rollback:
         if step and not self.state.applied:
             raise DivergedError(f"none of {counted(step, 'step')} gave finite gradients, so {_NEVER}")
 
-    def refuse_weights(self, step: int) -> NoReturn:
-        """Raise DivergedError for weights that are not finite after the last step, and so cannot be saved."""
-        raise DivergedError(f"the weights after step {step} are NaN or infinite, and are not saved: {_ADVICE}")
-
 
 @dataclass(frozen=True)
 class Length:
@@ -163,12 +150,7 @@ class Hooks:
 
 @dataclass(eq=False)
 class Trainer:
-    """The run on one rank.
-
-    Attributes:
-        step: steps done.
-        samples: samples trained on, over all ranks.
-    """
+    """The run on one rank, after `step` steps and `samples` samples of all ranks."""
 
     train_step: TrainStep  # trains on a batch
     loader: Loader  # yields batches, starting at the position of `state`
@@ -184,11 +166,10 @@ class Trainer:
     profiler: StepProfiler | None = None  # writes a profile of some steps
 
     def __post_init__(self, state: TrainState | None) -> None:
-        self._saved_step = -1
-        if state is not None:
-            self._saved_step = state.step
-            self.rollback.on_save(state.step)
         start = state or TrainState()
+        self._saved_step = -1 if state is None else state.step
+        if state is not None:
+            self.rollback.on_save(state.step)
         self.world, self.total_steps = self.train_step.world, self.length.total_steps
         self.step, self.samples = start.step, start.samples
         self._interval, self._evaluation_pending = start.interval, start.evaluation_pending
@@ -202,10 +183,8 @@ class Trainer:
         self._usage = Usage(self.world.device, self.loader.worker_pids)
 
     def run(self, *, save_first: bool = False) -> None:
-        """Train until the last step, or until early stopping.
-
-        Args:
-            save_first: save the state that the run was resumed with, as its checkpoint is of another program.
+        """Train until the last step, or until early stopping. With `save_first`, save the state that the run was
+        resumed with, as its checkpoint is of another program.
 
         Raises:
             Stopped: a signal reached some rank; the run is saved.
@@ -392,9 +371,8 @@ class Trainer:
             try:
                 self._save(before)
                 if self.writer.finish():
-                    text = lines(
-                        text, f"step {self.step} is saved: when the data are mended, --resume latest goes on from it"
-                    )
+                    done = f"step {self.step} is saved: when the data are mended, --resume latest goes on from it"
+                    text = lines(text, done)
             except ClipstreamError as failure:
                 text = lines(text, f"step {self.step} could not be saved: {failure}")
         found: ClipstreamError = kind(text)
@@ -405,13 +383,10 @@ class Trainer:
         if not self.step:
             raise Stopped.before_training(self.signals.name())
         self._save(data)
-        saved = self.writer.finish()
-        by = self.signals.name()
+        saved, by = self.writer.finish(), f"stopped by {self.signals.name()}"
         if not saved:
-            raise Stopped(
-                f"stopped by {by} after step {self.step}, which could not be saved; --resume latest continues"
-            )
-        raise Stopped(f"stopped by {by}, step {self.step} is saved; the same command with --resume latest goes on")
+            raise Stopped(f"{by} after step {self.step}, which could not be saved; --resume latest continues")
+        raise Stopped(f"{by}, step {self.step} is saved; the same command with --resume latest goes on")
 
     def _evaluate(self, last: bool) -> None:
         try:
@@ -492,10 +467,8 @@ class Trainer:
             self.hooks.write(record)
 
     def _save(self, data: DataState | None = None, *, must: bool = True) -> None:
-        """Save, unless the weights are not finite: the next steps decide what happens then.
-
-        Args:
-            data: position in the data, if a batch was taken that is not trained on.
+        """Save, unless the weights are not finite: the next steps decide what happens then. `data` is the position if a
+        batch was taken that is not trained on.
 
         Raises DivergedError: the weights are not finite and no step follows (`must`).
         """
@@ -503,7 +476,8 @@ class Trainer:
             return
         if not self.train_step.has_finite_weights():
             if must:
-                self.rollback.refuse_weights(self.step)
+                what = f"the weights after step {self.step} are NaN or infinite, and are not saved"
+                raise DivergedError(f"{what}: {_ADVICE}")
             return
         self._write_dropped()  # a run resumed from here does not see these samples again
         self.writer.save(self._state(self.step, data or self.loader.state(), self._health()))

@@ -268,11 +268,8 @@ def try_lock(handle: int, kind: int, *, wait: bool = False, posix: bool = False)
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, called: str, advice: str) -> Iterator[None]:
-    """Make the folder, and lock it while the context is open.
-
-    Args:
-        called: describes the folder, for messages.
-        advice: what to do while another process has it.
+    """Make the folder, and lock it while the context is open. Messages describe it as `called`, and end with advice for
+    while another process has it.
 
     Raises SettingsError: the folder cannot be made, or another process holds the lock.
     """
@@ -331,10 +328,8 @@ def obstacle(error: BaseException, path: Path) -> str | None:
 
 
 def tensors_header(meta: Mapping[str, str], layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The header of a safetensors file whose tensors follow each other; its body begins at a multiple of `BLOCK`.
-
-    Args:
-        layout: name -> dtype and shape.
+    """The header of a safetensors file whose tensors follow each other, as name -> dtype and shape; its body begins at
+    a multiple of `BLOCK`.
     """
     header: dict[str, object] = {"__metadata__": dict(meta)}
     end = 0

@@ -20,12 +20,9 @@ LINES_EVERY, REFRESH = 10.0, 0.2  # s between two lines of progress, and between
 
 
 class ResultConsole(Console):
-    """A console on standard output, of a fixed width where that is no terminal: rich would wrap at 80 columns, also the
+    """A console on standard output, `width` columns wide where that is no terminal: rich would wrap at 80, also the
     text that scripts search for. Where its reader has gone (`| head`), further text is dropped, and the command goes
     on to its own exit code.
-
-    Args:
-        width: columns where there is no terminal.
     """
 
     def __init__(self, width: int = 160, **options: Any) -> None:
@@ -61,11 +58,7 @@ def _print(text: str) -> None:
 
 
 class ProgressBar:
-    """The progress of a verb: a bar on a terminal, lines elsewhere. A context manager.
-
-    Args:
-        lines_every: seconds between two lines.
-    """
+    """The progress of a verb: a bar on a terminal, lines every so many seconds elsewhere. A context manager."""
 
     def __init__(
         self, label: str, *, shown: bool = True, lines_every: float = LINES_EVERY, say: Callable[[str], object] = _print

@@ -185,11 +185,8 @@ def to_utf8(data: bytes) -> str:
 
 
 def _reads_well(text: str, scripts: Collection[str], han: str, last: int) -> bool:
-    """Whether a text has words in these scripts, few signs, and nearly only common ones of Han and Hangul characters.
-
-    Args:
-        han: encoding whose lead bytes are in the order of the levels of its standard; '' without such characters.
-        last: lead byte of the last character of the first level, the common ones.
+    """Whether a text has words in these scripts, few signs, and nearly only common ones of Han and Hangul characters:
+    up to the lead byte `last` in the encoding `han`, whose lead bytes are in the order of its standard's levels.
     """
     own = [char for char in text if not char.isascii()]
     letters = [char for char in own if char.isalpha()]
@@ -201,9 +198,8 @@ def _reads_well(text: str, scripts: Collection[str], han: str, last: int) -> boo
     if "LATIN" in scripts:  # most letters have no accent
         return 2 * len(letters) < sum(map(str.isalpha, text)) + 2
     if han:
-        codes = [
-            char.encode(han, "replace") for char in letters if unicodedata.name(char).startswith(("CJK", "HANGUL"))
-        ]
+        own = [char for char in letters if unicodedata.name(char).startswith(("CJK", "HANGUL"))]
+        codes = [char.encode(han, "replace") for char in own]
         return 5 * sum(len(code) == 2 and code[0] <= last for code in codes) >= 4 * len(codes)
     # Words are of one script, without capitals inside.
     words = [word for word in re.findall(r"[^\W\d_]+", text) if not word.isascii()]

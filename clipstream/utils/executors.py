@@ -48,11 +48,8 @@ _PACKAGES = {"ray": "ray", "dask": "distributed"}
 
 
 def check_executor(executor: str | None, default: int | None = None) -> str:
-    """The executor that a user names, with its number of processes if it is local.
-
-    Args:
-        executor: `local`, `local:N`, `ray`, `ray://HOST:PORT`, `dask://HOST:PORT`, or None.
-        default: number of local processes unless it is named; that of the cores unless given.
+    """The executor that a user names (see `MEANING`), with its number of processes if it is local: `default`, or that
+    of the cores, unless it is named.
 
     Raises SettingsError: it is not one of these, or its package is not installed.
     """
@@ -79,7 +76,6 @@ def run(do: Callable[[int], Result], count: int, executor: str) -> Generator[tup
     Args:
         do: called with a task's number, from 0. Processes of this machine are forked with it; for a cluster it is
             pickled once, and unpickled once by each process, which it may fill with what cannot be pickled.
-        executor: as `check_executor` takes it.
 
     Raises:
         SettingsError: no such executor, no answer at its address, or its workers have another clipstream.
@@ -285,14 +281,9 @@ class _Ray:
     def __init__(self, name: str, packed: bytes) -> None:
         import ray
 
-        errors = ray.exceptions
+        names = ("WorkerCrashedError", "NodeDiedError", "OutOfMemoryError", "ObjectLostError")
         self.name, self._ray, self._token = name, ray, secrets.token_hex(8)
-        self.lost: tuple[type[Exception], ...] = (
-            errors.WorkerCrashedError,
-            errors.NodeDiedError,
-            errors.OutOfMemoryError,
-            errors.ObjectLostError,
-        )
+        self.lost: tuple[type[Exception], ...] = tuple(getattr(ray.exceptions, name) for name in names)
         self._work, self._packed = ray.remote(num_cpus=1, max_retries=RETRIES)(_work), ray.put(packed)
         self._references: dict[Future[_Answer], Any] = {}
 

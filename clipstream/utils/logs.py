@@ -37,10 +37,8 @@ _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 class TerminalHandler(logging.Handler):
-    """Writes messages to standard error, and those of `announce` to standard output.
-
-    Args:
-        rank: put before warnings and errors, and before progress of ranks other than 0; None where there is only one.
+    """Writes messages to standard error, and those of `announce` to standard output. The rank, if there are several,
+    stands before warnings and errors, and before progress of ranks other than 0.
     """
 
     def __init__(self, rank: int | None = None) -> None:
@@ -207,10 +205,8 @@ def lossy_output() -> Iterator[None]:
 
 
 class Tee:
-    """A text stream that passes everything to another one, and whole lines to the logger `clipstream.displayed`.
-
-    Attributes:
-        terminal: the other stream; progress bars draw there and leave no lines in the log.
+    """A text stream that passes everything to another one, `terminal`, and whole lines to the logger
+    `clipstream.displayed`. Progress bars draw on the other one and leave no lines in the log.
     """
 
     def __init__(self, terminal: TextIO) -> None:

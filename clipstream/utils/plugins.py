@@ -9,7 +9,8 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 from clipstream.errors import ClipstreamError, Dropped, SettingsError, errors_as
 from clipstream.text import Lines, lines
@@ -78,16 +79,14 @@ def load_plugin(path: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except Exception as error:  # whatever the import of the module raises
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent and f"{module_name}.".startswith(f"{absent}."):
-            what = f"no module {absent!r} in the current folder, in PYTHONPATH, or installed"
-        else:
+        what = f"no module {absent!r} in the current folder, in PYTHONPATH, or installed"
+        if absent is None or not f"{module_name}.".startswith(f"{absent}."):
             what = describe_error(f"the import of {module_name}", error)
         raise ValueError(f"cannot import {module_name!r} for {path!r}: {what}") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"module {module_name!r} has no {name!r}")
-        found = getattr(found, part)
-    return found
+    try:
+        return attrgetter(name)(found)
+    except AttributeError as error:
+        raise ValueError(f"module {module_name!r} has no {name!r}") from error
 
 
 def make_plugin(key: str, settings: Any, *more: Any) -> Any:
@@ -118,8 +117,6 @@ def untrusted_code_message(folder: object, error: Exception) -> str | None:
 
 def load_function(path: str) -> Callable[..., Any]:
     """As `load_plugin`, for a function. Raises ValueError: also where the object is not callable."""
-    found: Any = load_plugin(path)
-    if not callable(found):
+    if not callable(found := load_plugin(path)):
         raise ValueError(f"{path} is not a function")
-    function: Callable[..., Any] = found
-    return function
+    return cast(Callable[..., Any], found)

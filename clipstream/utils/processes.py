@@ -112,12 +112,8 @@ def note(name: str) -> None:
 
 
 def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[int, Result | TaskFailure] | None]:
-    """Run `count` tasks in `jobs` processes; yields (number, result) as tasks end, and None from time to time.
-
-    Closing the generator ends the processes, also in the middle of their work.
-
-    Args:
-        do: called in a process with a task's number, from 0.
+    """Run `count` tasks, numbered from 0, in `jobs` processes; yields (number, result) as tasks end, and None from time
+    to time. Closing the generator ends the processes, also in the middle of their work.
 
     Raises RuntimeError: `do` raised, which is a bug.
     """
@@ -171,9 +167,8 @@ def run(do: Callable[[int], Result], count: int, jobs: int) -> Generator[tuple[i
 def _start(do: Callable[..., Any]) -> _Worker:
     ours, theirs = multiprocessing.Pipe()
     memory = mmap.mmap(-1, _NOTE)
-    process = multiprocessing.get_context("fork").Process(
-        target=_work, args=(do, theirs, ours, os.getpid(), memory), daemon=True
-    )
+    own = (do, theirs, ours, os.getpid(), memory)
+    process = multiprocessing.get_context("fork").Process(target=_work, args=own, daemon=True)
     sys.stdout.flush()
     sys.stderr.flush()
     process.start()

@@ -69,18 +69,13 @@ def other_than(default: Any) -> Is:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Settings that do not go together.
+    """Settings that do not go together."""
 
-    Args:
-        when: dotted key -> its value, several of them in a tuple, or an `Is`. The first key is the one that is refused.
-            A part `NAME` stands for each name; a key that is no setting describes the model, the data or the machine.
-        reason: why, and what to do; `{0}` is the value of the first key, `{1}` that of the second.
-        notice: whether the first key merely has no effect: then it is told, and not refused.
-    """
-
+    # Dotted key -> its value, several of them in a tuple, or an `Is`. The first key is the one that is refused. A part
+    # `NAME` stands for each name; a key that is no setting describes the model, the data or the machine.
     when: Mapping[str, Any]
-    reason: str
-    notice: bool = False
+    reason: str  # why, and what to do; `{0}` is the value of the first key, `{1}` that of the second
+    notice: bool = False  # whether the first key merely has no effect: then it is told, and not refused
 
     def text(self, *values: Any) -> str:
         return self.reason.format(*values)
@@ -116,10 +111,8 @@ def _holds(wanted: Any, value: Any) -> bool:
 def conflicts_in(
     conflicts: Iterable[Conflict], root: Any, *, notices: bool = False, **facts: Any
 ) -> Iterator[tuple[Path, str]]:
-    """(path, text) for each refusal, or for each notice, of `conflicts` in a section or a mapping of flags.
-
-    Args:
-        facts: values of keys that are no settings.
+    """(path, text) for each refusal, or for each notice, of `conflicts` in a section or a mapping of flags. `facts` are
+    values of keys that are no settings.
     """
     for conflict in conflicts:
         if conflict.notice == notices:
@@ -234,24 +227,18 @@ def part(family: type[PluginSection], *names: str) -> Callable[[Class], Class]:
     of the settings alone, if its package makes what they describe.
     """
 
-    def register(cls: Class) -> Class:
-        parts = _PARTS.setdefault(family, {})
-        assert not parts.keys() & names, f"{names} are registered already"
-        parts.update(dict.fromkeys(names, cls))
-        _order(family)
-        return cls
-
-    return register
-
-
-def _order(family: type[PluginSection]) -> None:
-    """Sort the parts of a family, those of its own module first, whichever module was imported first."""
-
     def place(item: tuple[str, Any]) -> tuple[bool, str]:
         return item[1].__module__ != family.__module__, item[1].__module__
 
-    _PARTS[family] = dict(sorted(_PARTS[family].items(), key=place))
-    family.model_fields["type"].description = f"{', '.join(_PARTS[family])}, or package.module:Name"
+    def register(cls: Class) -> Class:
+        parts = _PARTS.get(family, {})
+        assert not parts.keys() & names, f"{names} are registered already"
+        # Those of the family's own module first, whichever module was imported first.
+        _PARTS[family] = dict(sorted((parts | dict.fromkeys(names, cls)).items(), key=place))
+        family.model_fields["type"].description = f"{', '.join(_PARTS[family])}, or package.module:Name"
+        return cls
+
+    return register
 
 
 def is_family(cls: type[PluginSection]) -> bool:
@@ -331,10 +318,8 @@ def kinds(annotation: Any) -> list[Any]:
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The settings class of an annotation; None for anything else."""
-    for kind in kinds(annotation):
-        if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, Section):
-            return kind
-    return None
+    classes = (kind for kind in kinds(annotation) if isinstance(kind, type) and get_origin(kind) is None)
+    return next((kind for kind in classes if issubclass(kind, Section)), None)
 
 
 def required_section(annotation: Any) -> bool:
@@ -447,7 +432,5 @@ def parse_as(kind: type[T], values: Any) -> T:
         return found
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ValueError(
-            f"{key or 'content'}: {first['msg']}, not {printable(repr(first['input']), VALUE_SHOWN)}"
-        ) from error
+        key, value = dotted(first["loc"]) or "content", printable(repr(first["input"]), VALUE_SHOWN)
+        raise ValueError(f"{key}: {first['msg']}, not {value}") from error

@@ -15,20 +15,14 @@ optimizer       gradient norm, clipping, update, averaged weights
 other           the rest of the host's work, without training lines, evaluations and checkpoints
 
 A part lasts until the next one begins, so nothing is counted twice and nothing is left out. Marks are taken everywhere
-in the package by `begin` and `time_part`, which do nothing unless a `StepTimer` is active.
-
-On a GPU a mark is a CUDA event in the stream of the step: a part's time is that of the stream, including the time it
-waits for the host. Events are read when they are complete; nothing waits for them. Elsewhere, marks are of the host's
-clock.
+in the package by `begin` and `time_part`, which do nothing unless a `StepTimer` is active. On a GPU a mark is a CUDA
+event in the stream of the step, and nothing waits for it; elsewhere, marks are of the host's clock.
 
 `StepProfiler` records a few steps by torch's profiler on rank 0, with the parts as named ranges: a trace for Perfetto
-or chrome://tracing, and the dearest operations, in RUN/profile/steps_FIRST-LAST.json.gz and .txt. The step before them
-warms the profiler up.
+or chrome://tracing, and the dearest operations, in RUN/profile/steps_FIRST-LAST.json.gz and .txt.
 
-`Usage` reads the use of the device by a rank: utilisation, power and memory of its GPU, else processor time and memory
-of processes. GPU memory is that of torch's allocator. Utilisation and power come from NVML, by way of torch, where the
-package `nvidia-ml-py` is installed (`clipstream[gpu]`); without it, or where NVML does not offer them, they are left
-out.
+`Usage` reads the use of the device by a rank: utilisation, power and memory (of torch's allocator) of its GPU, else
+processor time and memory of processes. Without `nvidia-ml-py` (`clipstream[gpu]`), utilisation and power are left out.
 """
 
 from __future__ import annotations
@@ -44,6 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -79,11 +74,7 @@ class HostMark:
 
 
 class StepTimer:
-    """Measures the parts of the steps of this rank.
-
-    Attributes:
-        ranges: whether parts are named ranges of torch's profiler as well.
-    """
+    """Measures the parts of the steps of this rank; with `ranges`, they are named ranges of torch's profiler, too."""
 
     def __init__(self, device: str) -> None:
         cuda: Any = torch.cuda  # untyped in torch
@@ -228,11 +219,8 @@ class Operation(NamedTuple):
 
 
 class StepProfiler:
-    """Profiles steps of a run on rank 0. Other ranks have one as well, which records nothing.
-
-    Args:
-        steps: numbers of the steps, consecutive, from 1; may be empty.
-        records: whether this rank records.
+    """Profiles steps of a run, by their consecutive numbers from 1, on rank 0. Other ranks have one as well, which
+    records nothing (`records`).
     """
 
     def __init__(self, steps: range, folder: Path, device: str, *, records: bool) -> None:
@@ -246,14 +234,13 @@ class StepProfiler:
             return False
         if self._profile is None:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages about its own work
-            profiler = torch.profiler
-            on_gpu = self._device.type == "cuda"
-            activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_gpu else [])]
-            warm_up = self.steps.start - step
+            kinds = torch.profiler.ProfilerActivity
+            activities = [kinds.CPU, kinds.CUDA] if self._device.type == "cuda" else [kinds.CPU]
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Profiler won't be using warmup")
-                schedule = profiler.schedule(wait=0, warmup=warm_up, active=len(self.steps), repeat=1)
-                self._profile = profiler.profile(activities=activities, schedule=schedule)
+                options = {"wait": 0, "warmup": self.steps.start - step, "active": len(self.steps), "repeat": 1}
+                schedule = torch.profiler.schedule(**options)
+                self._profile = torch.profiler.profile(activities=activities, schedule=schedule)
                 self._profile.start()
         return True
 
@@ -266,7 +253,6 @@ class StepProfiler:
 
     def finish(self) -> dict[str, object] | None:
         """Write the files; returns the record of the profile: steps, device, trace, operations. None if not recorded.
-
         Files that cannot be written are a warning, and missing.
         """
         if self._profile is None:
@@ -305,15 +291,9 @@ class StepProfiler:
 
 def dearest(averages: Iterable[Any]) -> list[Operation]:
     """The operations of `torch.profiler.profile.key_averages()`, the dearest first: by self time on the GPU, if any."""
+    times = [f"{name}_time_total" for name in Operation._fields[2:]]  # in µs
     found = [
-        Operation(
-            event.key,
-            int(event.count),
-            event.self_device_time_total / 1e6,
-            event.device_time_total / 1e6,
-            event.self_cpu_time_total / 1e6,
-            event.cpu_time_total / 1e6,
-        )
+        Operation(event.key, int(event.count), *(getattr(event, name) / 1e6 for name in times))
         for event in averages
         if not event.key.startswith(_OWN)
     ]
@@ -326,13 +306,8 @@ Figures = dict[str, float]
 
 
 class Usage:
-    """Reads the use of a device.
-
-    Args:
-        workers: returns the process ids of this rank's data workers.
-
-    Attributes:
-        kind: 'gpu' or 'cpu', the key of the figures in a training line.
+    """Reads the use of a device. `workers` returns the process ids of this rank's data workers; `kind`, 'gpu' or 'cpu',
+    is the key of the figures in a training line.
     """
 
     def __init__(self, device: str, workers: Callable[[], Sequence[int]] = lambda: ()) -> None:
@@ -416,9 +391,7 @@ def over_ranks(figures: Iterable[Mapping[str, float]]) -> Figures:
     for of_rank in figures:
         for key, value in of_rank.items():
             by_key.setdefault(key, []).append(value)
-    return {
-        key: round(max(values) if "memory" in key else sum(values) / len(values), 3) for key, values in by_key.items()
-    }
+    return {key: round(max(own) if "memory" in key else fmean(own), 3) for key, own in by_key.items()}
 
 
 def _processor_seconds(pids: Sequence[int]) -> dict[int, float]:

@@ -90,12 +90,9 @@ def page_lock(memory: torch.Tensor, device: str | torch.device) -> str:
 
 
 def page_unlock(address: int, device: str | torch.device, seconds: float = 0.0) -> None:
-    """Unlock and free memory in a thread, because CUDA waits for the GPU, where a kernel may hang.
-
-    Args:
-        seconds: time to wait for the thread. Memory that CUDA does not release stays mapped.
+    """Unlock and free memory in a thread, because CUDA waits for the GPU, where a kernel may hang. It is waited for so
+    many seconds; memory that CUDA does not release stays mapped.
     """
-
     cuda: Any = sys.modules["torch"].cuda
 
     def unlock() -> None:

@@ -19,7 +19,7 @@ import torch
 from clipstream.data.batch import Batch
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
-from clipstream.models.settings import TOWERS, ModelSettings, Tower, TowerSettings
+from clipstream.models.settings import TOWERS, ModelSettings, Tower
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
 from clipstream.utils.timing import IMAGE_FORWARD, TEXT_FORWARD, time_part
@@ -50,8 +50,7 @@ class FeatureCache:
         if tower not in towers.unchanging():
             text = f"the {tower} tower is trained, so its features change: remove it"
             raise SettingsError(f"model.{tower}.cache_gib: {text}")
-        self.towers, self.tower, self.world, self.context = towers, tower, world, context
-        self.gib = gib
+        self.towers, self.tower, self.world, self.context, self.gib = towers, tower, world, context, gib
         dtype = torch.promote_types(towers.mean.dtype, torch.float32)
         width = int(towers.config.model_cfg["embed_dim"])
         self.capacity = int(gib * (1 << 30)) // (width * dtype.itemsize + ENTRY)
@@ -67,10 +66,8 @@ class FeatureCache:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, size: int | None = None) -> Batch:
-        """The batch on its device with the tower's features, which takes no gradient. Collective until it is full.
-
-        Args:
-            size: samples of a forward pass; None for all.
+        """The batch on its device with the tower's features, which takes no gradient, in passes of `size` samples (None
+        for all). Collective until it is full.
         """
         inputs = batch.pixels if self.tower == "image" else batch.ids
         assert inputs is not None, "the tower is there, and so is its input"
@@ -117,10 +114,8 @@ class FeatureCache:
         self._rows[free : free + len(kept)] = all_rows[list(kept.values())]
         self._places.update(zip(kept, range(free, free + len(kept)), strict=True))
         if len(self) == self.capacity and self.world.is_main:
-            logger.info(
-                f"model.{self.tower}.cache_gib: full with {len(self):,} features; those of other samples are computed "
-                "each time"
-            )
+            full = f"full with {len(self):,} features; those of other samples are computed each time"
+            logger.info(f"model.{self.tower}.cache_gib: {full}")
 
     def _keys(self, inputs: torch.Tensor) -> list[tuple[int, int]]:
         """Two hashes of each row: sums of its 32-bit words times random numbers, modulo 2^64 (multilinear hashing,
@@ -145,8 +140,7 @@ def caches_of(
     towers: Towers, settings: ModelSettings, world: World, context: Callable[[], AbstractContextManager[None]]
 ) -> list[FeatureCache]:
     """The caches that the settings ask for; arguments and errors are those of FeatureCache."""
-    own: dict[Tower, TowerSettings] = {tower: getattr(settings, tower) for tower in TOWERS}
-    wanted = {tower: section.cache_gib for tower, section in own.items() if tower not in towers.stored}
+    wanted = {tower: getattr(settings, tower).cache_gib for tower in TOWERS if tower not in towers.stored}
     return [FeatureCache(towers, tower, gib, world, context) for tower, gib in wanted.items() if gib is not None]
 
 
@@ -154,11 +148,8 @@ NAME = "teacher"  # of its features in a batch
 
 
 class Teacher:
-    """Callable that adds the teacher's L2-normalised features [n, E], float32 or float64, to a batch.
-
-    Args:
-        towers: frozen here, in evaluation mode, and moved to `device`.
-        autocast: returns the context of a forward pass.
+    """Callable that adds the teacher's L2-normalised features [n, E], float32 or float64, to a batch. The towers are
+    frozen here, in evaluation mode, and moved to `device`; `autocast` returns the context of their passes.
     """
 
     def __init__(self, towers: Towers, device: str, autocast: Callable[[], AbstractContextManager[None]]) -> None:
@@ -173,10 +164,8 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, size: int | None = None) -> Batch:
-        """The batch with the teacher's features of its pixels and ids, or of its own where they differ.
-
-        Args:
-            size: samples of a forward pass; None for all.
+        """The batch with the teacher's features of its pixels and ids, or of its own where they differ, in passes of
+        `size` samples (None for all).
         """
         pixels = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
         ids = batch.ids if batch.teacher_ids is None else batch.teacher_ids

@@ -152,12 +152,8 @@ def fit_budgets(
 ) -> list[str]:
     """Set the policies of the towers whose setting is a budget; returns a line about each.
 
-    Weights, buffers and gradients stay as they are, and random states if `context` restores them. Collective if the
-    towers are sharded.
-
-    Args:
-        samples: of a forward pass in training.
-        context: returns the context of a forward pass.
+    Weights, buffers and gradients stay as they are, and random states if `context`, that of a forward pass of so many
+    samples, restores them. Collective if the towers are sharded.
 
     Raises SettingsError: as `fit_budget`.
     """

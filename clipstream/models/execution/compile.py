@@ -44,19 +44,13 @@ SHOWN = 200  # characters of a reason in a line of the log
 
 @dataclass(eq=False)
 class Compilation:
-    """Backend of torch.compile for the towers, and what it has compiled.
-
-    Attributes:
-        graphs: graphs compiled, forward and backward pass as one.
-        cuda_graphs: whether CUDA graphs are recorded, whose outputs are overwritten by later passes.
-        strict: whether a failed compilation is an error, not a warning.
-    """
+    """Backend of torch.compile for the towers, and what it has compiled."""
 
     compile: Compiler
     name: str
-    cuda_graphs: bool = False
-    strict: bool = False
-    graphs: int = 0
+    cuda_graphs: bool = False  # whether CUDA graphs are recorded, whose outputs are overwritten by later passes
+    strict: bool = False  # whether a failed compilation is an error, not a warning
+    graphs: int = 0  # graphs compiled, forward and backward pass as one
     text_buckets: Any = None  # of the towers, before they were compiled
     _told: set[str] = field(default_factory=set)
     _reported: int = 0  # graphs
@@ -86,9 +80,8 @@ class Compilation:
         """Log, if `shown`, how many graphs a step that took `seconds` has compiled."""
         new, self._reported = self.graphs - self._reported, self.graphs
         if new and shown:
-            logger.info(
-                f"train.compile: compiled {counted(new, 'graph')} with {self.name} in a step of {seconds:.1f} s"
-            )
+            what = f"compiled {counted(new, 'graph')} with {self.name}"
+            logger.info(f"train.compile: {what} in a step of {seconds:.1f} s")
 
 
 class _Function:
@@ -139,10 +132,8 @@ def compile_towers(
     found = _targets(towers, parts)
     if towers.text_buckets is not None:
         if towers.text_buckets.packed == "all":
-            raise SettingsError(
-                "model.text_buckets: packed texts are not supported with train.compile: use auto (buckets), or "
-                "--train.compile off"
-            )
+            advice = "use auto (buckets), or --train.compile off"
+            raise SettingsError(f"model.text_buckets: packed texts are not supported with train.compile: {advice}")
         compilation.text_buckets = towers.text_buckets
         towers.text_buckets = replace(towers.text_buckets, portions=1 if cuda_graphs else PORTIONS, packed=None)
     functions: dict[Any, _Function] = {}
@@ -194,7 +185,9 @@ def _keep_in(cache: Path) -> None:
 
 def _targets(towers: Any, parts: Parts) -> list[tuple[nn.Module, str]]:
     """The modules that are compiled, each with the name of its method. Raises SettingsError: there is none."""
-    kinds = _towers(towers.clip)
+    text = getattr(towers.clip, "text", towers.clip)  # of its tower, all but the embeddings
+    present = {"image": getattr(towers.clip, "visual", None), "text": getattr(text, "transformer", None)}
+    kinds = {kind: module for kind, module in present.items() if isinstance(module, nn.Module)}
     if parts == "step" and (towers.text_buckets is None or "text" not in kinds):
         return [(towers, "forward")]
     found: list[tuple[nn.Module, str]] = []
@@ -214,13 +207,6 @@ def _targets(towers: Any, parts: Parts) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def _towers(clip: Any) -> dict[str, nn.Module]:
-    """The image tower, and the text tower without its embeddings, those that are not stored."""
-    text = getattr(clip, "text", clip)
-    found = {"image": getattr(clip, "visual", None), "text": getattr(text, "transformer", None)}
-    return {kind: module for kind, module in found.items() if isinstance(module, nn.Module)}
-
-
 def _compiler(backend: str, mode: str | None) -> Compiler:
     if backend == "inductor":
         from torch._inductor import list_mode_options
@@ -235,8 +221,6 @@ def _compiler(backend: str, mode: str | None) -> Compiler:
     try:
         found: Compiler = lookup_backend(backend)
     except Exception as error:  # InvalidBackend, or one of the backend's own imports
-        names = ", ".join(sorted(list_backends(exclude_tags=())))
-        raise SettingsError(
-            f"train.compile_backend: torch has no {backend!r} ({shortened(str(error), SHOWN)}): {names}"
-        ) from error
+        names, why = ", ".join(sorted(list_backends(exclude_tags=()))), shortened(str(error), SHOWN)
+        raise SettingsError(f"train.compile_backend: torch has no {backend!r} ({why}): {names}") from error
     return found

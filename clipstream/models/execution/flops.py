@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,17 +36,11 @@ class Flops(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of a model for one sample.
-
-    Attributes:
-        image: of an image.
-        text: of a text of L tokens, the coefficients of 1, L and L squared.
-        buckets: tells a text's true length; None where padding is part of a text, as the tower attends to it.
-    """
+    """FLOPs of a model for one sample."""
 
     image: Flops
-    text: tuple[Flops, Flops, Flops]
-    buckets: TextBuckets | None
+    text: tuple[Flops, Flops, Flops]  # of a text of L tokens, the coefficients of 1, L and L squared
+    buckets: TextBuckets | None  # tells a text's true length; None where the tower attends to padding
 
 
 @dataclass
@@ -84,14 +79,10 @@ class Work:
 
 @dataclass
 class Throughput:
-    """Figures of the training lines: true text tokens a second, TFLOP/s of a device, MFU.
-
-    Args:
-        peak: TFLOP/s of a device at the run's precision; None if not known.
-    """
+    """Figures of the training lines: true text tokens a second, TFLOP/s of a device, MFU."""
 
     model: ModelFlops
-    peak: float | None = None
+    peak: float | None = None  # TFLOP/s of a device at the run's precision; None if not known
     work: Work = field(default_factory=Work)
 
     def add(self, batch: Batch) -> None:
@@ -121,9 +112,7 @@ def build_throughput(
     FLOPs of towers whose features are cached are not counted, as they run less and less often.
 
     Args:
-        towers: as for `count_flops`.
-        precision: of the forward pass, which decides the peak of the device.
-        peak: in TFLOP/s, in place of the one that is known of the device.
+        peak: in TFLOP/s, in place of the one that is known of the device at the precision of the forward pass.
     """
     # A second of work for a processor, which all ranks of a node would do at once.
     flops = world.broadcast_object(count_flops(towers) if world.is_main else None)
@@ -186,17 +175,8 @@ def _text_terms(towers: Towers) -> tuple[Flops, Flops, Flops]:
         return _count(towers, "text"), Flops(), Flops()
     lengths = (STEP, 2 * STEP, end)
     counts = [_count(towers, "text", length) for length in lengths]
-    forward, backward = (_parabola(lengths, [count[way] for count in counts]) for way in (0, 1))
-    constant, linear, square = (Flops(*pair) for pair in zip(forward, backward, strict=True))
-    return constant, linear, square
-
-
-def _parabola(x: tuple[int, int, int], y: list[float]) -> tuple[float, float, float]:
-    """Coefficients of 1, x and x squared of the parabola through three points."""
-    slope = (y[1] - y[0]) / (x[1] - x[0])
-    square = ((y[2] - y[0]) / (x[2] - x[0]) - slope) / (x[2] - x[1])
-    linear = slope - square * (x[0] + x[1])
-    return y[0] - linear * x[0] - square * x[0] ** 2, linear, square
+    constant, linear, square = np.linalg.solve(np.vander(lengths, increasing=True), counts).tolist()
+    return Flops(*constant), Flops(*linear), Flops(*square)
 
 
 class Peak(NamedTuple):
@@ -249,11 +229,8 @@ def peak_tflops(device: str, precision: str) -> float | None:
 
 
 def find_peak(name: str, precision: str, *, tf32: bool, multiprocessors: int) -> float | None:
-    """Peak TFLOP/s of the GPU with this name; None if it is not in the table, or has none at this precision.
-
-    Args:
-        tf32: whether products of float32 may be computed in TF32.
-        multiprocessors: of the device. The peak of a part of a GPU (MIG) is its share of the whole GPU's.
+    """Peak TFLOP/s of the GPU with this name; None if it is not in the table, or has none at this precision. With
+    `tf32`, products of float32 may be computed in TF32. Of a part of a GPU (MIG), it is the share of multiprocessors.
     """
     known = next((peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b{SLOWER}", name)), None)
     if known is None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import open_clip
 import torch
@@ -40,15 +40,10 @@ VARLEN = "window_size" in inspect.signature(varlen.varlen_attn).parameters
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The texts of a row of tokens, shortest first, given to open_clip's blocks for a causal mask.
+    """The texts of a row of tokens, shortest first, given to open_clip's blocks for a causal mask."""
 
-    Attributes:
-        lengths: of each text, ascending.
-        borders: int32 [texts + 1] on the device, the place of each text's first token, and the number of tokens.
-    """
-
-    lengths: tuple[int, ...]
-    borders: torch.Tensor
+    lengths: tuple[int, ...]  # of each text, ascending
+    borders: torch.Tensor  # int32 [texts + 1] on the device: the place of each text's first token, the number of tokens
 
     def to(self, dtype: torch.dtype) -> Packing:
         """Itself: open_clip's blocks convert their mask to the dtype of the tokens."""
@@ -186,8 +181,7 @@ def _eager(function: Function) -> Function:
     return cast(Function, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Texts that pass through the tower together."""
 
     rows: int
@@ -196,27 +190,18 @@ class Bucket:
 
 @dataclass(frozen=True)
 class TextBuckets:
-    """How a tower's texts are cut into buckets, and its pass over them.
+    """How a tower's texts are cut into buckets, and its pass over them."""
 
-    Attributes:
-        rule: what a text's true length is: 'argmax' and 'eos' (open_clip's pooling), or 'padding'.
-        token: id of the end-of-text token ('eos'), or of padding ('padding').
-        most: most buckets of a pass; None for as many as the cost model finds.
-        exactly: whether every pass has `most` buckets, as ranks that share shards of the tower (FSDP) must agree.
-        embeddings: parameters of a pass in proportion to those of its blocks. The embeddings of Hugging Face towers
-            get a gradient of their whole size in each pass; those of open_clip's are looked up once for all buckets.
-        portions: sizes that a bucket can have, in parts of the pass, so that compiled blocks see few shapes; None for
-            any number of texts.
-        packed: whether texts are packed instead of cut into buckets (see `Packing`): all, or where that is faster.
-    """
-
-    rule: str
-    token: int
-    most: int | None = None
-    exactly: bool = False
+    rule: str  # what a text's true length is: 'argmax' and 'eos' (open_clip's pooling), or 'padding'
+    token: int  # id of the end-of-text token ('eos'), or of padding ('padding')
+    most: int | None = None  # most buckets of a pass; None for as many as the cost model finds
+    exactly: bool = False  # whether every pass has `most` buckets, as ranks that share shards of the tower must agree
+    # Parameters of a pass in proportion to those of its blocks. The embeddings of Hugging Face towers get a gradient of
+    # their whole size in each pass; those of open_clip's are looked up once for all buckets.
     embeddings: float = 1.0
+    # Sizes that a bucket can have, in parts of the pass, so that compiled blocks see few shapes; None for any number.
     portions: int | None = None
-    packed: Literal["auto", "all"] | None = None
+    packed: Literal["auto", "all"] | None = None  # packed instead (see `Packing`): all texts, or where it is faster
 
     @classmethod
     def of(cls, clip: Any, setting: Setting) -> TextBuckets | None:
@@ -310,11 +295,7 @@ class TextBuckets:
 
     @_eager
     def encode(self, clip: Any, ids: torch.Tensor, lengths: Lengths) -> torch.Tensor:
-        """Features [n, D] of int [n, T], not normalised, as `clip.encode_text` gives them.
-
-        Args:
-            lengths: the true length of each text.
-        """
+        """Features [n, D] of int [n, T] of these true lengths, not normalised, as `clip.encode_text` gives them."""
         tower = getattr(clip, "text", clip)
         packed = self._packs(tower, ids.device)
         buckets = [] if packed else self.plan(lengths, ids.shape[1], ids.device.type)
