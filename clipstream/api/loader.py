@@ -141,7 +141,8 @@ class BatchLoader:
         return self._loader
 
     def _convert(self, batch: Batch) -> ImageTextBatch:
-        if self.settings.data.sampling.mode == "indexed":  # other modes have no empty slots
+        data = self.settings.data
+        if data.sampling.mode == "indexed" or data.decoder == "gpu":  # others have no empty slots
             batch = batch.without_padding()
         images, texts = batch.images, batch.texts.long()
         if self._dtype != torch.uint8:

@@ -74,6 +74,9 @@ class Batch:
         roles: int32 [n, M], what each of the M texts of a sample is: 1 a caption, -1 a hard negative, 2 a short text, 0
             absent (a copy of a caption); None for a caption of each sample.
         has_short: whether the last of the M texts is the short one.
+        jpegs: int32 [n, 7] on the CPU, before the files of JPEGs in `pixels` are decoded: bytes of the file, left, top,
+            width and height of the crop, whether it is mirrored, and whether it is resized by bilinear in place of
+            bicubic interpolation; zeros where `pixels` has pixels. None in batches that a loader hands out.
     """
 
     pixels: torch.Tensor | None
@@ -92,6 +95,7 @@ class Batch:
     known: tuple[Literal["image", "text"], ...] = ()
     captions: tuple[str, ...] | None = None
     roles: torch.Tensor | None = None
+    jpegs: torch.Tensor | None = None
     has_short: bool = False
 
     def __len__(self) -> int:

@@ -232,6 +232,8 @@ def views_of(settings: DataSettings, views: int, seed: int) -> dict[str, object]
     """How `views` augmented views of each image are made, as JSON values; 0 for the pixels of evaluation."""
     if not views:
         return {"views": 0}
+    if settings.decoder == "gpu":
+        raise SettingsError("data.decoder gpu: not supported for stored features of augmented images: use fast")
     rest = json.loads(settings.augment.model_dump_json(exclude={"enabled"}))
     # Feature stores compare this record, in this order: `max_aspect` was a setting when the first ones were made.
     augment = {key: rest.pop(key) for key in ("scale", "ratio")} | {"max_aspect": float(MAX_ASPECT)} | rest

@@ -6,7 +6,8 @@
     take      `sampler.WindowSampler`: the lane's next sample, as a place in an open shard
     read      `sources.OpenShard.load`: the members of the sample, as bytes; lists of keys leave samples out before
     caption   `decode.captions`: the text, or texts, drawn with the sample's own random numbers
-    decode    `decode.train_transform`: crop, decode and resize, into the sample's slot of a shared buffer
+    decode    `decode.train_transform`: crop, decode and resize, into the sample's slot of a shared buffer; or, for the
+              decoder gpu, the file of a JPEG in place of its pixels, which `decode.gpu_jpeg` decodes with its batch
     tokenize  `decode.tokenizers`: the captions of a worker's part of a batch, into the same buffer
     hand over `loader.Loader`: the batch is complete when every worker has reported its part
     batch     `recipe.ModelInputs.batch`: tensors over the buffer
@@ -147,6 +148,7 @@ def training_loader(
         hosting = replace(hosting, workers=0, depth=depth + 1)  # one is in use while the others are filled
         batches = FeatureBatches(stream, inputs, stores, list(stored.values()), order.sources, most)
     else:
+        inputs = replace(inputs, jpegs=settings.decoder == "gpu" and settings.augment.enabled)
         recipes = [
             build_recipe(name, settings.sources[name], inputs, settings, stored=stored.get(name), shards=source)
             for name, source in sources.items()
@@ -437,10 +439,14 @@ class Pipeline:
                 self._drop(slot, drop, again)
                 continue
             buffer.checksums[slot.index], buffer.groups[slot.index] = checksum(slot.data), slot.group
+            jpeg = slot.recipe.image.jpeg
+            if self.inputs.jpegs:
+                buffer.jpegs[slot.index] = jpeg or 0
+            shown = None if jpeg else pixels  # else it has the bytes of a file
             if slot.stored is not None:
                 decoded.setdefault(slot.source, []).append(slot)
             if slot.trace:
-                slot.trace.image(slot.data, pixels.reshape(-1, *pixels.shape[-3:])[0])
+                slot.trace.image(slot.data, None if shown is None else shown.reshape(-1, *pixels.shape[-3:])[0])
                 slot.trace.end("used", f"slot {slot.index} of this rank's batch")
             slot.name, slot.data = slot.sample.name, b""
             source = slot.recipe.name
@@ -452,7 +458,7 @@ class Pipeline:
                 if slot.recipe.image.lost is not None:
                     health.lost[slot.name] = slot.recipe.image.lost
                 if slot.rng is not None:
-                    health.captions.add(slot.name, slot.caption or "", pixels)
+                    health.captions.add(slot.name, slot.caption or "", shown)
             self.report_early(source)
         for some in decoded.values():
             _gather(some, buffer)

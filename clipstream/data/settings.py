@@ -232,10 +232,11 @@ class DataSettings(Section):
     )
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings)
     augment: AugmentSettings = Field(default_factory=AugmentSettings)
-    decoder: Literal["fast", "exact"] = Field(
+    decoder: Literal["fast", "exact", "gpu"] = Field(
         "fast",
         description="fast: decode training images at the reduced size that their crops need; exact: open_clip's "
-        "pixels, bit for bit; evaluation is always exact",
+        "pixels, bit for bit; gpu: as fast, but baseline JPEGs of up to 1,024 px by the GPU's hardware decoder "
+        "(nvImageCodec); evaluation is always exact",
     )
     max_image_pixels: int = Field(
         MAX_PIXELS,
@@ -290,9 +291,14 @@ class DataSettings(Section):
     pairs = (
         Conflict({"cache_gib": SET, "cache": None}, "data.cache_gib requires data.cache"),
         Conflict(
-            {"decoder": "exact", "augment.enabled": False},
+            {"decoder": other_than("fast"), "augment.enabled": False},
             "has no effect with data.augment.enabled false, which is always exact: remove it",
             notice=True,
+        ),
+        *(
+            Conflict({"decoder": "gpu", f"augment.{key}": SET},
+                     f"not supported with data.augment.{key}, which workers apply to pixels: remove one of them")
+            for key in ("color_jitter_prob", "gray_scale_prob")
         ),
         *(
             Conflict({"sources.NAME.upsampling_factors": SET, f"sampling.{key}": value},

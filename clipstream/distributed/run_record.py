@@ -33,7 +33,10 @@ from clipstream.utils.plugins import OURS, is_library, is_plugin
 from clipstream.utils.processes import cores
 
 GIT_SECONDS = 10.0  # limit for one git command: a work tree may be on a slow network disk
-PACKAGES = ("open_clip_torch", "timm", "transformers", "webdataset", "huggingface_hub", "numpy", "pillow")
+PACKAGES = (
+    "open_clip_torch", "timm", "transformers", "webdataset", "huggingface_hub", "numpy", "pillow",
+    "nvidia-nvimgcodec-cu12", "nvidia-nvimgcodec-cu13",
+)  # fmt: skip
 _STATUS = {
     0: "done", CopyError.exit_code: "done", Stopped.exit_code: "stopped", INTERRUPTED: "stopped",
     DivergedError.exit_code: "diverged",

@@ -49,7 +49,7 @@ def test_no_buffer_is_filled_again_while_its_copy_is_delayed(cuda: str, shards: 
         copies: Any = stream._prefetch
         found = []
         for _ in range(12):
-            with torch.cuda.stream(copies._stream):
+            with torch.cuda.stream(copies.stream):
                 torch.cuda._sleep(SLEEP)  # before the copy of the next batch
             batch = next(stream)
             torch.cuda._sleep(SLEEP)  # the step runs while later batches are copied

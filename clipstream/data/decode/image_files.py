@@ -43,6 +43,7 @@ _ALONE = frozenset((0x00, 0x01, *range(0xD0, 0xD9), 0xFF))  # markers without a 
 _SAMPLING = (  # of the three components of a JPEG, horizontal and vertical, as libjpeg-turbo's TurboJPEG names them
     *(f"{luma}1111" for luma in ("11", "21", "12", "22", "41", "14")), "221212", "222121", "212121", "121212", "222222",
 )  # fmt: skip
+_COMMON = ("221111", "211111", "111111")
 _SMALLER = "scale it down, or cut it into tiles"
 _LIMIT = f"more than {MAX_PIXELS:,}: {_SMALLER}"
 _NUMBERS = {1: "unsigned", 2: "signed", 3: "floating point"}  # TIFF's tag SampleFormat
@@ -55,6 +56,7 @@ class JpegHeader(NamedTuple):
     marker: int = 0  # of the frame: its process; 0 without one
     bits: int = 0  # per channel
     sampling: str = ""  # digits of the factors of each component, as in _SAMPLING
+    scanned: int = 0  # components of the first scan
 
     @property
     def is_plain(self) -> bool:
@@ -67,19 +69,25 @@ class JpegHeader(NamedTuple):
         """Whether it can be decoded at a fraction of its size."""
         return self.marker not in _LOSSLESS
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is of one scan with three components, sampled 4:2:0, 4:2:2 or 4:4:4, as hardware decoders take."""
+        return self.marker == 0xC0 and self.bits == 8 and self.scanned == 3 and self.sampling in _COMMON
+
 
 def jpeg_header(data: bytes) -> JpegHeader:
     """The header of a JPEG, found as libjpeg finds it: bytes between segments are passed over.
 
     Source: ITU-T T.81, annex B.
     """
-    at, exif, frame = 2, False, b""
+    at, exif, frame, scanned = 2, False, b"", 0
     while (at := data.find(b"\xff", at)) >= 0:
         marker = data[at + 1] if at + 1 < len(data) else 0xD9
         if marker in _ALONE:
             at += 1 if marker == 0xFF else 2
             continue
         if marker in (0xD9, 0xDA):  # the end, or the pixels
+            scanned = data[at + 4] if marker == 0xDA and at + 4 < len(data) else 0
             break
         end = at + 2 + (data[at + 2] << 8 | data[at + 3] if at + 4 <= len(data) else 0)
         if marker == 0xE1:
@@ -88,7 +96,7 @@ def jpeg_header(data: bytes) -> JpegHeader:
             frame = data[at + 1 : at + 2] + data[at + 4 : end]
         at = end
     factors = frame[8::3] if len(frame) > 6 and len(frame) == 7 + 3 * frame[6] else b""
-    return JpegHeader(exif, frame[0], frame[1], factors.hex()) if len(frame) > 1 else JpegHeader(exif)
+    return JpegHeader(exif, frame[0], frame[1], factors.hex(), scanned) if len(frame) > 1 else JpegHeader(exif)
 
 
 @cache

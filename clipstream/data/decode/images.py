@@ -63,6 +63,8 @@ class ImageTransform(Protocol):
 
     # shares of the last image's area that its crop, and evaluation's, left out; None if they are not known
     lost: tuple[float, float] | None
+    # of the last image, if its file was written in place of its pixels, what Batch.jpegs says of it
+    jpeg: tuple[int, ...] | None
 
 
 class UserImageTransform(Protocol):
@@ -121,6 +123,7 @@ class OwnImageTransform:
         return out
 
     lost: tuple[float, float] | None = None
+    jpeg: tuple[int, ...] | None = None
 
 
 class EvalTransform:
@@ -139,6 +142,7 @@ class EvalTransform:
     def __init__(self, spec: ImageSpec, background: str, upright: bool = False, max_pixels: int = MAX_PIXELS) -> None:
         self.spec, self.background, self.upright, self.max_pixels = spec, rgb(background), upright, max_pixels
         self.lost: tuple[float, float] | None = None
+        self.jpeg: tuple[int, ...] | None = None
 
     def __call__(self, data: bytes, rng: SampleRNG | None = None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform; `rng` is not used. Raises Dropped: `undecodable_image` or `image_too_large`."""
@@ -434,6 +438,7 @@ class ImageHeader(NamedTuple):
     orientation: int  # by EXIF, 1 to 8; 1 if it is ignored
     scales: bool  # whether it can be decoded at a fraction of its size
     image: Image.Image | None = None  # the image opened by Pillow, if that was needed
+    hardware: bool = False  # whether the hardware decoder of a GPU takes it as it is, upright
 
 
 def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> ImageHeader:
@@ -441,21 +446,22 @@ def read_header(data: bytes, upright: bool, max_pixels: int = MAX_PIXELS) -> Ima
 
     Raises Dropped: `undecodable_image` or `image_too_large`.
     """
-    jpeg = None  # size of a JPEG that simplejpeg decodes
+    jpeg, hardware = None, False  # size of a JPEG that simplejpeg decodes
     found = jpeg_header(data) if data[:2] == b"\xff\xd8" else None
     if found is not None and found.is_plain:  # of others libjpeg-turbo has ended the process
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(data)
             jpeg = (width, height) if space in _SPACES else None
+            hardware = found.is_baseline and space == "YCbCr" and data[-2:] == b"\xff\xd9"  # not cut off
         except ValueError:
             pass  # Pillow tells what is wrong
     if jpeg is not None and not (upright and found is not None and found.exif):
         check_size(jpeg, max_pixels)
-        return ImageHeader("jpeg", jpeg, 1, True)
+        return ImageHeader("jpeg", jpeg, 1, True, hardware=hardware)
     image = open_image(data, max_pixels)
     orientation = orientation_of(image) if upright else 1
     if jpeg is not None:
-        return ImageHeader("jpeg", jpeg, orientation, True)
+        return ImageHeader("jpeg", jpeg, orientation, True, hardware=hardware and orientation == 1)
     # torchcodec (0.16, 0.17) turns images by EXIF itself, also where the stored pixels are asked for.
     still = image.format == "WEBP" and not getattr(image, "is_animated", False) and "exif" not in image.info
     kind = "webp" if still and webp_decoder() is not None else "other"

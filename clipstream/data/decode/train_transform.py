@@ -47,6 +47,8 @@ _RESIZES = {
 # A JPEG is decoded at a reduced scale if at least so many times the target's pixels remain along each side. With 1,
 # crops of large photographs had 0.82 of their detail (Laplacian energy) and 47 instead of 54 dB, in 0.8 of the time.
 SPARE = 2
+# Longest side of a JPEG that `gpu` leaves to the GPU, which decodes it whole: a worker decodes larger ones reduced.
+MAX_SIDE = 1024
 # EXIF orientation (2.32, table 6) -> mirror x, mirror y, then transpose, to make the stored pixels upright.
 _TURNS = {
     1: (False, False, False), 2: (True, False, False), 3: (True, True, False), 4: (False, True, False),
@@ -69,7 +71,9 @@ class TrainTransform:
     `exact` has open_clip's pixels, bit for bit given the same crop: the complete image is decoded and cropped, and
     the crop resized by Pillow, before the conversion to RGB. `fast` decodes a JPEG at 1/2, 1/4 or 1/8 if the crop keeps
     twice the target's pixels, and sharpens the result to compensate. Its crop is at the same position, also between
-    pixels. Palettes, single bits and CMYK are handled as in `exact`.
+    pixels. Palettes, single bits and CMYK are handled as in `exact`. `gpu` writes the file of a baseline JPEG of up to
+    MAX_SIDE pixels in place of the pixels, if it is no longer than they are, and says so in `jpeg`; it decodes other
+    files as `fast` does.
 
     Trade-off: `benchmarks/decoders.py` compares speed, sharpness and PSNR.
 
@@ -78,7 +82,7 @@ class TrainTransform:
         augment: crop, filter, mirroring and colours.
         background: colour under transparent pixels, a name or #rrggbb.
         upright: whether images are turned by their EXIF orientation, which open_clip does not.
-        decoder: fast or exact.
+        decoder: fast, exact or gpu.
         max_pixels: images with more are dropped.
     """
 
@@ -88,15 +92,17 @@ class TrainTransform:
         augment: AugmentSettings,
         background: str,
         upright: bool = True,
-        decoder: Literal["fast", "exact"] = "fast",
+        decoder: Literal["fast", "exact", "gpu"] = "fast",
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         self.spec, self.augment, self.max_pixels = spec, augment, max_pixels
         self.background, self.upright = rgb(background), upright
         self.jitter = ColourJitter(augment)
         self._make = self._exact if decoder == "exact" else self._fast
+        self._leaves = decoder == "gpu"
         webp_decoder()  # imported before the workers are forked
         self.lost: tuple[float, float] | None = None
+        self.jpeg: tuple[int, ...] | None = None
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: `undecodable_image`, `image_too_large` or `image_too_thin`."""
@@ -109,6 +115,11 @@ class TrainTransform:
         names = list(FILTERS) if self.augment.interpolation == "random" else [self.augment.interpolation]
         name = names[rng.integer(len(names))] if len(names) > 1 else names[0]
         flip = self.augment.flip > 0 and rng.uniform() < self.augment.flip
+        self.jpeg = None
+        if self._leaves and header.hardware and max(full) <= MAX_SIDE and out is not None and len(data) <= out.nbytes:
+            out.reshape(-1)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+            self.jpeg = (len(data), *box, flip, name == "bilinear")
+            return out
         pixels = self._make(data, header, box, name, None if flip else out)
         if flip:
             pixels = pixels[:, ::-1]

@@ -446,12 +446,15 @@ class SampleTrace:
             parts += [] if name.startswith("__") else [f"{name} {size}"]
         self._add(stage, ", ".join(parts) or "no members that the settings read")
 
-    def image(self, data: bytes, pixels: np.ndarray[Any, Any]) -> None:
-        """Add an image file and the uint8 [H, W, 3] made of it."""
+    def image(self, data: bytes, pixels: np.ndarray[Any, Any] | None) -> None:
+        """Add an image file and the uint8 [H, W, 3] made of it; None if it is decoded with its batch."""
         from PIL import Image
 
         with Image.open(io.BytesIO(data)) as image:
             stored = f"{image.format} {image.width} x {image.height} {image.mode}"
+        if pixels is None:
+            self._add("image", f"{stored} -> decoded with its batch")
+            return
         levels = " ".join(f"{level:.0f}" for level in pixels.reshape(-1, 3).mean(axis=0))
         self._add("image", f"{stored} -> {pixels.shape[1]} x {pixels.shape[0]}, mean of the channels {levels}")
 

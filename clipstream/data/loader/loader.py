@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -31,7 +31,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.health import FIRST_SAMPLES, Budget, FilledPart, Health, WorkerReport
+from clipstream.data.loader.health import FIRST_SAMPLES, Budget, DroppedSample, FilledPart, Health, WorkerReport
 from clipstream.data.loader.recipe import BatchBuffer, BufferRing, BufferShape, HostBatches, device_prefetch_for
 from clipstream.data.loader.stage_timing import IDLE, OPEN, StageIntervals, StageTimes, Stopwatch
 from clipstream.data.order.lanes import DataState, Fingerprint, Stream
@@ -179,7 +179,10 @@ class Loader:
             for number in range(hosting.workers):
                 self._workers.append(ProcessWorker(self._maker(number), number))
             # Locks memory: not before a fork.
-            self._prefetch = device_prefetch_for(hosting.device, self._ring, hosting.zero_copy)
+            self._prefetch = device_prefetch_for(
+                hosting.device, self._ring, hosting.zero_copy,
+                jpegs=self.source.shape.jpegs, told=0 in self.stream.slots.lanes,
+            )  # fmt: skip
             if not hosting.workers:
                 self._workers.append(ThreadWorker(self._maker(0)))
         except BaseException as error:
@@ -224,6 +227,8 @@ class Loader:
         self._step += 1
         with time_part(COPY):
             batch = self._prefetch.finish(batch)
+        if self._prefetch.broken:
+            self._drop(batch, self._prefetch.broken)
         if self._prefetch.ahead:  # begin to copy the next batch, if it is complete
             self._refill()
             if self._receive_all(timeout=0):
@@ -359,6 +364,17 @@ class Loader:
         for line in self.health.merge(health)[: max(0, MAX_WARNINGS - self._warnings)]:
             self._warnings += 1
             logger.warning(line)
+
+    def _drop(self, batch: Batch, broken: Mapping[int, str]) -> None:
+        """Count samples of the batch that is handed out whose images cannot be decoded; their slots are empty."""
+        late = Health(self.stream.names)
+        for row, detail in broken.items():
+            source, (shard, _, key) = self.stream.names[int(batch.sources[row])], batch.keys[row].partition("/")
+            late.sources[source].used -= 1
+            late.sources[source].drop(DroppedSample(source, shard, key, "undecodable_image", detail))
+        self._merge(late)
+        self.parts[0].health.merge(late)
+        self.budget.check(self.health)
 
     def _warn_of_data(self, enough: int) -> None:
         """Warn once of each source, on the first rank, of odd captions and images, and of lists without a match."""

@@ -19,7 +19,8 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from clipstream.data.decode.captions import (
     build_transform,
     split_keys,
 )
+from clipstream.data.decode.gpu_jpeg import LEAST_DB, JpegDecoder, crop_and_resize, decode_by_pillow
 from clipstream.data.decode.images import EvalTransform, ImageTransform, OwnImageTransform
 from clipstream.data.decode.key_lists import SampleLists, build_filter, check_lists
 from clipstream.data.decode.labels import GroupField, SampleProbability
@@ -42,9 +44,10 @@ from clipstream.data.loader.stored import StoredData, StoredSamples
 from clipstream.data.settings import MAX_PIXELS, DataSettings
 from clipstream.data.source_settings import LANG, SourceSettings
 from clipstream.data.sources import Source
-from clipstream.errors import SettingsError
+from clipstream.errors import Dropped, SettingsError
 from clipstream.features.manifest import IMAGE
-from clipstream.utils.logs import logger
+from clipstream.text import printable
+from clipstream.utils.logs import announce, logger
 from clipstream.utils.torch_state import page_lock, page_unlock
 
 UNLOCK_SECONDS = 3.0  # to wait for cudaHostUnregister, which waits for the GPU, where a kernel may hang
@@ -64,6 +67,7 @@ class ModelInputs:
         stores: of features. Batches have them, and no pixels or no ids where features take their place.
         groups: field with the group of a sample (see GroupField), for Batch.groups; None for none.
         text_lengths: the true lengths of texts, from ids on the CPU; None where they are not known.
+        jpegs: whether workers leave JPEGs to be decoded with their batch (see Batch.jpegs).
     """
 
     tokenizer: Tokenizer
@@ -75,6 +79,7 @@ class ModelInputs:
     text_lengths: Callable[[torch.Tensor], tuple[Any, ...] | None] | None = None
     texts: int = 1  # M, texts of a sample
     has_short: bool = False  # whether the last of them is its short one
+    jpegs: bool = False
 
     def shape(self, samples: int, views: int = 1) -> BufferShape:
         """Of the buffers of batches of `samples` samples with `views` views of an image."""
@@ -83,7 +88,9 @@ class ModelInputs:
         stored = {} if self.stores is None else self.stores.row_bytes()
         size = (0, 0) if IMAGE in stored else self.image.size
         width, roles = self.tokenizer.context_length * self.texts, self.texts if self.texts > 1 else 0
-        return BufferShape(samples, *size, width, *teacher_size, teacher_width, tuple(stored.items()), views, roles)
+        return BufferShape(
+            samples, *size, width, *teacher_size, teacher_width, tuple(stored.items()), views, roles, self.jpegs
+        )
 
     def lengths(self, ids: torch.Tensor) -> tuple[Any, ...] | None:
         """The true lengths of texts; counted before the copy to the device, where ids would be waited for."""
@@ -120,6 +127,7 @@ class ModelInputs:
             lengths=self.lengths(ids),
             captions=captions,
             roles=torch.from_numpy(buffer.roles[rows]) if self.texts > 1 else None,
+            jpegs=torch.from_numpy(buffer.jpegs[rows]) if self.jpegs else None,
             has_short=self.has_short,
         )
 
@@ -171,7 +179,10 @@ def build_recipe(
             return OwnImageTransform(source.image_transform, spec, source.background, upright, most)
         if training is None or not training.augment.enabled:
             return EvalTransform(spec, source.background, upright, most)
-        return TrainTransform(spec, training.augment, source.background, upright, training.decoder, most)
+        decoder = training.decoder
+        if decoder == "gpu" and not (inputs.jpegs and spec is inputs.image):
+            decoder = "fast"  # pixels of a teacher
+        return TrainTransform(spec, training.augment, source.background, upright, decoder, most)
 
     teacher, where = inputs.teacher_image, source.probability
     exact = training is None or training.sampling.mode == "indexed"  # where the order draws
@@ -209,6 +220,7 @@ class BufferShape:
     stored: tuple[tuple[str, int], ...] = ()  # names of precomputed features, bytes of a row
     views: int = 1  # V, images of a sample
     roles: int = 0  # M, texts of a sample; 0 for one
+    jpegs: bool = False  # whether slots of pixels may hold the files of JPEGs
 
     def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         """Name -> (dtype, shape) of the arrays of a buffer."""
@@ -224,6 +236,7 @@ class BufferShape:
             "teacher_pixels": (np.uint8, (n, self.teacher_height, self.teacher_width, 3)),
             "teacher_ids": (np.int32, (n, self.teacher_text_width)),
             "roles": (np.int32, (n, self.roles)),
+            "jpegs": (np.int32, (n, 7 if self.jpegs else 0)),
         }
 
     def rows(self) -> dict[str, tuple[type, tuple[int, ...]]]:
@@ -249,6 +262,7 @@ class BatchBuffer:
     teacher_pixels: np.ndarray[Any, Any]  # uint8 [n, H', W', 3]
     teacher_ids: np.ndarray[Any, Any]  # int32 [n, T']
     roles: np.ndarray[Any, Any]  # int32 [n, M], of several texts
+    jpegs: np.ndarray[Any, Any]  # int32 [n, 7], see Batch.jpegs
     stored: dict[str, np.ndarray[Any, Any]]  # stored rows by name, uint8 [n, bytes]
 
     def __init__(self, memory: mmap.mmap, offset: int, shape: BufferShape) -> None:
@@ -264,7 +278,7 @@ class BatchBuffer:
 
     def clear(self, slot: Any) -> None:
         """Empty a slot, or several: nothing of an earlier sample stays in it."""
-        own = (self.pixels, self.ids, self.weights, self.checksums, self.groups)
+        own = (self.pixels, self.ids, self.weights, self.checksums, self.groups, self.jpegs)
         for values in (*own, self.teacher_pixels, self.teacher_ids, self.roles, *self.stored.values()):
             values[slot] = 0
 
@@ -303,12 +317,15 @@ class HostBatches:
     Attributes:
         ahead: whether a batch may be copied before it is asked for.
         zero_copy: whether batches are views.
+        broken: of the batch that was finished last, rows of images that cannot be decoded, with the error. Their pixels
+            and weights are 0.
     """
 
     ahead = False
 
     def __init__(self, zero_copy: bool = False) -> None:
         self.zero_copy = zero_copy
+        self.broken: dict[int, str] = {}
 
     def start(self, batch: Batch) -> Batch:
         """Begin to copy a batch; the result may be used after `finish`."""
@@ -340,7 +357,7 @@ class CudaPrefetch(HostBatches):
         super().__init__()
         self._device = torch.device(device)
         cuda: Any = torch.cuda  # untyped in torch
-        self._stream = cuda.Stream(self._device)
+        self.stream = cuda.Stream(self._device)
         self._done: dict[int, Any] = {}  # step -> event after its copy
         memory = torch.from_numpy(ring.bytes())
         self._address: int | None = None  # of page-locked memory
@@ -357,15 +374,15 @@ class CudaPrefetch(HostBatches):
             page_unlock(address, self._device, UNLOCK_SECONDS)
 
     def start(self, batch: Batch) -> Batch:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             moved = batch.to(self._device)
-            self._done[batch.step] = self._stream.record_event()
+            self._done[batch.step] = self.stream.record_event()
         return moved
 
     def finish(self, batch: Batch) -> Batch:
         # The current stream waits for the copy, and the memory is not reused before it is read.
         current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._stream)
+        current.wait_stream(self.stream)
         for tensor in batch.tensors():
             tensor.record_stream(current)
         return batch
@@ -382,6 +399,99 @@ class CudaPrefetch(HostBatches):
         return False
 
 
-def device_prefetch_for(device: str, ring: BufferRing, zero_copy: bool = False) -> HostBatches:
-    """The prefetch that suits the device; `zero_copy`: see HostBatches."""
-    return CudaPrefetch(device, ring) if device.startswith("cuda") else HostBatches(zero_copy)
+class JpegBatches(HostBatches):
+    """Batches of which workers left JPEGs undecoded: a thread decodes them, and `copies` brings all to the device.
+
+    Args:
+        copies: for a GPU, on whose stream the thread decodes.
+        decoder: of the device.
+        told: whether to print which decoder it is, and what workers left to it of the first batch.
+    """
+
+    def __init__(self, copies: HostBatches, decoder: JpegDecoder, told: bool) -> None:
+        super().__init__(copies.zero_copy)
+        self.ahead = copies.ahead
+        self._copies, self._decoder = copies, decoder
+        self._pool = ThreadPoolExecutor(1, "decoder")
+        self._decoding: dict[int, Future[tuple[Batch, dict[int, str]]]] = {}  # by step
+        self._untold, self._refused = told, 0
+        if told:
+            announce(f"decoder  {decoder.name}; test image {decoder.decibels:.0f} dB")
+            if decoder.device.type == "cpu":
+                logger.warning(
+                    "data.decoder gpu: without a GPU, the training process decodes, which is slow: for tests"
+                )
+            elif decoder.decibels < LEAST_DB:
+                said = f"a test image has {decoder.decibels:.0f} dB to Pillow's pixels, less than {LEAST_DB:.0f}"
+                logger.warning(f"data.decoder gpu: {said}: chroma may be repeated in place of interpolated")
+
+    def start(self, batch: Batch) -> Batch:
+        self._decoding[batch.step] = self._pool.submit(self._decode, batch)
+        return batch
+
+    def finish(self, batch: Batch) -> Batch:
+        decoded, self.broken = self._decoding.pop(batch.step).result()
+        return self._copies.finish(decoded)
+
+    def reading(self, step: int, wait: bool = False) -> bool:
+        if (decoding := self._decoding.get(step)) is not None:
+            if not wait and not decoding.done():
+                return True
+            decoding.result()
+        return self._copies.reading(step, wait)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._copies.close()
+
+    def _decode(self, batch: Batch) -> tuple[Batch, dict[int, str]]:
+        with torch.cuda.stream(getattr(self._copies, "stream", None)):  # None: a context without effect
+            return self._decode_on_stream(batch)
+
+    def _decode_on_stream(self, batch: Batch) -> tuple[Batch, dict[int, str]]:
+        assert batch.pixels is not None and batch.jpegs is not None
+        rows, broken = batch.jpegs[:, 0].nonzero().flatten().tolist(), dict[int, str]()
+        if self._untold:
+            self._untold = False
+            announce(f"decoder  gets {len(rows)} of the first batch's {len(batch)} images, workers decode the others")
+        slots, weights = batch.pixels.permute(0, 2, 3, 1).reshape(len(batch), -1).numpy(), batch.weights
+        files = [slots[row, :size] for row, size in zip(rows, batch.jpegs[rows, 0].tolist(), strict=True)]
+        images = self._decoder(files)
+        for place, row in enumerate(rows):
+            if images[place] is None:
+                self._refused += 1
+                if str(self._refused).strip("0") == "1":  # 1, 10, 100
+                    name = printable(batch.keys[row], 200)
+                    logger.warning(f"decoder gpu: {self._refused} images refused, and decoded by Pillow: {name}")
+                try:
+                    images[place] = decode_by_pillow(files[place]).to(self._decoder.device)
+                except Dropped as drop:
+                    broken[row] = drop.detail
+        whole = [place for place, image in enumerate(images) if image is not None]
+        pixels = batch.pixels.to(self._decoder.device, non_blocking=self.ahead, copy=True)
+        if broken:
+            weights = weights.clone()
+            weights[list(broken)] = 0
+            pixels[list(broken)] = 0
+        if whole:
+            into = [rows[place] for place in whole]
+            size = (pixels.shape[2], pixels.shape[3])
+            made = crop_and_resize([image for image in images if image is not None], batch.jpegs[into], size)
+            pixels[torch.tensor(into, device=pixels.device)] = made
+        decoded = replace(batch, pixels=pixels, weights=weights, jpegs=None)
+        return self._copies.start(decoded), broken
+
+
+def device_prefetch_for(
+    device: str, ring: BufferRing, zero_copy: bool = False, *, jpegs: bool = False, told: bool = True
+) -> HostBatches:
+    """The prefetch that suits the device; `zero_copy`, `told`: see HostBatches and JpegBatches.
+
+    Args:
+        jpegs: whether workers leave JPEGs undecoded.
+
+    Raises SettingsError: as JpegDecoder.
+    """
+    decoder = JpegDecoder(device) if jpegs else None
+    copies = CudaPrefetch(device, ring) if device.startswith("cuda") else HostBatches(zero_copy)
+    return copies if decoder is None else JpegBatches(copies, decoder, told)
