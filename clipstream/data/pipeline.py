@@ -135,8 +135,7 @@ def training_loader(
 
     # Position. An order that is restarted has a salt, and is computed again; other ranks' lanes are left out last.
     start = resume_at(start or DataState(), fingerprint, lanes, approximate, world)
-    if start.salt:
-        order = order_plan(settings, every, mix(seed, SALT, start.salt))
+    order = order_plan(settings, every, mix(seed, SALT, start.salt)) if start.salt else order
     start = replace(start, lanes={lane: start.lanes[lane] for lane in slots.lanes if lane in start.lanes})
     stream = Stream(names, order.mix, slots, start, remainder=order.remainder if world.is_main else None)
 
@@ -148,7 +147,7 @@ def training_loader(
         hosting = replace(hosting, workers=0, depth=depth + 1)  # one is in use while the others are filled
         batches = FeatureBatches(stream, inputs, stores, list(stored.values()), order.sources, most)
     else:
-        inputs = replace(inputs, jpegs=settings.decoder == "gpu" and settings.augment.enabled)
+        inputs = replace(inputs, jpegs=settings.leaves_jpegs)
         recipes = [
             build_recipe(name, settings.sources[name], inputs, settings, stored=stored.get(name), shards=source)
             for name, source in sources.items()

@@ -352,6 +352,11 @@ class DataSettings(Section):
         return Fetcher(timeout=self.transfer_timeout, most=int(self.max_shard_gib * GIB))
 
     @property
+    def leaves_jpegs(self) -> bool:
+        """Whether workers leave JPEGs to be decoded with their batch."""
+        return self.decoder == "gpu" and self.augment.enabled
+
+    @property
     def texts(self) -> int:
         """The most texts of a sample in a training step, M."""
         captions = [source.caption for source in self.sources.values()]

@@ -1,6 +1,6 @@
 """JPEGs of a batch, decoded together by nvImageCodec, and their crops, resized together.
 
-Files enter; pixels leave, on the device: by a GPU's hardware decoder on CUDA, by nvImageCodec's libjpeg-turbo on the CPU,
+Files enter; pixels leave, on the device: by the hardware decoder of a GPU, or by nvImageCodec's libjpeg-turbo on a CPU,
 with chroma interpolated, as Pillow does. Whole images are decoded, because nvImageCodec 0.9.0 fails on regions on GPUs
 (NVIDIA/nvImageCodec#55). The memory of the images is nvImageCodec's, kept from batch to batch, and never torch's, whose
 allocator could give it away while the hardware writes into it. What the decoder refuses, Pillow decodes.
@@ -112,7 +112,8 @@ class JpegDecoder:
         decoded: list[torch.Tensor | None] = [None] * len(files)
         for place, image in zip(places, found, strict=True):
             if image is not None:
-                decoded[place] = from_dlpack(image)
+                # nvImageCodec's DLPack calls CUDA also for memory of the CPU.
+                decoded[place] = from_dlpack(image) if gpu else torch.from_numpy(np.asarray(image))
         return decoded
 
 
