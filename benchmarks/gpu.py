@@ -9,6 +9,7 @@ Each model has these rows, in bf16 with a fused optimizer:
     eager-padded, eager-buckets, eager-packed   nothing compiled; texts padded, in buckets by length, or packed
     compiled             compiled blocks, texts in buckets where the tower allows them
     shards               the same, each batch read from shards
+    shards-gpu           the same with `data.decoder: gpu`
     open_clip            the step of open_clip_train with amp_bf16 on the same tensors
     open_clip-compiled   the same with --torchcompile
 
@@ -90,6 +91,7 @@ RUNGS = (
     Rung("open_clip", open_clip=True),
     Rung("compiled", COMPILED),
     Rung("shards", COMPILED, from_shards=True),
+    Rung("shards-gpu", COMPILED | {"data.decoder": "gpu"}, from_shards=True),
     Rung("open_clip-compiled", open_clip=True, torchcompile=True),
 )
 # Title, key and format of a column.

@@ -291,13 +291,13 @@ class DataSettings(Section):
     pairs = (
         Conflict({"cache_gib": SET, "cache": None}, "data.cache_gib requires data.cache"),
         Conflict(
-            {"decoder": other_than("fast"), "augment.enabled": False},
+            {"decoder": ("exact", "gpu"), "augment.enabled": False},
             "has no effect with data.augment.enabled false, which is always exact: remove it",
             notice=True,
         ),
         *(
-            Conflict({"decoder": "gpu", f"augment.{key}": SET},
-                     f"not supported with data.augment.{key}, which workers apply to pixels: remove one of them")
+            Conflict({f"augment.{key}": SET, "decoder": "gpu"},
+                     "not supported with data.decoder gpu, which decodes after the workers: remove one of them")
             for key in ("color_jitter_prob", "gray_scale_prob")
         ),
         *(

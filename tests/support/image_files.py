@@ -43,6 +43,29 @@ def decibels(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
     return float(10 * np.log10(255**2 / max(1e-6, np.mean((one.astype(float) - other) ** 2))))
 
 
+def photograph(width: int, height: int, seed: int) -> Image.Image:
+    """A picture with a photograph's spectrum, amplitudes as 1 / frequency, and some edges."""
+    draw = np.random.default_rng(seed)
+    side = -(-max(width, height) // 256) * 256  # whose transform is fast
+    frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None])
+    frequency[0, 0] = 1
+    planes = []
+    for strength in (1.0, 0.2, 0.2):  # brightness, and two of colour
+        noise = draw.normal(size=frequency.shape) + 1j * draw.normal(size=frequency.shape)
+        plane = np.fft.irfft2(noise / frequency**1.2, s=(side, side))[:height, :width]
+        planes.append(128 + 40 * strength * plane / plane.std())
+    planes[0][height // 3 : height // 2, width // 4 : width // 2] += 60
+    stack = np.stack(planes, axis=-1)
+    return Image.fromarray(np.clip(stack, 0, 255).astype(np.uint8), "YCbCr").convert("RGB")
+
+
+def sharpness(pixels: np.ndarray[Any, Any]) -> float:
+    """Energy of the Laplacian of the grey picture."""
+    grey = pixels.astype(float).mean(axis=2)
+    inside = 4 * grey[1:-1, 1:-1] - grey[:-2, 1:-1] - grey[2:, 1:-1] - grey[1:-1, :-2] - grey[1:-1, 2:]
+    return float(np.mean(inside**2))
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG whose header promises a huge picture."""
     header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

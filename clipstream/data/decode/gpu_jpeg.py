@@ -156,7 +156,8 @@ def crop_and_resize(images: Sequence[torch.Tensor], crops: torch.Tensor, size: t
         down = resize_weights(heights, size[0], height, linear)
         across = resize_weights(widths, size[1], width, linear)
         across = torch.where(flips[..., None] > 0, across.flip(1), across)
-        pixels = down[:, None] @ planes @ across[:, None].mT
+        narrow = (planes @ across[:, None].mT).clamp_(0, 255)  # as Pillow does, which here also rounds
+        pixels = down[:, None] @ narrow
         made[start : start + step] = pixels.round_().clamp_(0, 255)
     return made
 

@@ -28,7 +28,7 @@ from clipstream.data.decode.train_transform import SPARE, ColourJitter, TrainTra
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.settings import AugmentSettings
 from clipstream.errors import Dropped
-from tests.support.image_files import bomb, decibels, png, save, smooth, turned, turning
+from tests.support.image_files import bomb, decibels, photograph, png, save, sharpness, smooth, turned, turning
 
 WHITE = (255, 255, 255)
 SIZES = [(97, 60), (60, 97), (33, 33), (20, 64), (10, 7), (64, 48)]
@@ -329,22 +329,6 @@ def test_pictures_above_the_limit_of_pixels_are_dropped_by_their_header(kind: st
     assert TrainTransform(spec, augment, "white", decoder=decoder, max_pixels=3000)(data, SampleRNG(1)).any()
 
 
-def photograph(width: int, height: int, seed: int) -> Image.Image:
-    """A picture with a photograph's spectrum, amplitudes as 1 / frequency, and some edges."""
-    draw = np.random.default_rng(seed)
-    side = -(-max(width, height) // 256) * 256  # whose transform is fast
-    frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None])
-    frequency[0, 0] = 1
-    planes = []
-    for strength in (1.0, 0.2, 0.2):  # brightness, and two of colour
-        noise = draw.normal(size=frequency.shape) + 1j * draw.normal(size=frequency.shape)
-        plane = np.fft.irfft2(noise / frequency**1.2, s=(side, side))[:height, :width]
-        planes.append(128 + 40 * strength * plane / plane.std())
-    planes[0][height // 3 : height // 2, width // 4 : width // 2] += 60
-    stack = np.stack(planes, axis=-1)
-    return Image.fromarray(np.clip(stack, 0, 255).astype(np.uint8), "YCbCr").convert("RGB")
-
-
 def decoders(size: int, **augment: Any) -> tuple[TrainTransform, TrainTransform]:
     spec, settings = ImageSpec((size, size)), AugmentSettings(**augment)
     return TrainTransform(spec, settings, "white"), TrainTransform(spec, settings, "white", decoder="exact")
@@ -382,13 +366,6 @@ def shift(moved: np.ndarray[Any, Any], still: np.ndarray[Any, Any]) -> np.ndarra
     slopes = np.stack([slope.ravel() for slope in np.gradient(other)], axis=1)
     found: np.ndarray[Any, Any] = np.linalg.lstsq(slopes, (other - one).ravel(), rcond=None)[0]
     return found
-
-
-def sharpness(pixels: np.ndarray[Any, Any]) -> float:
-    """Energy of the Laplacian of the grey picture."""
-    grey = pixels.astype(float).mean(axis=2)
-    inside = 4 * grey[1:-1, 1:-1] - grey[:-2, 1:-1] - grey[2:, 1:-1] - grey[1:-1, :-2] - grey[1:-1, 2:]
-    return float(np.mean(inside**2))
 
 
 SIDES = [(1500, 1100), (900, 1250), (1024, 768), (640, 480), (701, 483), (350, 527), (290, 130), (111, 222)]

@@ -137,6 +137,8 @@ def bench_input(command: CommandLine[InputFlags]) -> None:
     settings = command.load().settings
     if not settings.data.sources:
         raise SettingsError("bench requires shards: --train-data SHARDS")
+    if settings.data.decoder == "gpu":
+        raise SettingsError("data.decoder gpu: bench measures workers, without a GPU: use bench train --rungs shards")
     settings = settings.model_copy(update={"data": with_lanes(settings.data)})
     lanes, most = int(settings.data.lanes), cores()
     counts = [count for count in (2**k for k in range(most.bit_length())) if count <= min(most, lanes)]
