@@ -416,14 +416,12 @@ class JpegBatches(HostBatches):
         self._decoding: dict[int, Future[tuple[Batch, dict[int, str]]]] = {}  # by step
         self._untold, self._refused = told, 0
         if told:
-            announce(f"decoder  {decoder.name}; test image {decoder.decibels:.0f} dB")
+            announce(f"decoder  {decoder.name}; a test image has {decoder.decibels:.0f} dB to Pillow's pixels")
             if decoder.device.type == "cpu":
-                logger.warning(
-                    "data.decoder gpu: without a GPU, the training process decodes, which is slow: for tests"
-                )
+                logger.warning("data.decoder gpu: without a GPU, this process decodes, which is slow: for tests")
             elif decoder.decibels < LEAST_DB:
-                said = f"a test image has {decoder.decibels:.0f} dB to Pillow's pixels, less than {LEAST_DB:.0f}"
-                logger.warning(f"data.decoder gpu: {said}: chroma may be repeated in place of interpolated")
+                said = f"its pixels are below {LEAST_DB:.0f} dB: chroma may be repeated in place of interpolated"
+                logger.warning(f"data.decoder gpu: {said}; fast is closer to open_clip's")
 
     def start(self, batch: Batch) -> Batch:
         self._decoding[batch.step] = self._pool.submit(self._decode, batch)
