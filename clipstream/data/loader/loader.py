@@ -32,7 +32,14 @@ from typing import Any, Protocol
 
 from clipstream.data.batch import Batch
 from clipstream.data.loader.health import FIRST_SAMPLES, Budget, DroppedSample, FilledPart, Health, WorkerReport
-from clipstream.data.loader.recipe import BatchBuffer, BufferRing, BufferShape, HostBatches, device_prefetch_for
+from clipstream.data.loader.recipe import (
+    BatchBuffer,
+    BufferRing,
+    BufferShape,
+    HostBatches,
+    JpegBatches,
+    device_prefetch_for,
+)
 from clipstream.data.loader.stage_timing import IDLE, OPEN, StageIntervals, StageTimes, Stopwatch
 from clipstream.data.order.lanes import DataState, Fingerprint, Stream
 from clipstream.data.sources import Source
@@ -179,10 +186,9 @@ class Loader:
             for number in range(hosting.workers):
                 self._workers.append(ProcessWorker(self._maker(number), number))
             # Locks memory: not before a fork.
-            self._prefetch = device_prefetch_for(
-                hosting.device, self._ring, hosting.zero_copy,
-                jpegs=self.source.shape.jpegs, told=0 in self.stream.slots.lanes,
-            )  # fmt: skip
+            self._prefetch = device_prefetch_for(hosting.device, self._ring, hosting.zero_copy)
+            if self.source.shape.jpegs:
+                self._prefetch = JpegBatches(self._prefetch, hosting.device, told=0 in self.stream.slots.lanes)
             if not hosting.workers:
                 self._workers.append(ThreadWorker(self._maker(0)))
         except BaseException as error:
@@ -227,7 +233,7 @@ class Loader:
         self._step += 1
         with time_part(COPY):
             batch = self._prefetch.finish(batch)
-        if self._prefetch.broken:
+        if isinstance(self._prefetch, JpegBatches) and self._prefetch.broken:
             self._drop(batch, self._prefetch.broken)
         if self._prefetch.ahead:  # begin to copy the next batch, if it is complete
             self._refill()

@@ -317,15 +317,12 @@ class HostBatches:
     Attributes:
         ahead: whether a batch may be copied before it is asked for.
         zero_copy: whether batches are views.
-        broken: of the batch that was finished last, rows of images that cannot be decoded, with the error. Their pixels
-            and weights are 0.
     """
 
     ahead = False
 
     def __init__(self, zero_copy: bool = False) -> None:
         self.zero_copy = zero_copy
-        self.broken: dict[int, str] = {}
 
     def start(self, batch: Batch) -> Batch:
         """Begin to copy a batch; the result may be used after `finish`."""
@@ -404,14 +401,20 @@ class JpegBatches(HostBatches):
 
     Args:
         copies: for a GPU, on whose stream the thread decodes.
-        decoder: of the device.
+        device: torch's name of it.
         told: whether to print which decoder it is, and what workers left to it of the first batch.
+
+    Attributes:
+        broken: of the batch that was finished last, rows of images that cannot be decoded, with the error. Their pixels
+            and weights are 0.
+
+    Raises SettingsError: as JpegDecoder.
     """
 
-    def __init__(self, copies: HostBatches, decoder: JpegDecoder, told: bool) -> None:
+    def __init__(self, copies: HostBatches, device: str, told: bool) -> None:
         super().__init__(copies.zero_copy)
-        self.ahead = copies.ahead
-        self._copies, self._decoder = copies, decoder
+        self.ahead, self.broken = copies.ahead, dict[int, str]()
+        self._copies, self._decoder = copies, (decoder := JpegDecoder(device))
         self._pool = ThreadPoolExecutor(1, "decoder")
         self._decoding: dict[int, Future[tuple[Batch, dict[int, str]]]] = {}  # by step
         self._untold, self._refused = told, 0
@@ -480,16 +483,6 @@ class JpegBatches(HostBatches):
         return self._copies.start(decoded), broken
 
 
-def device_prefetch_for(
-    device: str, ring: BufferRing, zero_copy: bool = False, *, jpegs: bool = False, told: bool = True
-) -> HostBatches:
-    """The prefetch that suits the device; `zero_copy`, `told`: see HostBatches and JpegBatches.
-
-    Args:
-        jpegs: whether workers leave JPEGs undecoded.
-
-    Raises SettingsError: as JpegDecoder.
-    """
-    decoder = JpegDecoder(device) if jpegs else None
-    copies = CudaPrefetch(device, ring) if device.startswith("cuda") else HostBatches(zero_copy)
-    return copies if decoder is None else JpegBatches(copies, decoder, told)
+def device_prefetch_for(device: str, ring: BufferRing, zero_copy: bool = False) -> HostBatches:
+    """The prefetch that suits the device; `zero_copy`: see HostBatches."""
+    return CudaPrefetch(device, ring) if device.startswith("cuda") else HostBatches(zero_copy)

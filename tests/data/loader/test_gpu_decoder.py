@@ -13,7 +13,6 @@ from PIL import Image
 
 from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch, ImageSpec
-from clipstream.data.decode.gpu_jpeg import JpegDecoder
 from clipstream.data.loader.recipe import HostBatches, JpegBatches
 from clipstream.data.order_plan import views_of
 from clipstream.errors import DataError, SettingsError
@@ -100,7 +99,7 @@ def test_what_the_decoder_refuses_is_decoded_by_pillow_and_told_once(caplog: pyt
     pixels, rows = torch.from_numpy(slots).permute(0, 3, 1, 2), torch.from_numpy(crops)
     batch = Batch(pixels, made[0], torch.ones(3), ("a", "b", "c"), made[1], 0, 3, jpegs=rows)
     caplog.set_level(logging.INFO, "clipstream")
-    copies = JpegBatches(HostBatches(), JpegDecoder("cpu"), told=True)
+    copies = JpegBatches(HostBatches(), "cpu", told=True)
     found = copies.finish(copies.start(batch))
     copies.close()
     assert torch.equal(found.images[0], found.images[2]) and bool((found.images[1] == 7).all()) and not copies.broken
