@@ -69,4 +69,5 @@ if __name__ == "__main__":
         print(f"{name}: {found[name][0]} and {found[name][1]}", flush=True)
     assert [*found.values()] == [[400, 200], [400, 200], [800, 800]]
 EOF
-CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 "$work/venv/bin/python" -W ignore "$work/epoch.py" "$work" 2> "$work/log" || { tail -20 "$work/log"; exit 1; }
+CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 \
+    "$work/venv/bin/python" -W ignore "$work/epoch.py" "$work" 2> "$work/log" || { tail -20 "$work/log"; exit 1; }

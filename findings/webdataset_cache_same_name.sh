@@ -15,7 +15,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
 "$work/venv/bin/pip" install --quiet webdataset==1.0.2 numpy==2.4.1
-env -u http_proxy -u HTTP_PROXY -u all_proxy -u ALL_PROXY "$work/venv/bin/python" -W ignore - "$work" 2> "$work/log" <<'EOF' || { tail -20 "$work/log"; exit 1; }
+env -u http_proxy -u HTTP_PROXY -u all_proxy -u ALL_PROXY \
+    "$work/venv/bin/python" -W ignore - "$work" 2> "$work/log" <<'EOF' || { tail -20 "$work/log"; exit 1; }
 import http.server
 import io
 import sys
