@@ -131,7 +131,7 @@ class EqualCaptions(NamedTuple):
         once = are_first(pair)
         if sum(world.gather_objects(int(once.sum()))) == len(distinct):
             return None
-        return cls(of, first_places(of)[own], own, of.bincount()[own] * once)
+        return cls(of, first_places(of)[start : start + len(texts)], own, of.bincount()[own] * once)
 
     def limits(self, scores: torch.Tensor, world: World) -> tuple[torch.Tensor, torch.Tensor]:
         """The best score of an image with the text of each caption, float64 [m], and the number of such images.

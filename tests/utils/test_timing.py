@@ -388,7 +388,7 @@ def test_a_run_on_two_ranks_is_profiled_and_reported(place: Path) -> None:
     assert [set(parts) <= set(time) for time in times] == [True, True]
     page = render([read_run(folder)]).replace("<wbr>", "")
     dearest_one = line["profile"]["operations"][0]["name"]
-    for said in ("Where the step's time goes", "image forward", 'class="part communication"', dearest_one,
+    for said in ("Where the step's time goes", "image forward", "</i>communication</td>", dearest_one,
                  "The dearest operations of steps 2 to 3", "profile/steps_2-3.json.gz", "busy processor"):  # fmt: skip
         assert said in page, said
 
