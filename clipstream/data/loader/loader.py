@@ -375,7 +375,8 @@ class Loader:
         """Count samples of the batch that is handed out whose images cannot be decoded; their slots are empty."""
         late = Health(self.stream.names)
         for row, detail in broken.items():
-            source, (shard, _, key) = self.stream.names[int(batch.sources[row])], batch.keys[row].partition("/")
+            number = int(batch.sources[row])
+            source, (shard, key) = self.stream.names[number], self.source.sources[number].split_name(batch.keys[row])
             late.sources[source].used -= 1
             late.sources[source].drop(DroppedSample(source, shard, key, "undecodable_image", detail))
         self._merge(late)

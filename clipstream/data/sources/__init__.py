@@ -377,6 +377,12 @@ class Source:
         names = shard_names(titles.values())
         return {name: names[title] for name, title in titles.items()}
 
+    def split_name(self, sample: str) -> tuple[str, str]:
+        """The shard, without credentials, and the key of a sample of this source by its name, SHARD/KEY."""
+        names = self.shard_names
+        shard = max((one for one in names if sample.startswith(f"{names[one]}/")), key=lambda one: len(names[one]))
+        return redact(self.types[shard].title(shard)), sample[len(names[shard]) + 1 :]
+
     def known_keys(self, shard: str, *, read: bool = False) -> Container[str] | None:
         """The keys of all samples of the file or folder that a shard is of; those of local tars only with `read`."""
         kind = self.types[shard]

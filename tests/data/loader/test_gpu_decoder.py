@@ -87,6 +87,16 @@ def test_a_jpeg_that_nothing_decodes_leaves_its_slot_empty_and_is_counted(kind: 
         list(islice(stream, 1000))
 
 
+def test_a_broken_jpeg_is_listed_by_its_shard_and_key(tmp_path: Path) -> None:
+    broken = picture(0).replace(b"\xff\xdb", b"\xff\xee")
+    shards = [shard(tmp_path / name, [broken, *(picture(number) for number in range(1, 12))]) for name in "ab"]
+    with loader(data(shards, decoder="gpu", lanes=4), image=SIZE) as stream:  # both files have the same name
+        for _ in islice(stream, 6):
+            stream.mark_trained()
+        listed = {(one.shard, one.key) for one in stream.trained.take_dropped()}
+    assert listed and listed <= {(path, "000") for path in shards}
+
+
 def test_what_the_decoder_refuses_is_decoded_by_pillow_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     jpeg = save(Image.fromarray(smooth(60, 50)), "JPEG")
     junk = jpeg[:20] + b"\0junk" + jpeg[20:]  # between two segments, which Pillow passes over
