@@ -146,12 +146,13 @@ def filter_samples(command: CommandLine[FilterFlags]) -> None:
     samples = Samples(sample_table(source, settings.data, columns, executor=executor), source)
     if options.language_model and "language" in wanted:
         language_of = _languages(options.language_model)
-        blocks = [block["caption"].to_pylist() for _, block, _ in samples.blocks(["caption"])]
-        samples.columns["language"] = pa.array((language_of(text) for texts in blocks for text in texts), pa.string())
+        captions = (text for _, block, _ in samples.blocks(["caption"]) for text in block["caption"].to_pylist())
+        samples.columns["language"] = pa.array(map(language_of, captions), pa.string())
     for spec in options.scores:
         samples.join_scores(spec)
     if table is not None:
-        hidden = {*FIELDS} - {"language"} | {key} - {*wanted}  # of the same name in samples, or not in the rule
+        hidden = {*FIELDS} | {key} - {*wanted}  # of the same name in samples, or not in the rule
+        hidden -= set() if options.language_model else {"language"}
         joined = [name for name in table.column_names if name not in hidden]
         samples.join(table, joined, table[key], options.on, str(options.join))
     for name in set(OPTIONAL if recipe else ()) - {*samples.fields}:

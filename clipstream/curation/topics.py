@@ -203,9 +203,12 @@ def clusters(options: Any, rows: StoredRows, device: torch.device) -> None:
     if options.out:
         schema = [*SAMPLE, ("choice", pa.int32()), ("cluster", pa.int32()), ("score", pa.float32())]
         with TableWriter(Path(options.out), pa.schema(schema)) as writer:
-            for start, block in rows.blocks():
+            by_shard, first, held = _by_shard(rows), 0, list[Name]()
+            for start, block in rows.blocks():  # each of one shard
+                if start == first + len(held):
+                    first, (held, _) = start, next(by_shard)
                 cosines, numbers = (tensor.cpu() for tensor in found.assign(block.to(device)))
-                some = rows.names(range(start, start + len(block)))
+                some = held[start - first : start - first + len(block)]
                 of = {"choice": [name.choice for name in some], "cluster": numbers.int().numpy()}
                 writer.write({**sample_columns(some), **of, "score": cosines.numpy()})
         print(options.out)
@@ -311,10 +314,16 @@ def make_index(call: ImageSearch, folder: Path) -> None:
     for first, block in rows.blocks():
         features[first : first + len(block)] = block
     features.flush()
-    every = sorted(_images(rows, source), key=lambda one: not one[0])  # stable
+    sizes, unreadable = [0], list[bytes]()
     with (folder / IMAGES).open("wb") as file:
-        sizes = [file.write(json.dumps(image).encode() + b"\n") for _, image in every]
-    np.save(folder / f"draft.{ENDS}", np.cumsum([0, *sizes[: len(rows)]]))
+        for has_row, image in _images(rows, source):
+            line = json.dumps(image).encode() + b"\n"
+            if has_row:
+                sizes.append(file.write(line))
+            else:
+                unreadable.append(line)
+        file.writelines(unreadable)
+    np.save(folder / f"draft.{ENDS}", np.cumsum(sizes))
     os.replace(folder / f"draft.{ENDS}", folder / ENDS)  # the last file: now the folder is complete
     shutil.rmtree(options.folder)
 
