@@ -58,7 +58,7 @@ class EvalSettings(PluginSection):
         """The command that downloads the data, if it is known; of a set of the Hub without its training set."""
         public = None if self.data is None else _BENCHMARK.fullmatch(str(self.data.shards))
         name = f"clip-benchmark/{public[1]}" if public is not None and self.fetch is None else self.fetch
-        if name is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        if name is None or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
             return name
         place = f"'${{{ROOT}}}/{name.rpartition('/')[2]}'"
         return f"hf download {name} --repo-type dataset --exclude 'train/*' --local-dir {place}"

@@ -15,7 +15,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.probes import Neighbours
 from clipstream.evals.retrieval_and_loss import Retrieval
-from clipstream.evals.settings import NeighboursSettings, RetrievalSettings, ZeroShotSettings
+from clipstream.evals.settings import ChoiceSettings, NeighboursSettings, RetrievalSettings, ZeroShotSettings
 from clipstream.evals.zero_shot import ZeroShot
 from tests.support.evaluating import context_of
 from tests.support.pictures import make_shards, picture
@@ -134,3 +134,9 @@ def test_captions_in_every_form(place: Path) -> None:
     assert retrieval(f"{place}/rows.jsonl", caption=lists) == pytest.approx(expected, abs=1e-9)  # the first of each
     found = retrieval(f"{place}/rows.jsonl", caption=lists, captions="all")
     assert (found["n"], found["captions"]) == (COUNT, 2 * COUNT)
+
+
+def test_fetch_is_a_command_or_the_name_of_a_set() -> None:
+    assert ChoiceSettings(fetch="./get.sh").download == "./get.sh"
+    found = ChoiceSettings(fetch="org/set").download
+    assert found is not None and found.startswith("hf download org/set ")
