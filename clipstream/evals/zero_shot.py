@@ -137,7 +137,7 @@ class ZeroShot:
                 roles.append(half if tune is None else torch.full_like(half, 2 * (key != "data")))
                 if key == "data":
                     matches.add(images[-1], batch, partial(self._words, batch))
-            if source and not any(world.gather_objects(len(images) > before)):
+            if key == "data" and not any(world.gather_objects(len(images) > before)):
                 raise context.unusable("image with labels")
         matches.show()
         there, role = torch.cat(labels).to(classifier.device), torch.cat(roles).to(classifier.device)
