@@ -60,8 +60,11 @@ class Choice:
         if not rows:
             raise context.unusable("image with a right and a wrong text")
         taken = set[str]()
-        for category in sorted({"", *(row[0] for row in rows)}):
-            own = [row for row in rows if category in ("", row[0])]
+        by_category = {"": rows}
+        for row in rows:
+            if row[0]:
+                by_category.setdefault(row[0], []).append(row)
+        for category, own in sorted(by_category.items()):
             name = re.sub(r"\W+", "_", category).strip("_")
             name = f"of_{name}" if name == "chance" or (category and not name) else name
             while name in taken:  # of 'a b' and 'a-b'
