@@ -78,7 +78,7 @@ class Template(NamedTuple):
 def _plain_texts(values: Sequence[Any]) -> Iterator[str]:
     """The texts and numbers among values and in their lists."""
     for value in values:
-        inner = (structure(value) if isinstance(value, str) else None) or value
+        inner = unwrapped(value)
         if isinstance(inner, list):
             yield from _plain_texts(inner)
         elif isinstance(inner, str) and inner.strip():
@@ -188,6 +188,11 @@ def structure(text: str) -> list[Any] | dict[Any, Any] | None:
             return [value.decode(errors="surrogateescape")]
         return value if isinstance(value, (list, dict)) else None
     return None
+
+
+def unwrapped(value: Any) -> Any:
+    """The list or object that a text is, see `structure`; any other value as it is."""
+    return (structure(value) if isinstance(value, str) else None) or value
 
 
 def _parse_printed(text: str) -> Any:

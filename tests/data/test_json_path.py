@@ -152,11 +152,7 @@ def raw(value: Any) -> dict[str, Any]:
         ("texts[lang=en].t", {}, ["a dog", "the dog", "a brown dog"]),
         (["texts[lang=fr].t", "texts[lang=de].t"], {}, ["ein Hund"]),
         ("texts[lang=fr].t", {"fallback": "txt"}, ["the text"]),
-        (
-            ["texts[lang=de].t", "texts[lang=en].t"],
-            {"weights": [3, 1]},
-            ["ein Hund", "a dog", "the dog", "a brown dog"],
-        ),
+        (["texts[lang=de].t", "texts[lang=en].t"], {"weights": [3, 1]}, TEXTS_OF_ALL),
         ("texts[lang=fr].t", {}, ["no_caption"]),
     ],
 )

@@ -12,8 +12,8 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import chain
+from functools import lru_cache, partial
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from clipstream.data.decode.class_names import class_names, fold_name, number_of, prompt_templates
 from clipstream.data.json_path import ABSENT as ABSENT
-from clipstream.data.json_path import parse_path, parse_text, structure, texts_at, value_at
+from clipstream.data.json_path import parse_path, parse_text, structure, texts_at, unwrapped, value_at
 from clipstream.data.source_settings import SENTENCE, SWAP, CaptionSettings, JsonCaption, LabelCaption, TextCaption
 from clipstream.errors import Dropped, SettingsError, errors_as
 from clipstream.text import listed, printable
@@ -81,16 +81,9 @@ def draw_caption(by_path: Sequence[list[str]], weights: Sequence[float] | None, 
     usable = [number for number in present if weights is None or weights[number]] or present[:1]
     path = usable[0]
     if weights is not None and len(usable) > 1:
-        total = 0.0  # not `sum`, which adds floats in another way since Python 3.12
-        for number in usable:
-            total += weights[number]
+        *_, total = accumulate(weights[number] for number in usable)  # not `sum`: since Python 3.12 it rounds otherwise
         point = rng.uniform() * total
-        path = usable[-1]
-        for number in usable:
-            point -= weights[number]
-            if point < 0:
-                path = number
-                break
+        path = next((number for number in usable if (point := point - weights[number]) < 0), usable[-1])
     before = sum(len(texts) for texts in by_path[:path])
     return before + (rng.integer(len(by_path[path])) if len(by_path[path]) > 1 else 0)
 
@@ -218,7 +211,10 @@ def build_transform(path: str | None) -> SampleTransform | None:
 
     Raises SettingsError: there is no such function.
     """
-    return None if path is None else _OwnTransform(path)
+    if path is None:
+        return None
+    with errors_as(SettingsError, "transform", ValueError):
+        return partial(_transformed, load_function(path))
 
 
 class _Field:
@@ -322,7 +318,7 @@ class JsonField(_Field):
             return found
         with contextlib.suppress(Dropped):  # the fallback may stand in for a broken JSON member
             for inner in texts_at(object_of(sample, self._json, "no_caption"), _parsed(path)):
-                there = (structure(inner) if isinstance(inner, str) else None) or inner
+                there = unwrapped(inner)
                 for text in there if isinstance(there, list) else [there]:
                     with contextlib.suppress(Dropped):
                         found += [usable_text(text)] if isinstance(text, str) else []
@@ -347,7 +343,7 @@ class JsonField(_Field):
                 break
             items: list[Any] = []
             for inner in texts_at(value, self._paths[number]):
-                there = (structure(inner) if isinstance(inner, str) else None) or inner
+                there = unwrapped(inner)
                 items += there if isinstance(there, list) else [there]
                 inside = there if isinstance(there, (list, dict)) else inside
             for text in items:
@@ -470,7 +466,6 @@ class _OwnExtractor:
         return usable_text(caption)
 
     def candidates(self, sample: RawSample) -> list[list[str]]:
-        """See `candidates`. Raises Dropped: as __call__."""
         if (own := getattr(self._extractor, "candidates", None)) is None:
             return [[self(sample, None)]]
         texts = call_plugin("extractor_error", "the caption extractor", own, sample)
@@ -479,20 +474,14 @@ class _OwnExtractor:
         return [[usable_text(text) for text in texts]]
 
 
-class _OwnTransform:
-    """A user's transform; its exceptions and wrong results drop the sample."""
-
-    def __init__(self, path: str) -> None:
-        with errors_as(SettingsError, "transform", ValueError):
-            self._function = load_function(path)
-
-    def __call__(self, sample: RawSample) -> RawSample:
-        changed = call_plugin("transform_error", "the transform", self._function, sample)
-        if changed is None:
-            raise Dropped("transform_none", "")
-        if not isinstance(changed, Mapping):
-            raise Dropped("transform_error", f"expected a mapping, not {type(changed).__name__}")
-        return changed
+def _transformed(function: Callable[..., Any], sample: RawSample) -> RawSample:
+    """What a user's transform makes of a sample. Raises Dropped."""
+    changed = call_plugin("transform_error", "the transform", function, sample)
+    if changed is None:
+        raise Dropped("transform_none", "")
+    if not isinstance(changed, Mapping):
+        raise Dropped("transform_error", f"expected a mapping, not {type(changed).__name__}")
+    return changed
 
 
 def member_of(sample: RawSample, suffixes: Sequence[str]) -> Any:
@@ -554,8 +543,7 @@ def json_value(value: Any) -> Any:
             if not isinstance(value, str) or structure(value) is None:
                 what = f"no UTF-8: {to_utf8(bytes(value))}" if isinstance(error, UnicodeDecodeError) else str(error)
                 raise Dropped("json_invalid", what) from error
-    # A text that holds JSON, or an object as Python prints it.
-    return (structure(value) if isinstance(value, str) else None) or value
+    return unwrapped(value)
 
 
 def label_text(value: Any) -> str:

@@ -54,17 +54,17 @@ _TURNS = {  # EXIF 2.32, table 6: tag Orientation -> operation that makes the im
 class ImageTransform(Protocol):
     """Makes the pixels of an image file."""
 
+    # shares of the last image's area that its crop, and evaluation's, left out; None if they are not known
+    lost: tuple[float, float] | None = None
+    # of the last image, if its file was written in place of its pixels, what Batch.jpegs says of it
+    jpeg: tuple[int, ...] | None = None
+
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """uint8 [H, W, 3] of the file `data`; written into `out` if given.
 
         `rng` has the random numbers of the sample; None in evaluation. Raises Dropped if the image cannot be used.
         """
         ...
-
-    # shares of the last image's area that its crop, and evaluation's, left out; None if they are not known
-    lost: tuple[float, float] | None
-    # of the last image, if its file was written in place of its pixels, what Batch.jpegs says of it
-    jpeg: tuple[int, ...] | None
 
 
 class UserImageTransform(Protocol):
@@ -83,7 +83,7 @@ class UserImageTransform(Protocol):
         ...
 
 
-class OwnImageTransform:
+class OwnImageTransform(ImageTransform):
     """An ImageTransform around a user's UserImageTransform; its exceptions and wrong results drop the sample.
 
     Args:
@@ -122,11 +122,8 @@ class OwnImageTransform:
         out[...] = pixels
         return out
 
-    lost: tuple[float, float] | None = None
-    jpeg: tuple[int, ...] | None = None
 
-
-class EvalTransform:
+class EvalTransform(ImageTransform):
     """open_clip's evaluation transform, bit for bit, before ToTensor and Normalize.
 
     The image is resized before it is converted to RGB, which matters for palettes and CMYK. Two kinds of images
@@ -141,8 +138,6 @@ class EvalTransform:
 
     def __init__(self, spec: ImageSpec, background: str, upright: bool = False, max_pixels: int = MAX_PIXELS) -> None:
         self.spec, self.background, self.upright, self.max_pixels = spec, rgb(background), upright, max_pixels
-        self.lost: tuple[float, float] | None = None
-        self.jpeg: tuple[int, ...] | None = None
 
     def __call__(self, data: bytes, rng: SampleRNG | None = None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform; `rng` is not used. Raises Dropped: `undecodable_image` or `image_too_large`."""
@@ -187,7 +182,6 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def turn_upright(image: Image.Image, orientation: int) -> Image.Image:
-    """The image upright."""
     return image if orientation == 1 else image.transpose(_TURNS[orientation])
 
 
@@ -223,9 +217,8 @@ def decode_image(data: bytes, background: Colour, upright: bool, max_pixels: int
 
 def opaque(image: Image.Image, background: Colour) -> Image.Image:
     """The image without transparency and with 8 bits per channel; unchanged if it is so already."""
-    if _is_wide(image):
-        image = _narrow(image)
-    if image.mode not in _WITH_ALPHA and "transparency" not in image.info:
+    image = _narrow(image)
+    if not _has_alpha(image):
         return image
     if image.mode != "RGBA":
         image = convert_image(image, "RGBA")
@@ -236,9 +229,8 @@ def opaque(image: Image.Image, background: Colour) -> Image.Image:
 
 def is_transparent(image: Image.Image) -> bool:
     """Whether a loaded image has pixels that are not opaque. Raises Dropped."""
-    image = _narrow(image) if _is_wide(image) else image
-    has = image.mode in _WITH_ALPHA or "transparency" in image.info
-    return has and convert_image(image, "RGBA").getchannel("A").getextrema()[0] != 255
+    image = _narrow(image)
+    return _has_alpha(image) and convert_image(image, "RGBA").getchannel("A").getextrema()[0] != 255
 
 
 def transparency_note(transparent: int, images: int, background: str) -> str:
@@ -248,8 +240,14 @@ def transparency_note(transparent: int, images: int, background: str) -> str:
     return f"images: {told} transparent, laid on {background}" if transparent else ""
 
 
+def _has_alpha(image: Image.Image) -> bool:
+    return image.mode in _WITH_ALPHA or "transparency" in image.info
+
+
 def _narrow(image: Image.Image) -> Image.Image:
-    """An image of wide values with 8 bits: in mode L, or LA where one value is transparent."""
+    """The image with 8 bits: one of wide values in mode L, or LA where one value is transparent."""
+    if not _is_wide(image):
+        return image
     values, clear = np.asarray(image), image.info.get("transparency")
     if not isinstance(clear, int) or (seen := values != clear).all():
         return Image.fromarray(_to_uint8(values))
@@ -338,7 +336,7 @@ def is_smooth(image: Image.Image) -> bool:
     Not so for palettes and single bits, which Pillow resizes without a filter, nor for CMYK, which is not linear in
     RGB.
     """
-    return image.mode in ("L", "RGB", *_WITH_ALPHA) or _is_wide(image) or "transparency" in image.info
+    return image.mode in ("L", "RGB") or _is_wide(image) or _has_alpha(image)
 
 
 def convert_image(image: Image.Image, mode: str = "RGB") -> Image.Image:
@@ -407,14 +405,11 @@ def eight_bits(image: Image.Image, background: str | None) -> Image.Image:
 
     `background` is the colour under transparent pixels; None keeps the transparency. Raises Dropped.
     """
-    image = load_image(image)
-    if _is_wide(image):
-        image = _narrow(image)
-    clear = image.mode in _WITH_ALPHA or "transparency" in image.info
-    if not clear or background is not None:
-        image = opaque(image, rgb(background or "white"))
-        return image if image.mode in ("RGB", "L") else convert_image(image, "L" if image.mode == "1" else "RGB")
-    return image if image.mode in ("RGBA", "LA") else convert_image(image, "RGBA")
+    image = _narrow(load_image(image))
+    if background is None and _has_alpha(image):
+        return image if image.mode in ("RGBA", "LA") else convert_image(image, "RGBA")
+    image = opaque(image, rgb(background or "white"))
+    return image if image.mode in ("RGB", "L") else convert_image(image, "L" if image.mode == "1" else "RGB")
 
 
 @cache

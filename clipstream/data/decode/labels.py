@@ -290,7 +290,6 @@ class LabelsEncoder:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The names of the classes."""
         return ", ".join(self._one.decode([number]) for number, there in enumerate(ids) if there)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
-from clipstream.data.json_path import parse_path, step_of, structure
+from clipstream.data.json_path import parse_path, step_of, structure, unwrapped
 from clipstream.data.source_settings import (
     CSV_CAPTION,
     IMAGE_KEY,
@@ -172,7 +172,6 @@ class Profile:
         self._keep([kept])
 
     def merge(self, other: Profile) -> None:
-        """Add another profile's counts to this one."""
         self.samples += other.samples
         self.suffixes.update(other.suffixes)
         self.parts.update(other.parts)
@@ -227,7 +226,7 @@ class Profile:
         `place` is the key of the settings where the source stands.
         """
         flags = []
-        if not any(self.suffixes[suffix] for suffix in split_keys(image_key)):
+        if not self._has_image(image_key):
             dotted = self._dotted_suffixes()
             known = [suffix for suffix, _ in self.images.most_common() if suffix not in dotted and _nameable(suffix)]
             option = f"--{'' if place == SHORT_FLAGS else f'{place}.'}image-key"
@@ -240,7 +239,7 @@ class Profile:
         """The flags to use, and other members and fields with text if no caption was found; '' if nothing helps."""
         flags = self.suggestion(image_key, caption, place)
         parts = [f"use {' '.join(flags)}"] if flags else []
-        if not self.images and not any(self.suffixes[suffix] for suffix in split_keys(image_key)):
+        if not self.images and not self._has_image(image_key):
             parts = [f"member {suffix} is {what}" for suffix, what in [*self.strange.items()][:2]]
         if caption is not None and not self._has_caption(caption):
             others = [flag for flag in self.captions(caption, place) if flag not in flags]
@@ -258,8 +257,8 @@ class Profile:
         told = self.summary()
         if not self.samples:
             return lines(*told)
-        wanted = split_keys(image_key)
-        if not any(self.suffixes[suffix] for suffix in wanted):
+        if not self._has_image(image_key):
+            wanted = split_keys(image_key)
             named = " or ".join(wanted) if len(wanted) < 5 else f"{wanted[0]}, {wanted[1]} or the like"
             told.append(f"no sample has an image member named {named} (--image-key)")
         if caption is None:
@@ -268,9 +267,9 @@ class Profile:
             )
         elif not self._has_caption(caption):
             key = caption.key if isinstance(caption, (TextCaption, JsonCaption)) else caption.type
-            at, flag = (
-                (f" at {' or '.join(caption.paths)}", "json") if isinstance(caption, JsonCaption) else ("", "key")
-            )
+            at, flag = "", "key"
+            if isinstance(caption, JsonCaption):
+                at, flag = f" at {' or '.join(caption.paths)}", "json"
             told.append(f"no sample has text in the member {key.replace(';', ' or ')}{at} (--caption-{flag})")
         return lines(*filter(None, [*told, self.layout(), self.hint(image_key, caption, place)]))
 
@@ -341,11 +340,10 @@ class Profile:
         if not isinstance(caption, JsonCaption) or not (found := list(filter(None, self._draw_captions(caption)))):
             return ""
         texts = Counter(text for texts in found for text in texts)
-        if not _are_tags(texts.total() / len(found), texts):
+        each, joined = texts.total() / len(found), shlex.quote(f"{{{caption.paths[0]}}}")
+        if not _are_tags(each, texts):
             return ""
-        joined = shlex.quote(f"{{{caption.paths[0]}}}")
-        each = f"{texts.total() / len(found):.0f}"
-        return f"training draws one of {each} short texts of a sample: --caption-json {joined} joins them"
+        return f"training draws one of {each:.0f} short texts of a sample: --caption-json {joined} joins them"
 
     def layout(self) -> str:
         """A note if each sample is a folder, or names of images have dots before their extension; '' if not."""
@@ -382,6 +380,9 @@ class Profile:
                 dotted += names
         return dotted
 
+    def _has_image(self, image_key: str) -> bool:
+        return any(self.suffixes[suffix] for suffix in split_keys(image_key))
+
     def _has_caption(self, caption: CaptionSettings) -> bool:
         """Whether any of the samples kept has the caption that the settings name."""
         return not isinstance(caption, (TextCaption, JsonCaption)) or any(self._draw_captions(caption))
@@ -393,7 +394,6 @@ def _are_tags(each: float, texts: Counter[str]) -> bool:
 
 
 def _add_json(fields: dict[str, Field], member: str, data: bytes) -> None:
-    """Add the fields of a JSON member."""
     here: Counter[str] = Counter()
     try:
         if len(data) > MAX_JSON:
@@ -421,7 +421,7 @@ def _add_json(fields: dict[str, Field], member: str, data: bytes) -> None:
 def _leaves(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
     """(path, kind, value) of all fields of a JSON value; `*` stands for the positions of a list of objects or lists."""
     deep = depth >= DEPTH
-    value = (structure(value) if isinstance(value, str) else None) or value
+    value = unwrapped(value)
     if isinstance(value, dict) and not deep:
         for name, inner in value.items():
             if name := str(name):  # no path can name a field with an empty name

@@ -162,7 +162,6 @@ class OpenClipTokenizer:
         self.vocab_size = int(tokenizer.vocab_size) if inner is None else len(inner)
 
     def encode(self, texts: Sequence[str]) -> Ids:
-        """int32 [n, T]."""
         if not texts:
             return np.zeros((0, self.context_length), dtype=np.int32)
         ids: Ids = self._tokenizer(list(texts), context_length=self.context_length).numpy().astype(np.int32)

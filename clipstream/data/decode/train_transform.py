@@ -18,6 +18,7 @@ from clipstream.data.decode.images import (
     FACTORS,
     FILTERS,
     ImageHeader,
+    ImageTransform,
     Pixels,
     check_shape,
     decode,
@@ -65,7 +66,7 @@ class Box(NamedTuple):
     height: int
 
 
-class TrainTransform:
+class TrainTransform(ImageTransform):
     """A random crop, resized to the model's size and optionally mirrored and recoloured.
 
     `exact` has open_clip's pixels, bit for bit given the same crop: the complete image is decoded and cropped, and
@@ -101,8 +102,6 @@ class TrainTransform:
         self._make = self._exact if decoder == "exact" else self._fast
         self._leaves = decoder == "gpu"
         webp_decoder()  # imported before the workers are forked
-        self.lost: tuple[float, float] | None = None
-        self.jpeg: tuple[int, ...] | None = None
 
     def __call__(self, data: bytes, rng: SampleRNG | None, out: Pixels | None = None) -> Pixels:
         """See ImageTransform. Raises Dropped: `undecodable_image`, `image_too_large` or `image_too_thin`."""

@@ -48,15 +48,14 @@ class Taken(NamedTuple):
 class Positions:
     """The cursors of all lanes at one moment."""
 
-    group: Numbers
-    window: Numbers
-    position: Numbers
+    places: Numbers  # group, window and position, int64 [lanes, 3]
     skipped: Mapping[int, tuple[int, ...]]  # by lane, where there are any
 
     def cursors(self) -> list[Cursor]:
-        """One by lane."""
-        columns = zip(self.group.tolist(), self.window.tolist(), self.position.tolist(), strict=True)
-        return [Cursor(*row, list(self.skipped.get(lane, ()))) for lane, row in enumerate(columns)]
+        return [
+            Cursor(group, window, position, list(self.skipped.get(lane, ())))
+            for lane, (group, window, position) in enumerate(self.places.tolist())
+        ]
 
 
 @dataclass
@@ -135,10 +134,9 @@ class LaneWindows:
         count = len(lanes)
         self._keeps_slots, self._shards, self._samples = order.keeps_slots, shards, samples
         self._walks = [LaneWalk(order, lane, cursor, shards) for lane, cursor in zip(lanes, cursors, strict=True)]
-        self._group, self._window, self._position = (
-            np.array([getattr(cursor, name) for cursor in cursors], dtype=np.int64)
-            for name in ("group", "window", "position")
-        )
+        places = [(one.group, one.window, one.position) for one in cursors]
+        self._cursors: Numbers = np.array(places, dtype=np.int64).reshape(-1, 3)
+        self._position = self._cursors[:, 2]
         self._skipped = {lane: tuple(cursor.skipped) for lane, cursor in enumerate(cursors) if cursor.skipped}
         # The open windows: by lane the samples that can be taken, the next of them, how many there are, and the length
         # of the window with dropped ones.
@@ -153,8 +151,7 @@ class LaneWindows:
         self._dropped: list[tuple[Numbers, Numbers]] = [(self._next, self._next)] * count
 
     def positions(self) -> Positions:
-        """The cursors of all lanes."""
-        return Positions(self._group.copy(), self._window.copy(), self._position.copy(), self._skipped)
+        return Positions(self._cursors.copy(), self._skipped)
 
     def take(self, lanes: Numbers) -> Taken:
         """The next sample of each of `lanes`, which are in order; a lane that occurs m times gives m samples."""
@@ -230,7 +227,7 @@ class LaneWindows:
         """Compute the samples of the cursor's window."""
         drawn, self._keys[lane] = walk.window()
         cursor = walk.cursor
-        self._group[lane], self._window[lane], self._position[lane] = cursor.group, cursor.window, cursor.position
+        self._cursors[lane] = cursor.group, cursor.window, cursor.position
         if self._skipped.get(lane, ()) != tuple(cursor.skipped):
             self._skipped = {**self._skipped, lane: tuple(cursor.skipped)}
         skipped: Flags | None = np.isin(drawn[:, 0], cursor.skipped) if cursor.skipped else None
@@ -255,7 +252,6 @@ class LaneWindows:
         self._count[lane], self._size[lane] = len(places), len(drawn)
 
     def close(self) -> None:
-        """Release all shards."""
         for walk in self._walks:
             walk.close()
         self._shards.close()
@@ -275,17 +271,14 @@ class FeatureBatches:
 
     @property
     def shape(self) -> BufferShape:
-        """Of the batch buffers."""
         return self.inputs.shape(self.slots)
 
     def filler(
         self, worker: int, ring: BufferRing, report: Callable[[WorkerReport], None], stopwatch: Stopwatch
     ) -> _Drawer:
-        """The function that draws and gathers a batch."""
         return _Drawer(self, ring, report, stopwatch)
 
     def batch(self, parts: Sequence[DrawnBatch], buffer: BatchBuffer) -> Batch:
-        """The batch in a buffer."""
         (part,) = parts
         count = len(part.numbers)
         keys = StoredKeys(self.samples, part.sources, part.numbers)
@@ -329,7 +322,6 @@ class _Drawer:
         return lanes, np.arange(len(lanes)) - (np.cumsum(counts) - counts)[lanes], counts
 
     def __call__(self, step: int) -> DrawnBatch:
-        """Draw and gather batch number `step`."""
         self._stopwatch.begin(ORDER)
         lanes, turns, counts = self._slots(self._stream.slots.batch_size(step))
         count, buffer = len(lanes), self._ring[step]
@@ -379,7 +371,6 @@ class _Drawer:
             buffer.ids[slots] = samples.gather(IDS, found.numbers, choices, views).numpy()
 
     def close(self) -> None:
-        """Release the shards."""
         for windows in self._windows:
             windows.close()
 

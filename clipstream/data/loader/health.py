@@ -89,7 +89,6 @@ class Captions:
                 self.multilingual[key] = name
 
     def merge(self, other: Captions) -> None:
-        """Add the samples of another."""
         for key, caption in other.seen.items():
             if len(self.seen) < FIRST_SAMPLES:
                 self.seen.setdefault(key, caption)
@@ -203,7 +202,6 @@ class SourceHealth:
         return f"{len(self.shards)} shards tried, {len(self.faults)} broken; {self.read} read, {self.used} used{drops}"
 
     def merge(self, delta: SourceHealth) -> None:
-        """Add the counts of another."""
         self.read += delta.read
         self.used += delta.used
         self.dropped.update(delta.dropped)

@@ -283,7 +283,6 @@ class Loader:
         self.source.close()
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers."""
         pids = [worker.process.pid for worker in self._workers if isinstance(worker, ProcessWorker)]
         return [pid for pid in pids if pid is not None]
 

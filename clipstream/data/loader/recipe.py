@@ -92,10 +92,6 @@ class ModelInputs:
             samples, *size, width, *teacher_size, teacher_width, tuple(stored.items()), views, roles, self.jpegs
         )
 
-    def lengths(self, ids: torch.Tensor) -> tuple[Any, ...] | None:
-        """The true lengths of texts; counted before the copy to the device, where ids would be waited for."""
-        return None if self.text_lengths is None else self.text_lengths(ids)
-
     def batch(
         self,
         buffer: BatchBuffer,
@@ -124,7 +120,8 @@ class ModelInputs:
             groups=None if self.groups is None else torch.from_numpy(buffer.groups[rows]),
             teacher_pixels=pixels(buffer.teacher_pixels) if self.teacher_image else None,
             teacher_ids=torch.from_numpy(buffer.teacher_ids[rows]) if self.teacher_tokenizer else None,
-            lengths=self.lengths(ids),
+            # Counted before the copy to the device, where ids would be waited for.
+            lengths=None if self.text_lengths is None else self.text_lengths(ids),
             captions=captions,
             roles=torch.from_numpy(buffer.roles[rows]) if self.texts > 1 else None,
             jpegs=torch.from_numpy(buffer.jpegs[rows]) if self.jpegs else None,
@@ -245,7 +242,6 @@ class BufferShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a buffer."""
         arrays = (*self.arrays().values(), *self.rows().values())
         return sum(_align(math.prod(dims) * np.dtype(dtype).itemsize) for dtype, dims in arrays)
 

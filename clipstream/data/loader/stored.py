@@ -111,7 +111,6 @@ class StoredData:
 
     @property
     def teachers(self) -> list[str]:
-        """Names of the teachers."""
         return list(dict.fromkeys(name.rpartition(".")[0] for name in self.by_name if "." in name))
 
     @property
@@ -144,7 +143,6 @@ class StoredData:
         return max(counts, default=0)
 
     def row_bytes(self) -> dict[str, int]:
-        """Bytes of a row of each of the features."""
         return {name: store.manifest.parts[part].row_bytes for name, (store, part) in self.by_name.items()}
 
     def view_as_stored(self, rows: Mapping[str, np.ndarray[Any, Any]], count: int) -> dict[str, torch.Tensor]:
