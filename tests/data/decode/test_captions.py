@@ -307,8 +307,6 @@ class Own:
         prefix: str = ""
 
     def __init__(self, settings: Settings) -> None:
-        if settings.prefix == "bad":
-            raise RuntimeError("bad prefix")
         self.settings = settings
         self.members = ("TXT",)
 
@@ -327,8 +325,6 @@ def test_a_users_extractor() -> None:
         assert caption(settings, raw(txt=text.encode())) == expected
     with pytest.raises(Dropped, match=r"extractor_error: KeyError\('txt'\)"):
         extractor(raw(), None)
-    with pytest.raises(SettingsError, match="bad prefix"):
-        caption({**settings, "prefix": "bad"}, raw())
 
 
 def of_text(sample: Mapping[str, Any]) -> str | None:
