@@ -87,8 +87,8 @@ def test_samples_come_as_often_as_their_probability_says(shards: list[str], chan
         passes = sum(counts[n] for n, p in CHANCE.items() if p == 1) / sum(p == 1 for p in CHANCE.values())
         assert abs(passes - batches * 12 / total) < 8
         assert_binomial(counts, round(passes), more=3)
-        dropped = one.trained.summary()["train"]["dropped"]
-        assert set(dropped) == {"not_drawn"} and one.trained.sources["train"].failed == 0
+        train = one.trained.sources["train"]
+        assert set(train.dropped) == {"not_drawn"} and train.failed == 0
     else:
         assert_binomial(counts, batches // 2)  # of 24 samples, which 2 batches of 12 hold
 

@@ -15,6 +15,7 @@ import torch
 
 from clipstream.cli.verbs.index import main as index
 from clipstream.data.batch import Batch
+from clipstream.data.loader.health import merge_counts
 from clipstream.data.order.lanes import DataState
 from clipstream.data.settings import DataSettings
 from clipstream.data.sources.indexes import identity_of, write
@@ -65,7 +66,7 @@ def play(settings: DataSettings, ranks: int, steps: int) -> tuple[list[list[Batc
     batches = [[next(one) for one in loaders] for _ in range(steps)]
     counts: Counter[str] = Counter()
     for one in loaders:
-        for source in one.health.summary().values():
+        for source in merge_counts([one.health.counts()]).values():
             counts.update({key: value for key, value in source.items() if isinstance(value, int)})
             counts.update(source["dropped"])
         one.close()
@@ -242,7 +243,7 @@ def test_a_broken_shard_without_samples_is_counted(
         assert index([*shards, str(broken), "--executor=local:1"]) == 0
     with loader(indexed([*shards, str(broken)])) as stream:
         next(stream)
-        train = stream.health.summary()["train"]
+        train = merge_counts([stream.health.counts()])["train"]
     reason = "truncated_member" if by_index else "not_a_tar"
     assert (train["shards"], train["shard_faults"], train["fault_reasons"]) == (4, 1, {reason: 1})
     assert capsys.readouterr().err.count(f"warning: source 'train': {broken}: {reason}: ") == 1

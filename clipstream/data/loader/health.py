@@ -264,12 +264,6 @@ class Health:
         self.sources = {name: SourceHealth() for name in self.sources}
         return delta
 
-    def summary(self) -> dict[str, dict[str, Any]]:
-        """Counts for metrics: {source: {read, used, dropped: {reason: n}, examples: {reason: text}, shards,
-        shard_faults, fault_reasons: {reason: n}}}, and the remainders of exact epochs.
-        """
-        return without_sets(merge_counts([self.counts()]))
-
     def counts(self) -> dict[str, dict[str, Any]]:
         """What `merge_counts` takes: counts, and the sets of shards that were tried (as bits, in hexadecimal) and of
         broken ones, with the reason.
@@ -303,7 +297,9 @@ def empty_shards(sources: Mapping[str, Source]) -> Health:
 def merge_counts(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The counts of all ranks, or of a run before and after it was resumed, by source.
 
-    A shard that several parts tried counts once. Those of a checkpoint of 0.1.0, which has no sets, are not counted.
+    These are read, used, dropped {reason: n}, examples {reason: text}, tried, faults, shards, shard_faults,
+    fault_reasons {reason: n}, and the remainders of exact epochs. A shard that several parts tried counts once. Those
+    of a checkpoint of 0.1.0, which has no sets, are not counted.
     """
     merged: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for part in parts for name in part):

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from clipstream.data.batch import checksum
+from clipstream.data.loader.health import merge_counts
 from clipstream.errors import DataError
 from tests.support.image_files import bomb, save
 from tests.support.loaders import data, loader
@@ -95,7 +96,7 @@ def test_each_is_counted_and_gives_its_whole_samples(tmp_path: Path, workers: in
                     assert sum_ == checksum(own["jpg"]), key
                     assert (ids.numpy() == ByteTokenizer().encode([own["txt"]])[0]).all(), key
             seen.update(key for key in batch.keys if int(key.split("/")[1]) < 900_000)
-        losses, counts = stream.health.take_dropped(), stream.health.summary()["train"]
+        losses, counts = stream.health.take_dropped(), merge_counts([stream.health.counts()])["train"]
     assert seen == set(expected), "exactly the whole samples are used"
     assert {loss.shard: loss.reason for loss in losses} == reasons and all(loss.detail for loss in losses)
     assert counts["fault_reasons"] == Counter(reasons.values()) and counts["shard_faults"] == len(reasons)

@@ -110,7 +110,7 @@ def counts(one: Loader) -> dict[str, Any]:
     """Health without what the store does not know: examples and faults that left samples intact."""
     return {
         name: {key: summary.get(key) for key in ("read", "used", "dropped", "shards", "left_out", "padded", "repeated")}
-        for name, summary in one.trained.summary().items()
+        for name, summary in merge_counts([one.trained.counts()]).items()
     }
 
 
