@@ -136,13 +136,8 @@ def test_a_negative_with_the_ids_of_a_caption_is_none(tmp_path: Path, capsys: py
         assert torch.equal(ids[0], ids[2]) and torch.equal(ids[0], ids[1]) == (roles[1] == 0)
     train = "--data.sources.train.caption"
     for path in ("en", "wrong"):
-        given = [
-            f"{train}.type=json",
-            f"{train}.path=en",
-            f"{train}.negatives={path}",
-            "--train-data",
-            source["shards"],
-        ]
+        given = [f"{train}.type=json", f"{train}.path=en", f"{train}.negatives={path}"]
+        given += ["--train-data", source["shards"]]
         assert main(flags(furnish(tmp_path / path), "none", *given, steps=1)) == 0
         warned = "caption.negatives: no sample of the first batch has such a text" in capsys.readouterr().err
         assert warned == (path == "en")
@@ -194,9 +189,8 @@ def test_a_field_that_few_samples_have(tmp_path: Path, capsys: pytest.CaptureFix
     shards(place / "pairs", 21, 17, 19, 5)
     runs = {SKU: "", "txt": "no two of the ", "json:colour": "none of the ", "json:few": "only "}
     for number, (field, said) in enumerate(runs.items()):
-        code = main(
-            flags(place, f"run{number}", "--loss.positives.by", field, "--data.sampling.mode", "indexed", steps=1)
-        )
+        argv = "--loss.positives.by", field, "--data.sampling.mode", "indexed"
+        code = main(flags(place, f"run{number}", *argv, steps=1))
         err = capsys.readouterr().err
         assert said in err and (code == 0) is (not said.startswith("none")), err
         assert said or "loss.positives" not in err

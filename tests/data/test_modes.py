@@ -18,9 +18,8 @@ EXACT = ["--data.sampling.mode=indexed", "--data.sampling.remainder=pad", "--che
 def test_a_run_goes_on_across_epochs_ends_with_the_same_bits(
     place: Path, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = {"indexed": EXACT, "epoch": ["--data.sampling.mode=epoch", "--data.lanes=2", "--checkpoint.keep-last=9"]}[
-        mode
-    ]
+    epoch = ["--data.sampling.mode=epoch", "--data.lanes=2", "--checkpoint.keep-last=9"]
+    more = EXACT if mode == "indexed" else epoch
     assert main(flags(place, mode, *more, "--workers=3")) == 0
     out = capsys.readouterr().out
     if mode == "epoch":

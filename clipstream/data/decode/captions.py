@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -81,9 +81,16 @@ def draw_caption(by_path: Sequence[list[str]], weights: Sequence[float] | None, 
     usable = [number for number in present if weights is None or weights[number]] or present[:1]
     path = usable[0]
     if weights is not None and len(usable) > 1:
-        *_, total = accumulate(weights[number] for number in usable)  # not `sum`: since Python 3.12 it rounds otherwise
+        total = 0.0  # not `sum`, which adds floats in another way since Python 3.12
+        for number in usable:
+            total += weights[number]
         point = rng.uniform() * total
-        path = next((number for number in usable if (point := point - weights[number]) < 0), usable[-1])
+        path = usable[-1]
+        for number in usable:
+            point -= weights[number]
+            if point < 0:
+                path = number
+                break
     before = sum(len(texts) for texts in by_path[:path])
     return before + (rng.integer(len(by_path[path])) if len(by_path[path]) > 1 else 0)
 

@@ -137,26 +137,20 @@ def test_lists_that_match_next_to_nothing_are_told(
     assert len(warnings) == bool(said) and said in "".join(warnings)
 
 
+MATCH = "entries match samples of these data"
+
+
 @pytest.mark.parametrize("flag", ["keep", "drop"])
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
         (["other.tar/k1"], "0 of its 1 entries match"),
         (["0.tar/k1", "1.tar/k1", "other.tar/k1"], ""),  # of more shards
-        (
-            ["0.tar/k1", "other.tar/k1"],
-            "1 of its 2 entries match samples of these data; 'other.tar/k1' does not, and",
-        ),
-        (
-            ["0.tar/k1", "0.tar/k50"],
-            "1 of its 2 entries match samples of these data; '0.tar/k50' does not: samples",
-        ),
+        (["0.tar/k1", "other.tar/k1"], f"1 of its 2 {MATCH}; 'other.tar/k1' does not, and"),
+        (["0.tar/k1", "0.tar/k50"], f"1 of its 2 {MATCH}; '0.tar/k50' does not: samples"),
         (["/old/place/0.tar/k1", "1.tar#0-5/k2", "k3"], ""),
-        (
-            ["k1", "k50"],
-            "1 of its 2 entries match samples of these data; 'k50' does not: samples are called '0.tar/k0'",
-        ),
-        (["0/k1"], "0 of its 1 entries match samples of these data; '0/k1' does not: samples are called '0.tar/k0'"),
+        (["k1", "k50"], f"1 of its 2 {MATCH}; 'k50' does not: samples are called '0.tar/k0'"),
+        (["0/k1"], f"0 of its 1 {MATCH}; '0/k1' does not: samples are called '0.tar/k0'"),
     ],
 )
 def test_entries_without_a_sample_are_refused(
@@ -179,7 +173,7 @@ def test_sources_may_share_a_list(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     sources = {str(n): {"shards": f"{tmp_path}/{n}.tar", "drop": str(tmp_path / "list.txt")} for n in range(2)}
     next(loader(data(None, sources=sources)))
     (tmp_path / "list.txt").write_text("0.tar/k1\n1.tar/k2\n1.tar/absent")
-    with pytest.raises(SettingsError, match=r"2 of its 3 entries match samples of these data; '1.tar/absent' does"):
+    with pytest.raises(SettingsError, match=f"2 of its 3 {MATCH}; '1.tar/absent' does"):
         loader(data(None, sources=sources))
     assert "more shards" not in caplog.text
 

@@ -47,9 +47,8 @@ def test_remote_shards_are_fetched_before_they_are_needed(shards: list[str], sit
         assert isinstance(stream.source, SampleBatches)
         folder = stream.source.cache.folder
         found = [digest([next(stream)])]
-        wait_until(
-            lambda: sum("GET" in name for name in site.asked) >= 2
-        )  # the next group is fetched while this one lasts
+        # The next group is fetched while this one lasts.
+        wait_until(lambda: sum("GET" in name for name in site.asked) >= 2)
         found += [digest([next(stream)]) for _ in range(59)]
         assert len(list(folder.glob("*.tar"))) <= 2, "a shard goes with its last lane"
     assert found == expected
