@@ -99,8 +99,7 @@ def order_plan(settings: DataSettings, sources: Sequence[Source], seed: int) -> 
         return OrderPlan(epochs, exact, epochs)
     orders = [source_order(settings, seed, i, len(source.names), source.factors) for i, source in enumerate(sources)]
     weights = tuple(settings.sources[name].weight for name in sorted(settings.sources))
-    batches = tuple(zip(settings.batch_changes, settings.batch_sizes, strict=True))
-    return OrderPlan(SourceMix(seed, weights, lanes, batches), orders)
+    return OrderPlan(SourceMix(seed, weights, lanes, tuple(settings.batches)), orders)
 
 
 def _draws(source: Source) -> SystematicDraws | None:
@@ -275,12 +274,11 @@ def slots_of_rank(settings: DataSettings, world: World) -> LaneSlots:
     lanes = settings.lanes
     assert isinstance(lanes, int), "resolve the settings first"
     slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, settings.batch_size)
-    for step in settings.batch_changes:
+    for step, size in settings.batches:
         if slots.count(step) == 0:
             raise SettingsError(
-                f"rank {world.rank} of {world.size} has no sample of a global batch of {settings.batch_size(step)} "
-                f"with {lanes} lanes: use fewer ranks, or a larger --data.global-batch-size, --data.batch-schedule or "
-                "--data.lanes"
+                f"rank {world.rank} of {world.size} has no sample of a global batch of {size} with {lanes} lanes: use "
+                "fewer ranks, or a larger --data.global-batch-size, --data.batch-schedule or --data.lanes"
             )
     return slots
 

@@ -140,14 +140,14 @@ def training_loader(
     stream = Stream(names, order.mix, slots, start, remainder=order.remainder if world.is_main else None)
 
     # Batches: of samples that are read, or of stored features, which a thread gathers.
-    most = max(slots.count(step) for step in settings.batch_changes)
+    most = max(slots.count(step) for step, _ in settings.batches)
     hosting = Hosting(min(workers, len(slots.lanes)), depth, world.device, zero_copy, settings.stall_timeout)
     batches: SampleBatches | FeatureBatches
     if stores is not None and stores.replaces_loader:
         hosting = replace(hosting, workers=0, depth=depth + 1)  # one is in use while the others are filled
         batches = FeatureBatches(stream, inputs, stores, list(stored.values()), order.sources, most)
     else:
-        inputs = replace(inputs, jpegs=settings.leaves_jpegs)
+        inputs = replace(inputs, jpegs=settings.decoder == "gpu" and settings.augment.enabled)
         recipes = [
             build_recipe(name, settings.sources[name], inputs, settings, stored=stored.get(name), shards=source)
             for name, source in sources.items()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from clipstream.data.json_path import well_formed
 from clipstream.data.source_settings import CaptionSettings as CaptionSettings
@@ -96,9 +96,11 @@ class AugmentSettings(Section):
 
     @field_validator("scale", "ratio")
     @classmethod
-    def _ordered(cls, value: tuple[float, float]) -> tuple[float, float]:
+    def _ordered(cls, value: tuple[float, float], info: ValidationInfo) -> tuple[float, float]:
         if not 0 < value[0] <= value[1]:
             raise ValueError("min and max must be positive, and min <= max")
+        if info.field_name == "scale" and value[1] > 1:
+            raise ValueError("max must be at most 1")
         return value
 
     @field_validator("color_jitter", mode="before")
@@ -114,13 +116,6 @@ class AugmentSettings(Section):
     def _half_a_turn(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if value is not None and value[3] > 0.5:
             raise ValueError("the strength of hue must be at most 0.5")
-        return value
-
-    @field_validator("scale")
-    @classmethod
-    def _inside(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if value[1] > 1:
-            raise ValueError("max must be at most 1")
         return value
 
     pairs: ClassVar[tuple[Conflict, ...]] = (
@@ -239,14 +234,10 @@ class DataSettings(Section):
         "(nvImageCodec); evaluation is always exact",
     )
     max_image_pixels: int = Field(
-        MAX_PIXELS,
-        ge=1,
-        le=MAX_PIXELS,
-        description="drop training images with more pixels (width x height)",
+        MAX_PIXELS, ge=1, le=MAX_PIXELS, description="drop training images with more pixels (width x height)"
     )
     image_features: PathText | None = Field(
-        None,
-        description="feature store (`clipstream precompute`) that replaces images and the image tower",
+        None, description="feature store (`clipstream precompute`) that replaces images and the image tower"
     )
     text_features: PathText | None = Field(None, description="feature store that replaces captions and the text tower")
     teacher_features: list[PathText] = Field(
@@ -275,9 +266,7 @@ class DataSettings(Section):
         description="seconds without a batch before the run ends; downloads below 16 KiB/s count as stalled",
     )
     transfer_timeout: float = Field(
-        60.0,
-        gt=0,
-        description="seconds without a byte before a download is aborted and retried",
+        60.0, gt=0, description="seconds without a byte before a download is aborted and retried"
     )
 
     @field_validator("batch_schedule")
@@ -352,11 +341,6 @@ class DataSettings(Section):
         return Fetcher(timeout=self.transfer_timeout, most=int(self.max_shard_gib * GIB))
 
     @property
-    def leaves_jpegs(self) -> bool:
-        """Whether workers leave JPEGs to be decoded with their batch."""
-        return self.decoder == "gpu" and self.augment.enabled
-
-    @property
     def texts(self) -> int:
         """The most texts of a sample in a training step, M."""
         captions = [source.caption for source in self.sources.values()]
@@ -375,34 +359,29 @@ class DataSettings(Section):
         return {tower: store for tower, store in stores.items() if store is not None}
 
     @property
-    def batch_changes(self) -> list[int]:
-        """The steps at which the size of the global batch changes, 0 first."""
-        return [0, *(step for step, _ in self.batch_schedule)]
+    def batches(self) -> list[tuple[int, int]]:
+        """(first step, samples) of each size of the global batch, in order."""
+        return [(0, self.global_batch_size), *self.batch_schedule]
 
     @property
     def batch_sizes(self) -> list[int]:
         """The sizes of the global batch, in order."""
-        return [self.global_batch_size, *(size for _, size in self.batch_schedule)]
+        return [size for _, size in self.batches]
 
     def batch_size(self, step: int) -> int:
         """Samples of global batch number `step`."""
-        sizes = [size for start, size in self.batch_schedule if start <= step]
-        return sizes[-1] if sizes else self.global_batch_size
+        return next(size for start, size in reversed(self.batches) if start <= step)
 
     def samples_before(self, step: int) -> int:
         """Samples of the global batches before number `step`."""
-        ends = [*self.batch_changes[1:], step]
-        return sum(
-            max(min(end, step) - start, 0) * self.batch_size(start)
-            for start, end in zip(self.batch_changes, ends, strict=True)
-        )
+        ends = [*(start for start, _ in self.batch_schedule), step]
+        return sum(max(min(end, step) - start, 0) * size for (start, size), end in zip(self.batches, ends, strict=True))
 
     def steps_for(self, samples: int) -> int:
         """Number of steps that train on at least so many samples."""
-        changes = self.batch_changes
-        for start, end in itertools.pairwise(changes):
-            held = (end - start) * self.batch_size(start)
-            if samples <= held:
-                return start + -(-samples // self.batch_size(start))
+        for (start, size), (end, _) in itertools.pairwise(self.batches):
+            if samples <= (held := (end - start) * size):
+                return start + -(-samples // size)
             samples -= held
-        return changes[-1] + -(-samples // self.batch_size(changes[-1]))
+        start, size = self.batches[-1]
+        return start + -(-samples // size)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from clipstream.data.json_path import parse_text
 from clipstream.storage.shard_url import parts_of, redact, table_format
@@ -18,8 +18,6 @@ IMAGE_KEY = "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;heic;heif;jxl;jp2;j2k;ppm;p
 AUTO = "auto"  # the type of a source follows from the names of its shards
 SWAP = "swap"  # in place of a path to hard negatives
 SENTENCE = "sentence"  # in place of a path to short texts
-
-
 LANG = "{lang}"  # stands for a language in the settings of an evaluator
 
 
@@ -83,18 +81,12 @@ class TextCaption(SeveralTexts):
         "evaluation",
     )
 
-    @field_validator("negatives")
+    @field_validator("negatives", "short")
     @classmethod
-    def _swapped(cls, value: str | None) -> str | None:
-        if value not in (None, SWAP):
-            raise ValueError("a text member has no paths: write swap, or use a caption of type json")
-        return value
-
-    @field_validator("short")
-    @classmethod
-    def _of_caption(cls, value: str | None) -> str | None:
-        if value not in (None, SENTENCE):
-            raise ValueError("a text member has no paths: write sentence, or use a caption of type json")
+    def _no_path(cls, value: str | None, info: ValidationInfo) -> str | None:
+        only = SWAP if info.field_name == "negatives" else SENTENCE
+        if value not in (None, only):
+            raise ValueError(f"a text member has no paths: write {only}, or use a caption of type json")
         return value
 
 
@@ -336,15 +328,9 @@ class SourceSettings(PluginSection):
         is_csv = _which_are_csv(self.shards, self.type)
         if "caption" not in self.model_fields_set and len(set(is_csv.values())) > 1:
             table, other = (next(name for name, csv in is_csv.items() if csv is kind) for kind in (True, False))
-            yield (
-                "shards",
-                (
-                    f"a CSV ({redact(table)}) and other shards ({redact(other)}) have different default captions: set "
-                    f"the "
-                    f"caption, such as {{type: text, key: {CSV_CAPTION}}} (--caption-key '{CSV_CAPTION}'), or use two "
-                    f"sources"
-                ),
-            )
+            named = f"a CSV ({redact(table)}) and other shards ({redact(other)}) have different default captions"
+            how = f"such as {{type: text, key: {CSV_CAPTION}}} (--caption-key '{CSV_CAPTION}'), or use two sources"
+            yield "shards", f"{named}: set the caption, {how}"
 
     @field_validator("separator", mode="before")
     @classmethod

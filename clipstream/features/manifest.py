@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import math
 import zlib
@@ -47,10 +46,6 @@ DTYPES = {**FEATURE_DTYPES, **ID_DTYPES}
 def stored_width(width: int, dtype: str) -> int:
     """Elements of a stored row of `width` features or ids: those, and the scale of an int8 row."""
     return width + SCALE_BYTES * (dtype == "int8")
-
-
-def row_bytes(width: int, dtype: str) -> int:
-    return stored_width(width, dtype) * DTYPES[dtype].itemsize
 
 
 def encode_rows(features: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -123,7 +118,7 @@ class PartInfo:
 
     @property
     def row_bytes(self) -> int:
-        return row_bytes(self.width, self.dtype)
+        return stored_width(self.width, self.dtype) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -211,11 +206,8 @@ class Manifest:
         values = {"part": part, "source": source, "shard": shard, "chunk": chunk, "samples": samples, "origin": origin}
         return {name: str(value) for name, value in values.items() if value is not None}
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def to_bytes(self) -> bytes:
-        values = json.loads(json.dumps(self.to_json()))  # keys are texts then, as they are when they are read
+        values = json.loads(json.dumps(asdict(self)))  # keys are texts then, as they are when they are read
         return json.dumps({**values, CRC: _checksum(values)}, separators=(",", ":")).encode()
 
     @classmethod
@@ -425,12 +417,6 @@ def verify(file: BinaryIO, shown: object) -> Header:
     if left or f"{crc:08x}" != header.meta.get(CRC):
         raise damaged_chunk(shown, "it is truncated" if left else "its CRC-32 is wrong")
     return header
-
-
-def read_texts(file: BinaryIO, shown: object) -> tuple[Header, bytes]:
-    """Header and content of an open chunk file of the part `texts`, verified. Raises DamagedChunk, OSError."""
-    data = file.read()
-    return verify(io.BytesIO(data), shown), data
 
 
 def texts_tensors(keys: Sequence[str], captions: Sequence[Sequence[str]], reasons: Sequence[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import mmap
 import os
 import sys
@@ -44,7 +45,6 @@ from clipstream.features.manifest import (
     open_chunk,
     part_folder,
     read_header,
-    read_texts,
     sample_dtype,
     stored_width,
     strings,
@@ -371,7 +371,7 @@ class StoredSource:
         try:
             for chunk in range(self.shards[shard].chunks(self._chunk_rows)):
                 with self._open_chunk(TEXTS, shard, chunk, files) as (file, shown):
-                    header, data = read_texts(file, shown)
+                    header = verify(io.BytesIO(data := file.read()), shown)
                 header.expect(manifest.chunk_meta(TEXTS, self.name, shard, chunk, samples), shown)
                 own: list[T] | None = None
                 with contextlib.suppress(

@@ -11,7 +11,7 @@ import fcntl
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,7 +219,7 @@ class StoreWriter:
                 break
         else:
             return draft
-        old, new = found.to_json(), draft.to_json()
+        old, new = asdict(found), asdict(draft)
         known, wanted = old.pop("parts"), new.pop("parts")
         both = known.keys() & wanted.keys()
         changed = differences(old, new)

@@ -24,7 +24,6 @@ from clipstream.features.manifest import (
     encode_rows,
     is_finite,
     keys_digest,
-    row_bytes,
     stored_width,
 )
 from clipstream.features.store import FeatureStore
@@ -145,7 +144,7 @@ def test_rows_are_rounded_to_the_type_and_int8_elements_within_half_of_the_rows_
 @pytest.mark.parametrize("dtype", FEATURE_DTYPES)
 def test_sizes_and_rows_that_are_not_finite(dtype: str) -> None:
     rows = encode_rows(torch.ones(2, 768), dtype)
-    assert rows.shape == (2, stored_width(768, dtype)) and rows.nbytes == 2 * row_bytes(768, dtype)
+    assert rows.shape == (2, stored_width(768, dtype)) and rows.nbytes == 2 * PartInfo(768, dtype, "sample").row_bytes
     assert decode_rows(encode_rows(torch.zeros(2, 3), dtype)).tolist() == [[0.0] * 3] * 2
     assert is_finite(rows) and is_finite(rows[:0])
     for value in (float("nan"), float("inf")):

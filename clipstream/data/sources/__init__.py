@@ -247,12 +247,7 @@ def entries(
 
 
 def typed_shards(
-    spec: str | list[str],
-    type: str = AUTO,
-    *,
-    write: bool = True,
-    evaluates: bool = False,
-    image_key: str = IMAGE_KEY,
+    spec: str | list[str], type: str = AUTO, *, write: bool = True, evaluates: bool = False, image_key: str = IMAGE_KEY
 ) -> Iterator[tuple[str, type[SourceType]]]:
     """The shards that `spec` names, each with its type; a table, and an item for a `module:Name`, is one name.
 
@@ -269,12 +264,7 @@ def typed_shards(
 
 
 def expand(
-    spec: str | list[str],
-    type: str = AUTO,
-    *,
-    write: bool = True,
-    evaluates: bool = False,
-    image_key: str = IMAGE_KEY,
+    spec: str | list[str], type: str = AUTO, *, write: bool = True, evaluates: bool = False, image_key: str = IMAGE_KEY
 ) -> list[str]:
     """The names alone of `typed_shards`."""
     found = typed_shards(spec, type, write=write, evaluates=evaluates, image_key=image_key)
