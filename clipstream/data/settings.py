@@ -370,7 +370,7 @@ class DataSettings(Section):
 
     def batch_size(self, step: int) -> int:
         """Samples of global batch number `step`."""
-        return next(size for start, size in reversed(self.batches) if start <= step)
+        return [size for start, size in self.batches if start <= step][-1]
 
     def samples_before(self, step: int) -> int:
         """Samples of the global batches before number `step`."""

@@ -119,10 +119,6 @@ class ShardPass(Generic[T]):
         if told := [f"  {name}: {printable(fault, 500)}" for name, fault in faults if fault]:
             print(f"damaged shards, {about}: {len(told):,}", *listed_lines(told, executors.SHOWN), sep="\n", flush=True)
 
-    def work(self, number: int) -> T:
-        """The result for a shard. Raises ShardError, OSError, DataError."""
-        return self._do(number)
-
     def __call__(self, place: int) -> T | TaskFailure:
         """The result for a shard, by its place in `numbers`, or why there is none."""
         shown, parts = self.names[number := self.numbers[place]], self.parts
@@ -130,7 +126,7 @@ class ShardPass(Generic[T]):
             where = f"{parts.parent} is not on {socket.gethostname()}"
             return TaskFailure(f"{shown}: {where}: use a folder that all workers share")
         try:
-            return self.work(number)
+            return self._do(number)
         except (ShardError, OSError, DataError) as error:
             said = str(error)
             if parts is not None:
@@ -257,7 +253,7 @@ class SamplePass(ShardPass[T]):
             cache.close()
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("opened", "_do")}
+        return {name: value for name, value in self.__dict__.items() if name != "opened"}
 
     def run(self, label: str, executor: str = "local", count: Callable[[T], int] = SAMPLES) -> list[T | TaskFailure]:
         _ = self.opened  # before processes are forked

@@ -138,8 +138,7 @@ def _compute(job: Job) -> None:
     """Models and store; then, for each model, a pass over each source."""
     world, folder, began = job.world, job.options.folder, time.monotonic()
     models = [_build(job, name) for name in (*([""] if job.options.towers else []), *job.teachers)]
-    sources = job.sources
-    draft = _manifest(job, models, sources)
+    draft = _manifest(job, models)
     writer = StoreWriter(folder, draft) if world.is_main else None
     world.barrier()
     with writer or StoreWriter(folder, draft, rank=world.rank) as writer:
@@ -149,7 +148,7 @@ def _compute(job: Job) -> None:
         for model in models:
             prepare(model.towers, job.precision)
             model.towers.to(world.device).eval()
-            for name, source in sources.items():
+            for name, source in job.sources.items():
                 if (health := _pass(job, model, name, source, writer)) is not None:
                     found.setdefault(name, health)
             model.towers.to("cpu")
@@ -201,10 +200,10 @@ def _build(job: Job, name: str) -> PrecomputeModel:
     return PrecomputeModel(name, towers, tokenizer, parts, infos)
 
 
-def _manifest(job: Job, models: Sequence[PrecomputeModel], sources: Mapping[str, Source]) -> Manifest:
+def _manifest(job: Job, models: Sequence[PrecomputeModel]) -> Manifest:
     """What the store will hold."""
     found = {}
-    for name, source in sources.items():
+    for name, source in job.sources.items():
         section = job.settings.data.sources[name]
         caption = section.caption
         paths, weights = (len(caption.paths), caption.weights) if isinstance(caption, JsonCaption) else (1, None)

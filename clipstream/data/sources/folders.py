@@ -435,10 +435,13 @@ class FolderSource(SourceType):
         return [f"{scheme}:{root / name}" for name in numbers]
 
     def open(self, shard: str) -> OpenShard:
-        if shard not in self._blocks:
-            return FolderShard(shard, self._image_keys)
-        folder, block, held = self._blocks[shard]
-        return PairShard(folder, {held.files[number]: held.suffixes[number] for number in block})
+        if shard in self._blocks:
+            folder, block, held = self._blocks[shard]
+            return FileShard(folder, {held.files[number]: held.suffixes[number] for number in block})
+        scheme, _, path = shard.partition(":")
+        numbers, name = _numbers(scheme, Path(path).parent, self._image_keys), Path(path).name
+        labels = {} if are_plain(numbers) else {"cls": str(numbers[name]).encode(), "class": name.encode()}
+        return FileShard(path, {file: ("",) for file in sorted(_images(Path(path), self._image_keys))}, labels)
 
     def num_samples(self, shard: str) -> int:
         return len(self._blocks[shard][1]) if shard in self._blocks else len(self.open(shard).index.samples)
@@ -456,30 +459,33 @@ class FolderSource(SourceType):
         return self._blocks[shard][0] if shard in self._blocks else super().title(shard)
 
 
-class PairShard(OpenShard):
-    """Images with texts beside them. Members: the image, `txt` and `json`; keys are paths without suffix.
+class FileShard(OpenShard):
+    """Image files, each with texts beside it or with `labels`. Members: the image, `txt` and `json`, or the labels.
 
     Members are named by suffix. Without `txt`, it is the first other member, or else the first field of the JSON, that
     has a usual name of captions.
 
     Args:
         folder: what the keys are relative to.
-        samples: key -> ends of the paths of its files.
+        samples: key -> what follows it in the paths of the sample's files.
+        labels: members that all samples have beside their files.
     """
 
-    def __init__(self, folder: str, samples: Mapping[str, tuple[str, ...]]) -> None:
-        self._folder, self._suffixes = folder, samples
+    def __init__(
+        self, folder: str, samples: Mapping[str, tuple[str, ...]], labels: Mapping[str, bytes] | None = None
+    ) -> None:
+        self._folder, self._ends, self._labels = folder, samples, labels or {}
         self.index = ShardIndex([SampleRef(key) for key in samples])
 
     def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
         """See OpenShard. Raises Dropped: `unreadable_member`, `member_too_large`, or as `json_object`."""
-        found: dict[str, bytes] = {}
-        members = {_member(end): end for end in reversed(self._suffixes[ref.key])}  # the shortest end of a suffix
+        found = {name: data for name, data in self._labels.items() if suffixes is None or name in suffixes}
+        members = {suffix_of(file): file for file in reversed(self.files(ref))}  # the shortest path of a suffix
         captioned = suffixes is None or "txt" in suffixes
-        for member, end in members.items():
+        for member, file in members.items():
             if suffixes is None or member in suffixes or (captioned and "txt" not in members and member in TEXTS):
                 try:
-                    found[member] = read_file(os.path.join(self._folder, f"{ref.key}{end}"))
+                    found[member] = read_file(file)
                 except OSError as error:
                     raise Dropped("unreadable_member", str(error)) from error
         if captioned and "txt" not in found and (name := next((name for name in CAPTION_NAMES if name in found), "")):
@@ -492,46 +498,11 @@ class PairShard(OpenShard):
         return found
 
     def place(self, ref: SampleRef, keys: Collection[str]) -> Place | None:
-        image = next((end for end in self._suffixes[ref.key] if _member(end) in keys), None)
-        return None if image is None else Place(os.path.join(self._folder, f"{ref.key}{image}"))
+        image = next((file for file in self.files(ref) if suffix_of(file) in keys), None)
+        return None if image is None else Place(image)
 
     def files(self, ref: SampleRef) -> list[str]:
-        """The paths of a sample's files."""
-        return [os.path.join(self._folder, f"{ref.key}{end}") for end in self._suffixes[ref.key]]
-
-
-def _member(end: str) -> str:
-    """The member that a file is, by the end of its path: of `.JPG` and `_caption.txt`, `jpg` and `txt`."""
-    return end.rpartition(".")[2].lower()
-
-
-class FolderShard(OpenShard):
-    """The images of a class. Members: the image by its suffix, `cls` (number of the class), `class` (folder's name)."""
-
-    def __init__(self, name: str, image_keys: tuple[str, ...]) -> None:
-        scheme, _, path = name.partition(":")
-        self._folder = Path(path)
-        number = (numbers := _numbers(scheme, self._folder.parent, image_keys))[self._folder.name]
-        self._label = {"cls": str(number).encode(), "class": self._folder.name.encode()}
-        if are_plain(numbers):
-            self._label = {}
-        self.index = ShardIndex([SampleRef(file) for file in sorted(_images(self._folder, image_keys))])
-
-    def load(self, ref: SampleRef, suffixes: Collection[str] | None = None) -> dict[str, bytes]:
-        """See OpenShard. Raises Dropped: `unreadable_member`, `member_too_large`."""
-        found = {name: data for name, data in self._label.items() if suffixes is None or name in suffixes}
-        try:
-            found[suffix_of(ref.key)] = read_file(str(self._folder / ref.key))
-        except OSError as error:
-            raise Dropped("unreadable_member", str(error)) from error
-        return found
-
-    def place(self, ref: SampleRef, keys: Collection[str]) -> Place:
-        return Place(str(self._folder / ref.key))
-
-    def files(self, ref: SampleRef) -> list[str]:
-        """The path of a sample's image."""
-        return [str(self._folder / ref.key)]
+        return [os.path.join(self._folder, f"{ref.key}{end}") for end in self._ends[ref.key]]
 
 
 def _images(folder: Path, image_keys: Collection[str]) -> Iterator[str]:

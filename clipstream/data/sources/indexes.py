@@ -36,6 +36,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -314,19 +315,12 @@ def check_count(count: int, local: str | None, size: int | None) -> int | str:
 
 def _are_small(names: list[str]) -> bool:
     """Whether all are local uncompressed tars, together at most SMALL bytes."""
-    total = 0
-    for name in names:  # up to the first one too many: asking for the sizes of all would take long
-        local = ShardURL(name).path
-        try:
-            if (
-                local is None
-                or (total := total + os.path.getsize(local)) > SMALL
-                or compression_of(Path(local)) is not None
-            ):
-                return False
-        except OSError:
-            return False
-    return True
+    paths = [path for name in names if (path := ShardURL(name).path) is not None]
+    with contextlib.suppress(OSError):
+        # Up to the first one too many: asking for the sizes of all would take long.
+        small = len(paths) == len(names) and all(size <= SMALL for size in accumulate(map(os.path.getsize, paths)))
+        return small and all(compression_of(Path(path)) is None for path in paths)
+    return False
 
 
 def _advice(settings: SourceSettings, key: str, unknown: dict[str, str], total: int) -> str:

@@ -16,7 +16,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -229,8 +229,7 @@ def columns(arrow: Path) -> list[str]:
         return names
     seen: dict[str, None] = {}
     for raw in reader.get_batch(0).column(0):
-        with contextlib.suppress(Dropped):
-            seen.update(dict.fromkeys(_object(raw.as_py())))
+        seen.update(dict.fromkeys(_fields(raw.as_py())))
     return list(seen)
 
 
@@ -238,12 +237,7 @@ def cells(arrow: Path, name: str, batches: Iterable[int]) -> Iterator[str]:
     """The texts in a column, of these record batches; '' for other values."""
     for batch in map(open_mapped(arrow).get_batch, batches):
         if batch.schema.names == [RAW]:
-            values: list[object] = []
-            for raw in batch.column(0).to_pylist():
-                with contextlib.suppress(Dropped):
-                    values.append(_object(raw).get(name))
-                    continue
-                values.append(None)
+            values: list[object] = [_fields(raw).get(name) for raw in batch.column(0).to_pylist()]
         else:
             column = batch.column(name)
             is_text = FAULT in batch.schema.names or str(column.type) in ("string", "large_string", "string_view")
@@ -262,14 +256,8 @@ class _Refs(Sequence[SampleRef]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, number: int) -> SampleRef: ...
-    @overload
-    def __getitem__(self, number: slice) -> _Refs: ...
-    def __getitem__(self, number: int | slice) -> SampleRef | _Refs:
-        if isinstance(number, slice):
-            return _Refs(self._rows[number])
-        return SampleRef(str(self._rows[number]))
+    def __getitem__(self, number: Any) -> Any:
+        return _Refs(self._rows[number]) if isinstance(number, slice) else SampleRef(str(self._rows[number]))
 
 
 class RowShard(OpenShard):
@@ -436,6 +424,13 @@ def _archive(folder: str) -> str:
 def _object(raw: bytes | None) -> dict[str, object]:
     """The row's fields by name in lower case."""
     return {name.lower(): inner for name, inner in json_object(raw).items()}
+
+
+def _fields(raw: bytes | None) -> dict[str, object]:
+    """As `_object`; empty for a broken row."""
+    with contextlib.suppress(Dropped):
+        return _object(raw)
+    return {}
 
 
 def _value(scalar: Any) -> Any:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from clipstream.data.source_settings import AUTO, SourceSettings
 from clipstream.data.sources import OpenShard, SourceContext, SourceType, indexes
@@ -87,18 +88,12 @@ class TarSource(SourceType):
             path = Path(tar)
             folders.setdefault(path.parent, []).append(path.name)
         for folder, names in folders.items():
-            try:
-                sizes = parse_as(dict[str, Count], (folder / SIZES).read_bytes())
-            except (OSError, ValueError):
-                sizes = {}
+            sizes = _parse_file(dict[str, Count], folder / SIZES) or {}
             if all(name in sizes for name in names):
                 total += sum(sizes[name] for name in names)
                 continue
-            try:
-                length = parse_as(int, (folder / LENGTH).read_bytes())
-            except (OSError, ValueError):
-                return None
-            if length < 0 or sorted(names) != sorted(path.name for path in folder.glob("*.tar")):
+            length = _parse_file(Count, folder / LENGTH)
+            if length is None or sorted(names) != sorted(path.name for path in folder.glob("*.tar")):
                 return None
             total += length
         return total
@@ -118,18 +113,22 @@ class TarSource(SourceType):
             self._context.shard_cache.release(shard, keep=keep)
 
 
+def _parse_file(kind: Any, path: Path) -> Any:
+    """The value in a file of JSON; None if there is no such file, or no such value in it."""
+    with suppress(OSError, ValueError):
+        return parse_as(kind, path.read_bytes())
+    return None
+
+
 def find_writer(shard: str) -> str:
     """The tool that wrote a local shard, by files beside it or the owner in its headers; '' if it is not known."""
     path = Path(ShardURL(shard).path or "").absolute()
     for tool, folders, name in MARKS:
         if any((folder / name.format(stem=path.stem)).exists() for folder in list(path.parents)[:folders]):
             return tool
-    try:
-        with open(path, "rb") as file:  # a header of PAX may be before the first member's
-            owners = [file.read(BLOCK)[OWNER] for _ in range(3)]
-        return "webdataset" if b"bigdata\0" in owners else ""
-    except OSError:
-        return ""
+    with suppress(OSError), open(path, "rb") as file:  # a header of PAX may be before the first member's
+        return "webdataset" if b"bigdata\0" in [file.read(BLOCK)[OWNER] for _ in range(3)] else ""
+    return ""
 
 
 @part(SourceSettings, "benchmark")
