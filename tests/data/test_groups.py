@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.features.manifest import IDS
 from tests.support.feature_stores import write_store
-from tests.support.loaders import COUNTS, INPUTS, OPEN, data, drawn_keys, indexed, loader, numbered
+from tests.support.loaders import COUNTS, INPUTS, OPEN, assert_layouts, data, drawn_keys, indexed, loader, numbered
 from tests.support.pictures import ByteTokenizer, make_shards, picture
 from tests.support.runs import flags, furnish
 from tests.support.tars import write_tar
@@ -196,21 +195,12 @@ def test_a_field_that_few_samples_have(tmp_path: Path, capsys: pytest.CaptureFix
         assert said or "loss.positives" not in err
 
 
-def assert_layouts(settings: DataSettings, plain: list[Any], layouts: Sequence[tuple[int, int]], **inputs: Any) -> None:
-    """13 batches are those of other ranks and workers, also where a run goes on from their positions."""
-    for ranks, workers in layouts:
-        again = settings.model_copy(update={"workers": workers})
-        assert drawn_keys(again, ranks, 13, **inputs)[:13] == plain[:13]
-        states = drawn_keys(again, ranks, 4, **inputs)[-1]
-        assert drawn_keys(settings, 1, 9, states, **inputs)[:9] == plain[4:13]
-
-
 def test_batches_of_groups_are_the_same_on_any_ranks_and_go_on(tmp_path: Path) -> None:
     paths = shards(tmp_path, 23, 9, 16, broken=1)
     for tail in ("drop", "pad", "wrap"):
         settings = indexed(paths, tail, batch=9, groups={"by": SKU, "samples": 3})
         plain = drawn_keys(settings, 1, 13, groups=SKU)
-        assert_layouts(settings, plain, [(2, 0), (3, 2)][tail == "drop" :], groups=SKU)
+        assert_layouts(settings, plain, *[(2, 0), (3, 2)][tail == "drop" :], groups=SKU)
         steps = {"drop": 5}.get(tail, 6)
         for epoch in (plain[:steps], plain[steps : 2 * steps]):
             keys = [key for _, names in epoch for key in names]
@@ -264,7 +254,7 @@ def test_batches_are_seeds_with_their_neighbours_on_any_ranks(tmp_path: Path) ->
     for tail in ("drop", "pad", "wrap"):
         settings = indexed(shards, tail, batch=9, hard_negatives=path)
         plain = drawn_keys(settings, 1, 13)
-        assert_layouts(settings, plain, [(3, 0), (2, 1)] if tail == "wrap" else [])
+        assert_layouts(settings, plain, *([(3, 0), (2, 1)] if tail == "wrap" else []))
         steps = {"drop": 5}.get(tail, 6)
         for epoch in (plain[:steps], plain[steps : 2 * steps]):
             keys = [n for _, batch in epoch for n in batch]

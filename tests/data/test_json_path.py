@@ -106,26 +106,17 @@ def test_a_filter_finds_the_elements_with_its_value(field: str, value: str) -> N
     assert values_at({"a": items}, parse_path(f"a[{exact(field)}={json.dumps(value, ensure_ascii=False)}].t")) == [1]
 
 
-@given(st.text() | st.text('ab.*[]=\\"1', max_size=12))
-def test_any_text_is_a_path_or_a_clear_error(text: str) -> None:
-    try:
-        steps = parse_path(text)
-    except ValueError as error:
-        assert re.search(r"malformed at position (\d+): ", str(error)) and str(error).isprintable()
-    else:
-        assert steps and all(step for step in steps)
-        values_at(TEXTS, steps)
-
-
-@given(st.text() | st.text("ab.{}|\\\\[", max_size=12))
-def test_any_text_is_a_template_a_path_or_a_clear_error(text: str) -> None:
-    try:
-        parsed = parse_text(text)
-    except ValueError as error:
-        assert re.search(r"malformed at position (\d+): ", str(error)) and str(error).isprintable()
-    else:
-        for found in texts_at({"a": "x", "b": ["y"]}, parsed):
-            assert isinstance(found, (str, list)) and found
+@given(st.text() | st.text('ab.*[]=\\"1', max_size=12) | st.text("ab.{}|\\\\[", max_size=12))
+def test_any_text_is_a_path_a_template_or_a_clear_error(text: str) -> None:
+    for parse in (parse_path, parse_text):
+        try:
+            parsed = parse(text)
+        except ValueError as error:
+            assert re.search(r"malformed at position (\d+): ", str(error)) and str(error).isprintable()
+            continue
+        assert parsed and all(parsed)
+        texts_at(TEXTS, parsed)
+        assert all(isinstance(found, (str, list)) and found for found in texts_at({"a": "x", "b": ["y"]}, parsed))
 
 
 def test_a_text_of_fields_may_have_lines_and_semicolons() -> None:

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from clipstream.cli.verbs.train import main
 from clipstream.data.order.windows import NO_SAMPLE, SystematicDraws
 from clipstream.errors import DataError, SettingsError
-from tests.support.loaders import COUNTS, data, drawn_keys, loader, numbered
+from tests.support.loaders import COUNTS, assert_layouts, data, drawn_keys, loader, numbered
 from tests.support.pictures import make_shards
 from tests.support.runs import flags, furnish, lines
 
@@ -103,10 +103,7 @@ def test_batches_are_the_same_on_any_ranks_and_go_on(
     settings = data([], sources={"train": source, "other": {"shards": shards[0]}}, **MODES[mode])
     plain = drawn_keys(settings, 1, 13)
     assert not {7, 47} & {n for _, keys in plain[:13] for n in keys if n >= COUNTS[0] or n == 47}
-    again = settings.model_copy(update={"workers": workers})
-    assert drawn_keys(again, ranks, 13)[:13] == plain[:13]
-    states = drawn_keys(again, ranks, 4)[-1]
-    assert drawn_keys(settings, 1, 9, states)[:9] == plain[4:13]
+    assert_layouts(settings, plain, (ranks, workers))
 
 
 def test_a_field_gives_the_batches_of_a_file(tmp_path: Path) -> None:

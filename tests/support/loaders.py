@@ -118,6 +118,15 @@ def drawn_keys(
     return [*found, states]
 
 
+def assert_layouts(settings: DataSettings, plain: list[Any], *layouts: tuple[int, int], **inputs: Any) -> None:
+    """13 batches are those of other ranks and workers, also where a run goes on from their positions."""
+    for ranks, workers in layouts:
+        again = settings.model_copy(update={"workers": workers})
+        assert drawn_keys(again, ranks, 13, **inputs)[:13] == plain[:13]
+        states = drawn_keys(again, ranks, 4, **inputs)[-1]
+        assert drawn_keys(settings, 1, 9, states, **inputs)[:9] == plain[4:13]
+
+
 def numbered(counts: Sequence[int]) -> list[tuple[int, int]]:
     """The shard and the number of each sample."""
     return [(i, sum(counts[:i]) + n) for i, count in enumerate(counts) for n in range(count)]

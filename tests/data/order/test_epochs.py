@@ -16,6 +16,7 @@ from clipstream.data.order.windows import EpochPlan, IndexedOrder, Order, Source
 from clipstream.errors import SettingsError
 
 Sample = tuple[int, int, int]  # source, shard, number
+LANES, SHARDS, SIZE = 8, 40, 100
 
 
 def plan(
@@ -29,11 +30,11 @@ def orders(epochs: EpochPlan, counts: Sequence[Sequence[int]], split: bool, wind
     return [IndexedOrder(epochs, i, held, split=split, open_shards=2, window=window) for i, held in enumerate(counts)]
 
 
-def stream(order: IndexedOrder, lane: int) -> Iterator[tuple[int, int]]:
-    """A lane's samples of a source, as (shard, number), without end."""
+def stream(order: Order, lane: int) -> Iterator[tuple[int, int]]:
+    """A lane's samples of a source, as (shard, number), without end; of SIZE in a shard where none is known."""
     group = 0
     while True:
-        shards, sizes = order.group(lane, group), order.sizes(lane, group, [])
+        sizes = order.sizes(lane, group, [SIZE] * len(shards := order.group(lane, group)))
         for window in range(order.windows(sizes)):
             for place, number in order.samples(lane, group, window, sizes):
                 yield shards[place], number
@@ -158,7 +159,6 @@ def test_an_epoch_below_one_batch_needs_another_tail() -> None:
     assert plan([1000, 500], 64, 4, "drop", [1.0, 1.5]).summary() == f"{told} each time"
 
 
-LANES, SHARDS, SIZE = 8, 40, 100
 Make = Callable[[int], Order]  # seed -> order
 
 
@@ -187,15 +187,7 @@ ORDERS = {
 
 def taken(order: Order, lane: int, count: int) -> list[tuple[int, int]]:
     """A lane's first samples, as (shard, number)."""
-    found: list[tuple[int, int]] = []
-    group = 0
-    while len(found) < count:
-        shards = order.group(lane, group)
-        sizes = order.sizes(lane, group, [SIZE] * len(shards))
-        for window in range(order.windows(sizes)):
-            found += [(shards[place], number) for place, number in order.samples(lane, group, window, sizes)]
-        group = order.next_group(lane, group)
-    return found[:count]
+    return list(itertools.islice(stream(order, lane), count))
 
 
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)

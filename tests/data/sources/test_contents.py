@@ -165,10 +165,7 @@ def test_files_that_nothing_uses_are_counted_by_suffix(
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (
-            ("t/_delta_log/00.json", "t/part-0.parquet"),
-            "held/t is a Delta table, which is not read: write it",
-        ),
+        (("t/_delta_log/00.json", "t/part-0.parquet"), "held/t is a Delta table, which is not read: write it"),
         (("_versions/1.manifest", "data/0.lance"), r"held is a Lance data set, .*lance\.dataset\('.*held'\)"),
         (("metadata/v1.metadata.json", "data/0.parquet"), "held is an Iceberg table"),
     ],

@@ -26,15 +26,7 @@ from clipstream.config.settings import read as read_settings
 from clipstream.config.validate import validate_run
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import Source, SourceContext
-from clipstream.data.sources.indexes import (
-    count_samples,
-    identity_of,
-    open_index,
-    path_of,
-    read,
-    read_head,
-    write,
-)
+from clipstream.data.sources.indexes import count_samples, identity_of, open_index, path_of, read, read_head, write
 from clipstream.data.sources.tars import TarSource
 from clipstream.data.staging import index_shard
 from clipstream.distributed.world import World
@@ -233,10 +225,7 @@ def test_shards_that_cannot_be_read_are_named_and_the_others_indexed(
 @pytest.mark.parametrize(
     ("shards", "told"),
     [
-        (
-            "http://me:secret@localhost/a.tar",
-            "***@localhost/a.tar is remote: set a folder for the indexes with --into",
-        ),
+        ("http://me:secret@localhost/a.tar", "***@localhost/a.tar is remote: set a folder for the indexes with --into"),
         ("pairs.csv", "pairs.csv: only tars can be indexed"),
         ("/no/such/*.tar", "no file matches /no/such/*.tar"),
     ],
