@@ -128,7 +128,6 @@ class Batch:
         return replace(self, features={name: function(rows) for name, rows in self.features.items()}, **changed)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of the batch."""
         held = [*(getattr(self, name) for name in TENSORS), *self.features.values()]
         return [tensor for tensor in held if tensor is not None]
 

@@ -224,7 +224,6 @@ def _as_json(value: Any) -> Any:
 
 
 def values_at(value: Any, steps: Sequence[str | Each]) -> list[Any]:
-    """All values at a path, in order."""
     if not steps:
         return [value]
     if isinstance(value, str):

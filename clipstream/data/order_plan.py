@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +37,10 @@ from clipstream.utils.processes import cores
 ORDER_VERSION = 2  # of the algorithm; another number is another order
 MIXED_ORDER_VERSION = 3  # the same, of several sources and of the mode `epoch`
 TOKENIZER = "tokenizer"
+OF_ORDER = (  # settings of the data that the order depends on
+    "global_batch_size", "batch_schedule", "lanes", "sampling.mode", "sampling.shards", "sampling.replacement",
+    "sampling.remainder", "shuffle.window", "shuffle.shards",
+)  # fmt: skip
 ON_CPU = 2  # workers of a rank whose model is on the CPU
 # Texts that tokenizers treat differently: case, digits, marks, other scripts, spaces, long words, long texts.
 PROBES = (
@@ -52,8 +57,6 @@ PROBES = (
 
 @dataclass(frozen=True)
 class OrderPlan:
-    """The order of a run."""
-
     mix: Mix  # of the sources
     sources: Sequence[Order]  # the order of each source, in the order of names
     epochs: EpochPlan | None = None  # in the mode `indexed`
@@ -159,19 +162,11 @@ def fingerprint_of(settings: DataSettings, seed: int, tokenizer: Tokenizer, sour
         tokenizer: identified by its ids of a few texts, wherever its files are.
         sources: in the order of names; in the mode `indexed` with the counts of their samples, and as for `order_plan`.
     """
-    sampling = settings.sampling
-    mixed = sampling.mode == "epoch" or (sampling.mode == "resampled" and len(settings.sources) > 1)
+    mode = settings.sampling.mode
+    mixed = mode == "epoch" or (mode == "resampled" and len(settings.sources) > 1)
     order: Fingerprint = {
         "run.seed": seed,
-        "data.global_batch_size": settings.global_batch_size,
-        "data.batch_schedule": settings.batch_schedule,
-        "data.lanes": settings.lanes,
-        "data.sampling.mode": sampling.mode,
-        "data.sampling.shards": sampling.shards,
-        "data.sampling.replacement": sampling.replacement,
-        "data.sampling.remainder": sampling.remainder,
-        "data.shuffle.window": settings.shuffle.window,
-        "data.shuffle.shards": settings.shuffle.shards,
+        **{f"data.{key}": attrgetter(key)(settings) for key in OF_ORDER},
         TOKENIZER: tokenizer_identity(tokenizer),
         "the version of the order": MIXED_ORDER_VERSION if mixed else ORDER_VERSION,
     }

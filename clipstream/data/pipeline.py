@@ -182,7 +182,6 @@ class Lane:
     drawn: int = 0  # number of slots that it has filled or left empty
 
     def state(self) -> LaneState:
-        """A copy of its position."""
         return LaneState(self.drawn, [sampler.cursor.copy() for sampler in self.samplers])
 
 
@@ -238,7 +237,6 @@ class Pipeline:
     _reasons: dict[int, str] = field(default_factory=dict)  # slot -> why a sample for it was dropped, in this batch
 
     def __call__(self, step: int) -> BatchPart:
-        """Fill this pipeline's slots of a batch."""
         buffer, tokenizer, captions = self.ring[step], self.inputs.tokenizer, dict[int, str]()
         every = None if self.image_views is None else Candidates({}, np.empty((0, 0), np.int32), {})
         self._reasons = {} if every is None else every.dropped
@@ -537,7 +535,6 @@ class SampleBatches:
 
     @property
     def shape(self) -> BufferShape:
-        """Of the batch buffers."""
         return self.inputs.shape(self.slots, max(1, self.image_views or 1))
 
     def filler(
@@ -578,7 +575,6 @@ class SampleBatches:
         return self.inputs.batch(buffer, rows, names, step, size, texts)
 
     def close(self) -> None:
-        """Release what this process holds."""
         for shards in self.opened:
             shards.close()
         self.cache.close()

@@ -178,7 +178,6 @@ class ShuffleSettings(Section):
 
     @property
     def open_shards(self) -> int | None:
-        """The number of shards; None for auto."""
         return None if self.shards == "auto" else self.shards
 
 
@@ -365,7 +364,6 @@ class DataSettings(Section):
 
     @property
     def batch_sizes(self) -> list[int]:
-        """The sizes of the global batch, in order."""
         return [size for _, size in self.batches]
 
     def batch_size(self, step: int) -> int:

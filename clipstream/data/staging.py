@@ -122,12 +122,10 @@ class StagedSource:
 
     @property
     def shards(self) -> list[PlannedShard]:
-        """Each shard once."""
         return list({one.file: one for part in self.parts for one in part if isinstance(one, PlannedShard)}.values())
 
     @property
     def name(self) -> str:
-        """Its dotted key."""
         return ".".join(self.path)
 
     def setting_of_copies(self, folder: Path) -> list[str]:

@@ -121,7 +121,6 @@ class Cursor:
     skipped: list[Count] = field(default_factory=list)
 
     def copy(self) -> Cursor:
-        """A copy that shares nothing with the cursor."""
         return replace(self, skipped=list(self.skipped))
 
 

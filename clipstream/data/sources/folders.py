@@ -76,9 +76,8 @@ _LAKE = re.compile(
     r"((?:.*/)?)(?:(_delta_log)/[^/]*\.json|(_versions)/[^/]*\.manifest|(metadata)/[^/]*\.metadata\.json)"
 )
 _FOLDER = re.compile(rf"{SPLIT.pattern}\d*/")  # of the images of a split
-_PART = re.compile(
-    r"(?i)(.+\.(?:tar|tgz|tar\.\w+|zip|7z|rar|gz|zst))\.(?:part)?(?:\d{1,4}|[a-z]{2})"
-)  # as split names them
+# Parts of an archive, as `split` names them.
+_PART = re.compile(r"(?i)(.+\.(?:tar|tgz|tar\.\w+|zip|7z|rar|gz|zst))\.(?:part)?(?:\d{1,4}|[a-z]{2})")
 LOOKED_INTO = 20  # files by whose bytes a folder without data is described
 _ADVICE = (
     "name tars or a table of image paths and captions, put a text of the same name beside each image (cat.jpg, "

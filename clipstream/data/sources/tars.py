@@ -122,9 +122,11 @@ def _parse_file(kind: Any, path: Path) -> Any:
 
 def find_writer(shard: str) -> str:
     """The tool that wrote a local shard, by files beside it or the owner in its headers; '' if it is not known."""
-    path = Path(ShardURL(shard).path or "").absolute()
+    if (local := ShardURL(shard).path) is None:
+        return ""
+    path = Path(local).absolute()
     for tool, folders, name in MARKS:
-        if any((folder / name.format(stem=path.stem)).exists() for folder in list(path.parents)[:folders]):
+        if any((folder / name.format(stem=path.stem)).exists() for folder in path.parents[:folders]):
             return tool
     with suppress(OSError), open(path, "rb") as file:  # a header of PAX may be before the first member's
         return "webdataset" if b"bigdata\0" in [file.read(BLOCK)[OWNER] for _ in range(3)] else ""

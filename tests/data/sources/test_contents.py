@@ -329,7 +329,7 @@ def test_layouts_of_hugging_faces_datasets(tmp_path: Path) -> None:
         assert list(samples(f"{tmp_path}/{name}", "evals.val.data").values()) == ["text 2"]
 
 
-def test_shards_of_other_tools_are_known_by_sight(tmp_path: Path) -> None:
+def test_shards_of_other_tools_are_known_by_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = {"a": "img2dataset", "b": "Megatron-Energon", "c": "CLIP_benchmark", "d": "webdataset", "e": ""}
     for name in "abe":
         make_shards(tmp_path / name, [2, 2, 2])
@@ -348,6 +348,9 @@ def test_shards_of_other_tools_are_known_by_sight(tmp_path: Path) -> None:
     for name, tool in tools.items():
         said = Source(SourceSettings(shards=str(tmp_path / name))).summary()
         assert said.endswith(f"by {tool}" if tool else "shards"), said
+    (tmp_path / "b/inner").mkdir()
+    monkeypatch.chdir(tmp_path / "b/inner")  # what lies here is not beside a remote shard
+    assert Source(SourceSettings(shards="https://h/0.tar")).summary() == "1 shard"
     splits = {split: contents(f"{tmp_path}/b{split}").files for split in ("", "#train", "#val")}
     assert [len(files) for files in splits.values()] == [2, 2, 1] and splits[""] == splits["#train"]
     assert contents(f"{tmp_path}/b", evaluates=True).files == splits["#val"]
