@@ -253,7 +253,6 @@ class GroupedOrder(LineOrder):
     groups, and groups that are smaller, follow each other in further runs, which are among the others.
 
     Args:
-        plan: of the epochs, of one source.
         labels: of the samples of each shard, int64; a group's are equal and even, others are of samples without one.
         size: of a run; divides the batch.
     """
@@ -287,8 +286,6 @@ class NeighbourOrder(LineOrder):
     fewest neighbours, batches are put in random order; one that is not full is the last.
 
     Args:
-        plan: of the epochs, of one source.
-        counts: samples of each shard.
         neighbours: of each sample, by their numbers in the source, best first: [n, K], filled with -1.
     """
 

@@ -134,23 +134,15 @@ def epoch_plan(settings: DataSettings, sources: Sequence[Source], seed: int = 0,
 
     Raises SettingsError: samples cannot be counted, or there are too few for a batch.
     """
-    named = sorted(settings.sources.items())
-    samples = []
+    names, samples = sorted(settings.sources), []
     for source in sources:
         counts = count_samples(source)
         if source.settings.probability is not None and source.probabilities is None:
             look_up(source, settings)
         draws = _draws(source)
         samples.append(sum(counts) if draws is None else draws.size)
-    return EpochPlan(
-        seed,
-        tuple(name for name, _ in named),
-        tuple(samples),
-        tuple(section.weight for _, section in named),
-        settings.global_batch_size,
-        lanes,
-        settings.sampling.remainder,
-    )
+    weights, batch = tuple(settings.sources[name].weight for name in names), settings.global_batch_size
+    return EpochPlan(seed, tuple(names), tuple(samples), weights, batch, lanes, settings.sampling.remainder)
 
 
 def fingerprint_of(settings: DataSettings, seed: int, tokenizer: Tokenizer, sources: Sequence[Source]) -> Fingerprint:

@@ -38,7 +38,6 @@ from clipstream.data.loader.recipe import ModelInputs
 from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import auto_workers, stable_names, tokenizer_identity, views_of
-from clipstream.data.pipeline import SampleBatches
 from clipstream.data.settings import TokenizerSettings
 from clipstream.data.source_settings import JsonCaption
 from clipstream.data.sources import Source
@@ -308,8 +307,7 @@ def _pass(job: Job, model: PrecomputeModel, name: str, source: Source, writer: S
             raise ClipstreamError(f"the GPU's memory is full: use a smaller --batch-size ({error})") from error
     health = loader.health.sources[name]
     for number in filter(lambda number: share.owns(number, 0), sorted(health.unopened)):
-        assert isinstance(loader.source, SampleBatches)
-        shard = loader.source.sources[0].names[number]
+        shard = source.names[number]
         fault = health.faults.get(redact(shard), "it could not be opened")
         if writer.shard_samples(name, number) is not None:
             raise DataError(f"source {name!r}: {redact(shard)} was readable before, but now: {fault}")
