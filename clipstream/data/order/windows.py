@@ -242,9 +242,19 @@ class EpochPlan:
         return self.references // self.batch if self.remainder == "drop" else -(-self.references // self.batch)
 
     @cached_property
+    def _shares(self) -> list[int]:
+        """Slots of an epoch by source, in proportion to `wanted`, by the largest remainder method."""
+        slots = [self.steps * self.batch * wanted for wanted in self.wanted]
+        parts = [share // self.references for share in slots]
+        by_rest = sorted(range(len(slots)), key=lambda i: -(slots[i] % self.references))  # equal ones in order
+        for i in by_rest[: self.steps * self.batch - sum(parts)]:
+            parts[i] += 1
+        return parts
+
+    @cached_property
     def taken(self) -> list[int]:
         """Number of references of each source that an epoch takes."""
-        return self.wanted if self.remainder == "pad" else _apportion(self.steps * self.batch, self.wanted)
+        return self.wanted if self.remainder == "pad" else self._shares
 
     def sources(self, lanes: Numbers, drawn: Numbers) -> Numbers:
         _, share = share_of(lanes, self.lanes, self.batch)
@@ -286,8 +296,7 @@ class EpochPlan:
         many slots of the source's share stay empty (`padded`); only counts above 0.
         """
         key = {"drop": "left_out", "pad": "padded", "wrap": "repeated"}[self.remainder]
-        slots = _apportion(self.steps * self.batch, self.wanted)
-        counts = [abs(have - wanted) for have, wanted in zip(slots, self.wanted, strict=True)]
+        counts = [abs(have - wanted) for have, wanted in zip(self._shares, self.wanted, strict=True)]
         return [{key: count} if count else {} for count in counts]
 
     def summary(self) -> str:
@@ -332,16 +341,6 @@ class EpochPlan:
         middle = (low + high) // 2
         left = self._count_left(low, middle, high, x)
         return [*self._split(low, middle, left), *self._split(middle, high, x - left)]
-
-
-def _apportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Integer parts of `total` in proportion to `weights`, by the largest remainder method."""
-    whole = sum(weights)
-    parts = [total * weight // whole for weight in weights]
-    by_rest = sorted(range(len(weights)), key=lambda i: (-(total * weights[i] % whole), i))
-    for i in by_rest[: total - sum(parts)]:
-        parts[i] += 1
-    return parts
 
 
 _EPOCH = 1 << 32  # the number of a group is its epoch times this plus its number in the epoch
