@@ -195,20 +195,15 @@ def evaluation_loader(
     check_recipes([recipe], told=world.is_main)
     slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size)
     stream = Stream([name], SourceMix(0, (1.0,)), slots, DataState(lanes_total=lanes), ends=True)
-    batches = SampleBatches(
-        stream,
-        inputs,
-        [shards_of],
-        [replace(recipe, filter=None)],
-        lambda _, lane, shards: OnceSampler(lane, lanes, shards, source.max_samples, recipe.filter),
-        cache,
-        batch_size,
-        workers,
-    )
+
+    def make_sampler(_: int, lane: int, shards: OpenShards) -> OnceSampler:
+        return OnceSampler(lane, lanes, shards, source.max_samples, recipe.filter)
+
+    recipes = [replace(recipe, filter=None)]
+    batches = SampleBatches(stream, inputs, [shards_of], recipes, make_sampler, cache, batch_size, workers)
     hint = (section.image_key, None if source.target is not None else section.caption, source.place)
     budget = Budget({name: len(set(shards_of.names))}, {name: hint}, 0.0, 1.0)
-    depth = 2 if workers else 1
-    hosting = Hosting(workers, depth, stall_timeout=data.stall_timeout)
+    hosting = Hosting(workers, 2 if workers else 1, stall_timeout=data.stall_timeout)
     return Loader(stream, batches, hosting, budget, interrupt=interrupt)
 
 
@@ -236,7 +231,6 @@ def chunk_loader(
         views: augmented views of an image; 0 for the pixels of evaluation.
         done: numbers of further shards, whose chunks were all made before; they count as tried.
     """
-    section = settings.sources[name]
     assert isinstance(settings.workers, int), "resolve the settings first"
     cache, found = shard_cache(settings), Health([name])
     source.begin(cache)
@@ -244,17 +238,13 @@ def chunk_loader(
     workers = min(settings.workers, chunks.lanes)
     slots = LaneSlots(range(chunks.lanes), chunks.lanes, lambda step: chunks.batch_size)
     stream = Stream([name], SourceMix(0, (1.0,)), slots, DataState(lanes_total=chunks.lanes), ends=True)
+
+    def make_sampler(_: int, lane: int, shards: OpenShards) -> ChunkSampler:
+        return ChunkSampler(lane, chunks, shards)
+
+    recipes = [build_recipe(name, settings.sources[name], inputs, settings if views else None)]
     batches = SampleBatches(
-        stream,
-        inputs,
-        [source],
-        [build_recipe(name, section, inputs, settings if views else None)],
-        lambda _, lane, shards: ChunkSampler(lane, chunks, shards),
-        cache,
-        chunks.batch_size,
-        workers,
-        traced=settings.trace,
-        image_views=views,
+        stream, inputs, [source], recipes, make_sampler, cache, chunks.batch_size, workers, settings.trace, views
     )
     budget = replace(Budget.of(settings, {name: source}), total_shards={name: len(chunks.shards) + len(done)})
     hosting = Hosting(workers, chunks.depth if workers else 1, device, True, settings.stall_timeout)
