@@ -577,14 +577,14 @@ def with_costs(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def print_end(settings: Settings, report: str, failures: Mapping[str, str]) -> None:
-    """Print the best checkpoint, if the settings name a metric for it, the file `report`, what to do next, and which
-    outputs failed, by name with the reason.
+    """Print the file `report`, a command that searches the first shard, the best checkpoint, if the settings name a
+    metric for it, and which outputs failed, by name with the reason.
     """
     if settings.log.report:
         announce(f"report   {settings.run_folder / report}")
-    sources = (source for _, source in sorted(settings.data.sources.items()))
-    if data := "::".join(redact(part) for source in sources for part in source.parts):
-        command = f"clipstream search {shlex.quote(str(settings.run_folder))} {shlex.quote(data)}"
+    parts = (part for _, source in sorted(settings.data.sources.items()) for part in source.parts)
+    if (first := next(parts, None)) is not None:
+        command = shlex.join(["clipstream", "search", str(settings.run_folder), redact(first)])
         announce(f'next     {command} "a text of your own"', whole=True)
     best = store.best_of(settings.run_folder / "checkpoints")
     if best is not None and best.metric == settings.checkpoint.keep_best:

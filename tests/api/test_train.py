@@ -22,6 +22,7 @@ import clipstream
 from clipstream.checkpoint.store import is_locked
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
+from clipstream.train import print_end
 from tests.support.commands import run_code
 from tests.support.forks import ROOT, TIMEOUT, Fork, run_fork
 from tests.support.ranks import end_ranks
@@ -182,6 +183,13 @@ def test_ctrl_c_saves_and_raises_keyboard_interrupt(place: Path) -> None:
     assert process.returncode == 0, errors
     assert 'is saved; the same call with resume="latest" goes on' in out
     assert "stopped by SIGINT, step" in out and out.splitlines()[-1] == "done" and "Traceback" not in errors
+
+
+def test_the_command_at_the_end_of_a_run_names_one_shard(capsys: pytest.CaptureFixture[str]) -> None:
+    shards = "::".join(f"my shards/{number}.tar" for number in range(50))
+    print_end(clipstream.load_settings(train_data=shards, logs="runs", name="a"), "report.html", {})
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next ")]
+    assert command.split(None, 1)[1] == "clipstream search runs/a 'my shards/0.tar' \"a text of your own\""
 
 
 def test_the_module_of_the_recipe_is_the_function(tmp_path: Path) -> None:
