@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -417,11 +416,9 @@ def evaluate_model(model: Model | Source, settings: Settings) -> dict[str, dict[
     context = EvalContext(own.towers, own.tokenizer, world, settings.data, own.precision, own.loss)
     whole = {"weights": "trained", "on_error": "raise"}
     sections = {name: section.model_copy(update=whole) for name, section in settings.evals.items()}
-    runner = EvalRunner(sections, context, weights={"trained": nullcontext})
-    found = {record["eval"]: metrics_of(record) for record in runner(0, last=True)}
     return {
-        name: {key: value for key, value in metrics.items() if key not in ("dropped", "seconds")}
-        for name, metrics in found.items()
+        record["eval"]: {key: value for key, value in metrics_of(record).items() if key not in ("dropped", "seconds")}
+        for record in EvalRunner(sections, context)(0, last=True)
     }
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from clipstream.evals.context import EvalContext
 
 Labels = Literal["one", "list", "multi_hot"]
+_warn_once = lru_cache(maxsize=256)(logger.warning)
 
 
 def benchmark_of(settings: LabelledSettings) -> Benchmark | None:
@@ -77,11 +78,6 @@ def unreadable(settings: LabelledSettings, *, gaps: bool = False) -> dict[str, s
     if found.get("templates") == found.get("classes"):  # names and templates may lack the same folder
         found.pop("templates", None)
     return found
-
-
-@lru_cache(maxsize=256)
-def _warn_once(text: str) -> None:
-    logger.warning(text)
 
 
 @dataclass(frozen=True)

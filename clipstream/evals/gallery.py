@@ -136,7 +136,7 @@ def show_classes(
     """Show kept images with the classes that match them best, correct and wrong ones in separate groups.
 
     Args:
-        kept: images whose ids are class numbers.
+        kept: images whose ids are class numbers; those with -1 are not shown.
         features: [n, D] each, of this rank's first batches, at least of the kept images.
         classifier: [C, D].
     """
@@ -148,7 +148,7 @@ def show_classes(
     half = context.examples_wanted // 2
     for group, chosen in (
         ("right", [i for i, label in enumerate(labels) if guessed[i][0] == label]),
-        ("wrong", [i for i, label in enumerate(labels) if guessed[i][0] != label]),
+        ("wrong", [i for i, label in enumerate(labels) if label >= 0 and guessed[i][0] != label]),
     ):
         for i in chosen[:half]:
             guesses = tuple((names[j], v) for j, v in zip(guessed[i], values[i].tolist(), strict=True))

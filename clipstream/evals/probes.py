@@ -50,14 +50,6 @@ def encode_labelled(
     return Labelled(rows, torch.cat(labels).to(rows.device))
 
 
-def count_classes(labelling: Labelling, world: World, *parts: Labelled) -> int:
-    """The number of classes: of names, or else 1 + the highest label. Collective."""
-    if labelling.classes is not None:
-        return len(labelling.classes)
-    highest = max((int(part.labels.max()) for part in parts if len(part.labels)), default=0)
-    return 1 + max(map(int, world.gather_objects(highest)))
-
-
 def measure(scores: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
     """top1, top5 and n by class, float64 [C, 3], of scores [n, C]; ties go to the lower class.
 
@@ -87,7 +79,9 @@ class Frozen(ABC):
         """
         train = encode_labelled(context, self.train, self.labelling, self.batch_size, "train")
         test = encode_labelled(context, self.test, self.labelling, self.batch_size)
-        classes = count_classes(self.labelling, context.world, train, test)
+        highest = max((int(part.labels.max()) for part in (train, test) if len(part.labels)), default=0)
+        names, highest = self.labelling.classes, max(context.world.gather_objects(highest))
+        classes = 1 + highest if names is None else len(names)
         tally = context.world.all_reduce_sum(self.tally(train, test, classes, context.world))
         self.labelling.warn_of_unseen(context, tally[:, 2].tolist())
         yield from accuracies(tally)

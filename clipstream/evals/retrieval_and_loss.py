@@ -29,7 +29,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext, of_samples
 from clipstream.evals.gallery import Kept, Matches, Wording, show_retrieval
-from clipstream.evals.metrics import EqualCaptions, Ranks, first_places, place_pairs
+from clipstream.evals.metrics import EqualCaptions, first_places, place_pairs
 from clipstream.evals.settings import LossEvalSettings, RetrievalSettings, source_of
 from clipstream.evals.statistics import by_language
 from clipstream.utils.logs import logger
@@ -240,18 +240,12 @@ def recalls(
         for k, value in zip(KS, found.tolist(), strict=True):
             yield f"{way}_R@{k}", value / queries
     for way, places, _, answers in ways:
-        yield f"{way}_median_rank", median(places, answers, world)
+        ranks = world.gather_rows(places.first(answers)).sort().values
+        yield f"{way}_median_rank", float(ranks[(len(ranks) - 1) // 2 : len(ranks) // 2 + 1].mean())
     yield "n", n
     yield "captions", captions
     right = captions if equal is None else int(world.all_reduce_sum(equal.copies.sum()))  # of all pairs
     yield "chance_R@1", right / (n * captions)
-
-
-def median(places: Ranks, answers: int, world: World) -> float:
-    """Median rank of the first right answers of all ranks' queries, of `answers`. Collective."""
-    ranks = world.gather_rows(places.first(answers)).sort().values
-    middle = ranks[(len(ranks) - 1) // 2 : len(ranks) // 2 + 1]
-    return float(middle.mean())
 
 
 class ValidationLoss:

@@ -79,37 +79,28 @@ def build_evaluators(settings: Mapping[str, EvalSettings]) -> dict[str, Evaluato
 
     Raises SettingsError: a class cannot be imported or constructed, or the mean of an unknown evaluator is asked for.
     """
-    evaluators = {}
+    evaluators = dict[str, Evaluator]()
     for name, section in sorted(settings.items(), key=lambda item: isinstance(item[1], Mean.Settings)):
         for other in section.of if isinstance(section, Mean.Settings) else ():
             if other not in settings:
                 hint = did_you_mean(other, settings)
                 raise SettingsError(f"evals.{name}.of: unknown evaluator {other!r}{hint}")
-        evaluators[name] = _evaluator(name, section)
+        if (built_in := EVALUATORS.get(type(section))) is None:  # a part or plug-in of one class
+            evaluators[name] = make_part(f"evals.{name}", section)
+            continue
+        with errors_as(SettingsError, f"evals.{name}", ClipstreamError, ValueError):
+            evaluators[name] = built_in(section)
     return evaluators
-
-
-def _evaluator(name: str, settings: EvalSettings) -> Evaluator:
-    """The evaluator that the settings describe: one that imports torch, or a part or plug-in of one class."""
-    with errors_as(SettingsError, f"evals.{name}", ClipstreamError, ValueError):
-        if (built_in := EVALUATORS.get(type(settings))) is not None:
-            return built_in(settings)
-    made: Evaluator = make_part(f"evals.{name}", settings)
-    return made
-
-
-def _ignore(*_: object) -> None:
-    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class Listeners:
     """What is called with the results of evaluations, on rank 0."""
 
-    write: Callable[[Record], None] = _ignore  # with the record of each evaluation
+    write: Callable[[Record], None] = lambda record: None  # with the record of each evaluation
     # with (step, name, examples, tables) of an evaluation that has any, before its record
-    show: Callable[[int, str, Sequence[Example], Sequence[Table]], None] = _ignore
-    status: Callable[[str], None] = _ignore  # with the current evaluation as text, and with '' when it is over
+    show: Callable[[int, str, Sequence[Example], Sequence[Table]], None] = lambda *shown: None
+    status: Callable[[str], None] = lambda text: None  # with the current evaluation as text; with '' when it is over
 
 
 class EvalRunner:

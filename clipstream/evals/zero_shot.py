@@ -109,10 +109,6 @@ class ZeroShot:
                     raise context.unusable(f"image with a class of {language}")
                 tally[0] = 1  # the few samples of a dry run may lack it, and its metrics mean nothing
             found[language] = dict(accuracies(tally))
-        named = torch.tensor([int(one.ids[0]) >= 0 for one in kept], dtype=torch.bool)
-        if len(kept):
-            first = [torch.cat(first)[: len(kept)][named.to(device)]]
-            kept.only(named)
         show_classes(context, kept, first, classifiers[0], self.classes)
         show_confusions(context, true, guessed, self.classes)
         matches.show()
