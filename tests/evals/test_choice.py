@@ -16,18 +16,17 @@ import pytest
 import torch
 
 from clipstream.data.decode.labels import ChoicesField
-from clipstream.data.settings import DataSettings
 from clipstream.data.source_settings import TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, Dropped, SettingsError
-from clipstream.evals.choice import Choice, first_of, pair_scores
-from clipstream.evals.context import DryRun, EvalContext
+from clipstream.evals.choice import first_of, pair_scores
+from clipstream.evals.context import DryRun
 from clipstream.evals.runner import EvalRunner
-from clipstream.evals.settings import ChoiceSettings, EvalSettings
+from clipstream.evals.settings import EvalSettings
 from clipstream.evals.statistics import bounds, chance_of
 from clipstream.models.towers import Towers
-from tests.support.evaluating import tiny_towers
-from tests.support.pictures import ByteTokenizer, picture
+from tests.support.evaluating import context_of, evaluated, tiny_towers
+from tests.support.pictures import picture
 from tests.support.ranks import run_ranks
 from tests.support.tars import write_tar
 
@@ -44,10 +43,6 @@ def towers() -> Towers:
     return found
 
 
-def context_of(world: World) -> EvalContext:
-    return EvalContext(towers(), ByteTokenizer(), world, DataSettings(workers=0))
-
-
 CATEGORIES = ("swap att", "add")
 
 
@@ -59,13 +54,8 @@ def row(i: int) -> dict[str, Any]:
     draw = np.random.default_rng(i)
     # CLIP pools where the largest id is, here the z: all of a text counts.
     texts = [f"{draw.integers(10**9)} {k}z" for k in range(2 + i % 3)]
-    return {
-        "caption": texts[0],
-        "wrong": texts[1:],
-        "kind": CATEGORIES[kind_of(i)],
-        "pair": i // 2,
-        "answer": i % len(texts),
-    }
+    kind = CATEGORIES[kind_of(i)]
+    return {"caption": texts[0], "wrong": texts[1:], "kind": kind, "pair": i // 2, "answer": i % len(texts)}
 
 
 def options(of: dict[str, Any]) -> list[str]:
@@ -142,7 +132,7 @@ def section(place: Path, form: str, **more: Any) -> EvalSettings:
 
 def evaluate(world: World, place: Path) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
-    runner = EvalRunner({form: section(place, form) for form in FORMS}, context_of(world))
+    runner = EvalRunner({form: section(place, form) for form in FORMS}, context_of(world, towers=towers()))
     runner.dry_run()
     return {
         one["eval"]: {name: one[name] for name in one["metrics"] if name != "seconds"} for one in runner(1, last=True)
@@ -162,17 +152,17 @@ def selection(instances: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
 
 def pixels(place: Path) -> list[torch.Tensor]:
     """Of the pictures in the order of their numbers, as the model takes them."""
-    source = ChoiceSettings.model_validate(section(place, "list").model_dump()).data
+    source = section(place, "list").data
     assert source is not None
     by_key: dict[int, torch.Tensor] = {}
-    for batch in context_of(World()).batches(source, 8):
+    for batch in context_of(World(), towers=towers()).batches(source, 8):
         by_key.update(zip((int(key.rpartition("/")[2]) for key in batch.keys), batch.images, strict=True))
     return [by_key[i] for i in range(N)]
 
 
 def features(place: Path) -> tuple[np.ndarray[Any, Any], list[np.ndarray[Any, Any]]]:
     """Of the pictures, and of the texts of each."""
-    context, texts = context_of(World()), []
+    context, texts = context_of(World(), towers=towers()), []
     images = torch.cat([context.encode_image(one[None]) for one in pixels(place)]).numpy()
     for i in range(N):
         ids = context.tokenizer.encode([row(i)["caption"], *row(i)["wrong"]])
@@ -184,7 +174,7 @@ def features(place: Path) -> tuple[np.ndarray[Any, Any], list[np.ndarray[Any, An
 def test_equal_to_clip_benchmarks_own_code(place: Path) -> None:
     """`make reference` installs it."""
     theirs = pytest.importorskip("clip_benchmark.metrics.image_caption_selection")
-    images, context = pixels(place), context_of(World())
+    images, context = pixels(place), context_of(World(), towers=towers())
     texts = [[row(i)["caption"], *row(i)["wrong"]] for i in range(N)]
     choices = [(images[i][None], [texts[i]]) for i in range(N)]
     pairs = [(torch.stack(images[i : i + 2])[None], [[texts[i][0], texts[i + 1][0]]]) for i in range(0, N, 2)]
@@ -230,8 +220,7 @@ def test_ties_receive_their_expected_share(place: Path) -> None:
     assert pair_scores(torch.tensor([[[2.0, 1], [1, 1]]]).double())[0].tolist() == pytest.approx([1 / 2, 1 / 2, 1 / 3])
     assert not pair_scores(torch.full((1, 2, 2), torch.nan).double()).any()
     for form in ("list", "table", "pairs"):
-        settings = ChoiceSettings.model_validate(section(place, form).model_dump())
-        found = dict(Choice(settings)(DryRun.of(context_of(World()), form)))
+        found = evaluated(section(place, form), DryRun.of(context_of(World()), form))
         for name in (name for name in found if f"chance_{name}" in found):
             assert found[name] == pytest.approx(found[f"chance_{name}"]), (form, name)
         assert sum(name.startswith("chance_") for name in found) == 3
@@ -239,31 +228,24 @@ def test_ties_receive_their_expected_share(place: Path) -> None:
 
 def test_an_image_without_a_wrong_text_is_never_right(place: Path) -> None:
     only = ChoicesField(TextCaption(key="txt"), ["json:wrong"], None, None)
-    sample = {"__key__": "a", "__url__": "b", "txt": b"right", "json": b'{"wrong": ["", null]}'}
-    with pytest.raises(Dropped, match="no text to choose besides"):
-        only(sample, None)
-    assert json.loads(only({**sample, "json": b'{"wrong": "no\\nbody"}'}, None))[0] == ["right", "no body"]
+    sample = {"__key__": "a", "__url__": "b", "txt": b"right"}
+    for wrong in ('["", null]', '"nan"', '" right "'):
+        with pytest.raises(Dropped, match="no text to choose besides"):
+            only({**sample, "json": f'{{"wrong": {wrong}}}'.encode()}, None)
     for wrong, texts in (
-        ('"nan"', None),
+        ('"no\\nbody"', ["right", "no body"]),
         ('["nan", 3, 2.0]', ["right", "3", "2"]),
         ('["right", "left"]', ["right", "left"]),  # the right text is no wrong one
-        ('" right "', None),
     ):
-        told = {**sample, "json": f'{{"wrong": {wrong}}}'.encode()}
-        if texts is None:
-            with pytest.raises(Dropped, match="no text to choose besides"):
-                only(told, None)
-        else:
-            assert json.loads(only(told, None))[0] == texts
+        assert json.loads(only({**sample, "json": f'{{"wrong": {wrong}}}'.encode()}, None))[0] == texts
     for form, more, text in (
         ("list", {"wrong": "json:none"}, "no usable"),
         ("pairs", {"group": "json:kind"}, "do not have exactly two usable samples"),
         ("pairs", {"group": "json:none"}, "no usable pair with json:none"),
         ("list", {"category": "json:none"}, "no category: see the evaluator's category"),
     ):
-        settings = ChoiceSettings.model_validate(section(place, form, **more).model_dump())
         with pytest.raises(DataError, match=text):
-            dict(Choice(settings)(context_of(World())))
+            evaluated(section(place, form, **more))
 
 
 @pytest.mark.parametrize(("told", "texts"), [
@@ -286,18 +268,12 @@ def test_the_answer_is_the_number_of_a_text(told: dict[str, Any], texts: list[st
 
 def test_an_image_may_have_many_texts_and_any_category(tmp_path: Path) -> None:
     names = ["chance", "a" * 80 + "b", "a b", "a-b"]
-    samples = [
-        {
-            "__key__": f"{i}",
-            "png": picture(i, kind="PNG"),
-            "txt": "0z",
-            "json": json.dumps({"wrong": [f"{k}z" for k in range(1, 100)], "kind": names[i % 4]}),
-        }
-        for i in range(8)
-    ]
+    wrong = [f"{k}z" for k in range(1, 100)]
+    fields = [json.dumps({"wrong": wrong, "kind": names[i % 4]}) for i in range(8)]
+    samples = [{"__key__": f"{i}", "jpg": picture(i), "txt": "0z", "json": of} for i, of in enumerate(fields)]
     write_tar(tmp_path / "0.tar", samples)
     told = {"type": "choice", "wrong": "json:wrong", "category": "json:kind", "data": {"shards": f"{tmp_path}/0.tar"}}
-    found = dict(Choice(ChoiceSettings.model_validate(told))(context_of(World())))
+    found = evaluated(told)
     assert found["chance_accuracy"] == pytest.approx(1 / 100)
     assert [found[f"n_{name}"] for name in ("of_chance", names[1], "a_b", "a_b_2")] == [2, 2, 2, 2] and found["n"] == 8
 

@@ -11,7 +11,6 @@ import torch
 
 from clipstream.data.sources import expand
 from clipstream.data.sources.tars import of_source
-from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.retrieval_and_loss import Retrieval
 from clipstream.evals.settings import RetrievalSettings, ZeroShotSettings
@@ -31,7 +30,7 @@ from tests.support.clipbenchmark import (
     write_benchmark,
     zero_shot,
 )
-from tests.support.evaluating import context_of
+from tests.support.evaluating import evaluated
 from tests.support.hubserver import serve
 from tests.support.ranks import run_ranks
 
@@ -118,8 +117,7 @@ def test_the_layout_over_http(tmp_path: Path) -> None:
         found = of_source([f"benchmark:{root}"])
         assert found is not None
         assert (found.classes, found.templates, found.kind) == (CLASSES, TEMPLATES, "classification")
-        settings = ZeroShotSettings.model_validate({"data": {"shards": f"benchmark:{root}"}})
-        assert dict(ZeroShot(settings)(context_of(World())))["n"] == 7
+        assert evaluated({"type": "zero_shot", "data": {"shards": f"benchmark:{root}"}})["n"] == 7
 
 
 def test_the_layout_in_a_bucket() -> None:

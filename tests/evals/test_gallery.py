@@ -10,7 +10,6 @@ import torch
 
 from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
-from clipstream.evals.context import EvalContext
 from clipstream.evals.gallery import MATCHES, WORST, show_confusions
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
@@ -19,12 +18,6 @@ from tests.support.pictures import make_shards
 from tests.support.ranks import run_ranks
 
 PROMPTS = ["picture 3", "something else", "picture 3"]
-
-
-def wanting(world: World, count: int = 4) -> EvalContext:
-    context = context_of(world)
-    context.examples_wanted = count
-    return context
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +44,7 @@ def shown(world: World, pairs: str) -> dict[str, Any]:
         prompted = [(e.group, e.key, e.text, e.note, int(e.pixels.sum())) for e in examples if e.group.startswith("“")]
         found[name] = prompted, [table.rows for table in tables], len(examples)
 
-    EvalRunner(sections(Path(pairs)), wanting(world), Listeners(show=take))(1, last=True)
+    EvalRunner(sections(Path(pairs)), context_of(world, examples=4), Listeners(show=take))(1, last=True)
     return found
 
 
@@ -69,8 +62,7 @@ def test_prompts_find_the_same_pictures_on_any_number_of_ranks(pairs: Path) -> N
     assert [group for group, *_ in prompted] == [f"“{prompt}”" for prompt in PROMPTS for _ in range(MATCHES)]
     assert count == 4 + 3 * MATCHES and tables == [], "the others keep their places"
     assert prompted[:MATCHES] == prompted[2 * MATCHES :]
-    context = wanting(World())
-    every = []
+    context, every = context_of(World()), []
     for batch in context.batches(SourceSettings(shards=f"{pairs}/*.tar"), 50):
         assert batch.pixels is not None
         scores = context.encode_prompts(PROMPTS[:1]) @ context.encode_image(batch.pixels).T
@@ -87,7 +79,7 @@ def confused(world: World) -> list[tuple[tuple[str, ...], ...]]:
     """Of the pictures (class, guess), dealt to the ranks by turns."""
     pairs = [(0, 0)] * 4 + [(1, 0)] * 3 + [(1, 2)] * 2 + [(1, 1)] + [(2, 2), (2, 0)] + [(4, 4)]
     mine = torch.tensor(pairs[world.rank :: world.size])
-    context = wanting(world)
+    context = context_of(world, examples=4)
     show_confusions(context, [mine[:2, 0], mine[2:, 0]], [mine[:, 1]], ["ant", "bee", "cat", "dog", "elk"])
     return [table.rows for table in context.tables]
 
@@ -97,12 +89,12 @@ def test_confused_classes_are_counted_over_all_ranks() -> None:
 
 
 def test_nothing_is_confused_and_few_are_shown() -> None:
-    context, right = wanting(World()), torch.arange(3)
+    context, right = context_of(World(), examples=4), torch.arange(3)
     show_confusions(context, [right], [right], ["a", "b", "c"])
     assert context.tables == []
     many = torch.arange(40)
     show_confusions(context, [many], [(many + 1) % 40], [f"class {i}" for i in range(40)])
     assert len(context.tables[0].rows) == WORST
-    nothing = wanting(World(), 0)
+    nothing = context_of(World())
     show_confusions(nothing, [many], [many * 0], [f"class {i}" for i in range(40)])
     assert nothing.tables == []

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
-import open_clip
 import pytest
 import torch
-from PIL import Image
 from sklearn.metrics import average_precision_score
 
 from clipstream.data.settings import GroupsSettings as BatchGroups
@@ -19,10 +16,10 @@ from clipstream.errors import SettingsError
 from clipstream.evals.context import DryRun
 from clipstream.evals.groups import Groups
 from clipstream.evals.metrics import group_ranks
-from clipstream.evals.settings import EvalSettings, GroupsSettings
+from clipstream.evals.settings import GroupsSettings
 from clipstream.evals.statistics import bounds, chance_of
 from clipstream.losses.settings import PositivesSettings
-from tests.support.evaluating import context_of
+from tests.support.evaluating import context_of, evaluated, open_clip_features
 from tests.support.pictures import picture
 from tests.support.ranks import run_ranks
 from tests.support.tars import write_tar
@@ -45,21 +42,13 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate(world: World, folder: Path) -> dict[str, float]:
     settings = {"type": "groups", "group": "json:sku", "data": {"shards": f"{folder}/*.tar"}, "batch_size": 4}
-    made = EvalSettings.model_validate(settings)
-    assert isinstance(made, GroupsSettings)
-    return dict(Groups(made)(context_of(world)))
+    return evaluated(settings, context_of(world))
 
 
 def reference() -> dict[str, float]:
-    context = context_of(World())
-    spec = open_clip.transform.image_transform_v2(open_clip.transform.PreprocessCfg(size=16), is_train=False)
-    clip = context.towers.eval().clip
     numbers = [i for i in range(len(GROUPS)) if i != 9]
-    with torch.no_grad():
-        pixels = torch.stack([spec(Image.open(io.BytesIO(picture(i)))) for i in numbers])
-        images = clip.encode_image(pixels, normalize=True).double().numpy()
-        ids = torch.from_numpy(context.tokenizer.encode([f"thing {i}" for i in range(len(GROUPS))]))
-        texts = clip.encode_text(ids, normalize=True).double().numpy()
+    texts_of_all = [f"thing {i}" for i in range(len(GROUPS))]
+    images, texts = (rows.numpy() for rows in open_clip_features(numbers, texts_of_all))
     names = np.array([100 + i if group is None else group for i, group in enumerate(GROUPS)])
     of_images = names[numbers]
     found: dict[str, list[list[float]]] = {"image_to_image": [], "text_to_image": []}

@@ -8,7 +8,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from clipstream.data.source_settings import LANG, JsonCaption, SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.evals.classes import unreadable
-from clipstream.evals.context import EvalContext
 from clipstream.evals.retrieval_and_loss import Retrieval
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import EvalSettings, RetrievalSettings
@@ -33,7 +32,7 @@ from clipstream.evals.statistics import bounds, chance_of, is_minor, is_share
 from clipstream.evals.zero_shot import ZeroShot
 from clipstream.models.towers import Towers
 from tests.support import clipbenchmark
-from tests.support.evaluating import tiny_towers
+from tests.support.evaluating import context_of, evaluated, open_clip_features, tiny_towers
 from tests.support.forks import ROOT
 from tests.support.pictures import ByteTokenizer, picture
 from tests.support.ranks import run_ranks
@@ -52,10 +51,6 @@ def spread_towers() -> Towers:
         for weight in towers.clip.parameters():
             weight *= 2 if weight.ndim > 1 else 1
     return towers
-
-
-def context_of(world: World) -> EvalContext:
-    return EvalContext(spread_towers(), ByteTokenizer(), world)
 
 
 Texts = dict[str, list[list[str]]]  # by language, the captions of each picture
@@ -155,8 +150,7 @@ def evaluate(world: World, section: EvalSettings) -> tuple[dict[str, float], int
         count[0] += len(given[0])
 
     handle = towers.clip.visual.register_forward_pre_hook(add)
-    build = Retrieval if isinstance(section, RetrievalSettings) else ZeroShot
-    found = dict(build(section)(context_of(world)))  # type: ignore[arg-type]
+    found = evaluated(section, context_of(world, towers=towers))
     handle.remove()
     return found, count[0]
 
@@ -208,13 +202,11 @@ def test_a_language_alone_is_evaluated_as_without_languages(tmp_path: Path) -> N
 
     def found(**more: Any) -> dict[str, float]:
         data = {"shards": f"{tmp_path}/0.tar", "caption": {"type": "text", "key": more.pop("key")}}
-        section = RetrievalSettings.model_validate({"data": data, "batch_size": 6, **more})
-        return dict(Retrieval(section)(context_of(World())))
+        section = {"type": "retrieval", "data": data, "batch_size": 6, **more}
+        return evaluated(section, context_of(World(), towers=spread_towers()))
 
-    both, alone = (
-        found(key="{lang}.txt", languages=["de", "en"]),
-        {code: found(key=f"{code}.txt") for code in ("de", "en")},
-    )
+    both = found(key="{lang}.txt", languages=["de", "en"])
+    alone = {code: found(key=f"{code}.txt") for code in ("de", "en")}
     for code, metrics in alone.items():
         for name, value in metrics.items():
             if "_R@" in name and not name.startswith("chance"):
@@ -226,11 +218,10 @@ def test_what_is_shown_is_of_the_first_language(tmp_path: Path, caplog: pytest.L
     texts = texts_of(["de", "en"])
     texts["de"][0] = []
     draw_crossmodal3600(tmp_path, texts)
-    context = context_of(World())
-    context.examples_wanted, context.name = 6, "xm"
-    section = suite_entry("crossmodal3600", tmp_path, ["de", "en"], prompts=["x"])
+    context = context_of(World(), 6, spread_towers())
+    context.name = "xm"
     with caplog.at_level("INFO"):
-        dict(Retrieval(section)(context))  # type: ignore[arg-type]
+        evaluated(suite_entry("crossmodal3600", tmp_path, ["de", "en"], prompts=["x"]), context)
     assert f"evaluation 'xm': of {N} images some have no text in a language: de 1" in caplog.text
     shown = [one for one in context.examples if one.group in ("best", "worst")]
     assert len(shown) >= 4
@@ -271,13 +262,10 @@ def babel_reference(code: str) -> dict[str, float]:
     numbers, names = list(NAMES[code]), list(NAMES[code].values())
     own = [i for i in range(40) if i % CLASSES in numbers]
     targets = torch.tensor([numbers.index(i % CLASSES) for i in own])
-    templates = [text.replace("{}", "{c}").strip() for text in TEMPLATES[code]]
-    clip, unit = spread_towers().eval().clip, partial(torch.nn.functional.normalize, dim=-1)
-    with torch.no_grad():
-        prompts = [clipbenchmark.tokenize([text.format(c=name) for text in templates]) for name in names]
-        classifier = unit(torch.stack([unit(clip.encode_text(of_class)).mean(dim=0) for of_class in prompts]))
-        pixels = torch.stack([TRANSFORM(Image.open(io.BytesIO(picture(i)))) for i in own])
-        logits = unit(clip.encode_image(pixels)) @ classifier.T
+    prompts = [text.replace("{}", name).strip() for name in names for text in TEMPLATES[code]]
+    images, texts = open_clip_features(own, prompts, spread_towers())
+    classifier = torch.nn.functional.normalize(texts.view(len(names), -1, texts.shape[1]).mean(dim=1), dim=1)
+    logits = images @ classifier.T
     right = (logits.argmax(dim=1) == targets).double()
     best = logits.topk(min(5, len(names)), dim=1).indices
     return {
@@ -310,9 +298,8 @@ def test_classes_and_templates_of_each_language(tmp_path: Path) -> None:
 def test_zero_shot_shows_the_first_language(tmp_path: Path) -> None:
     draw_babel(tmp_path)
     section = suite_entry("babel_imagenet", tmp_path, ["NE", "DE"], data={"shards": str(draw_labelled(tmp_path))})
-    context = context_of(World())
-    context.examples_wanted = 8
-    dict(ZeroShot(section)(context))  # type: ignore[arg-type]
+    context = context_of(World(), 8, spread_towers())
+    evaluated(section, context)
     assert context.examples and {one.text for one in context.examples} <= {"hariyo", "kalo"}
     for one in context.examples:
         assert one.text == NAMES["NE"][int(one.key.rpartition("/")[2]) % CLASSES]
@@ -347,9 +334,7 @@ def test_what_metrics_of_languages_mean() -> None:
         "captions_de": 80,
         "chance_de_text_to_image_R@1": 0.025,
         "chance_mean_text_to_image_R@1": 0.03,
-    }
-    record |= {
-        name: 0.5 for name in ("de_image_to_text_R@1", "de_text_to_image_R@1", "mean_text_to_image_R@1", "de_top1")
+        **dict.fromkeys(("de_image_to_text_R@1", "de_text_to_image_R@1", "mean_text_to_image_R@1", "de_top1"), 0.5),
     }
     assert all(is_share(name, 0.5) for name in record if "R@" in name or "top" in name)
     assert bounds(record, "de_image_to_text_R@1") == bounds({"n": 40, "top1": 0.5}, "top1") == bounds(record, "de_top1")

@@ -13,21 +13,11 @@ from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals.classes import Labelling
 from clipstream.evals.metrics import average_precision
-from clipstream.evals.probes import (
-    Fit,
-    Labelled,
-    LinearProbe,
-    Neighbours,
-    encode_labelled,
-    measure,
-    nearest,
-)
-from clipstream.evals.settings import EvalSettings, LinearProbeSettings, NeighboursSettings
-from tests.support.evaluating import context_of
+from clipstream.evals.probes import Fit, Labelled, Neighbours, encode_labelled, measure, nearest
+from clipstream.evals.settings import LinearProbeSettings, NeighboursSettings
+from tests.support.evaluating import context_of, evaluated
 from tests.support.pictures import make_shards
 from tests.support.ranks import run_ranks
-
-KINDS: dict[str, Any] = {"linear_probe": LinearProbe, "knn": Neighbours}
 
 
 def clusters(n: int, classes: int, seed: int) -> Labelled:
@@ -136,19 +126,14 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(world: World, folder: str, kind: str, **more: Any) -> dict[str, float]:
+def evaluate(folder: Path, kind: str, **more: Any) -> dict[str, float]:
     data = {"data": {"shards": f"{folder}/test/*.tar"}, "train_shards": f"{folder}/train/*.tar"}
-    section = EvalSettings.model_validate({"type": kind, **data, "batch_size": 8, **more})
-    return dict(KINDS[kind](section)(context_of(world)))
+    return evaluated({"type": kind, **data, "batch_size": 8, **more})
 
 
 def test_classes_without_a_picture_to_learn_from_are_never_guessed(pictures: Path) -> None:
-    found = evaluate(World(), str(pictures), "linear_probe", classes=["a", "b", "c", "d", "e"])
-    assert (
-        found["chance"] == 0.2
-        and found["top5"] == 1
-        and found["top1"] == pytest.approx(evaluate(World(), str(pictures), "linear_probe")["top1"])
-    )
+    found, numbered = (evaluate(pictures, "linear_probe", classes=names) for names in ([*"abcde"], None))
+    assert found["chance"] == 0.2 and found["top5"] == 1 and found["top1"] == pytest.approx(numbered["top1"])
 
 
 def test_labels_of_the_features(pictures: Path) -> None:
@@ -156,4 +141,4 @@ def test_labels_of_the_features(pictures: Path) -> None:
     found = encode_labelled(context_of(World()), section.data, Labelling.of(section), 8)  # type: ignore[arg-type]
     assert found.labels.tolist() == [(100 + i) % 3 for i in range(37)] and found.features.shape == (37, 16)
     with pytest.raises(DataError, match="is not a whole number: set the evaluator's classes"):
-        evaluate(World(), str(pictures), "knn", label="txt")
+        evaluate(pictures, "knn", label="txt")

@@ -14,17 +14,16 @@ import torch
 from open_clip_train.train import get_clip_metrics
 from PIL import Image
 
-from clipstream.data.decode.images import EvalTransform
 from clipstream.data.decode.tokenizers import CUT
 from clipstream.data.source_settings import SourceSettings, TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import DataError
 from clipstream.evals import metrics
 from clipstream.evals.metrics import TIE, EqualCaptions, Ranks, place_pairs
-from clipstream.evals.retrieval_and_loss import Retrieval, recalls
+from clipstream.evals.retrieval_and_loss import recalls
 from clipstream.evals.settings import RetrievalSettings
-from tests.support.evaluating import context_of, tiny_towers
-from tests.support.pictures import ByteTokenizer, make_shards, picture
+from tests.support.evaluating import context_of, evaluated, open_clip_features
+from tests.support.pictures import make_shards, picture
 from tests.support.ranks import run_ranks
 from tests.support.tars import write_tar
 
@@ -182,25 +181,10 @@ def test_hits_and_places_of_ties_are_those_of_chance() -> None:
         assert places.first(99).item() == pytest.approx(np.mean(firsts))
 
 
-def evaluate(world: World, folder: str, workers: int, max_samples: int | None = None) -> dict[str, float]:
-    settings = RetrievalSettings(
-        data=SourceSettings(shards=f"{folder}/0000{{0..2}}.tar"), batch_size=7, max_samples=max_samples
-    )
-    return dict(Retrieval(settings)(context_of(world, workers=workers)))
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("pairs")
-    make_shards(folder, [17, 20, 14])
-    return folder
-
-
 def evaluate_rows(world: World, shards: str, captions: Literal["all"] | None) -> dict[str, float]:
     settings = RetrievalSettings(data=SourceSettings(shards=shards, caption=CAPTION), captions=captions, batch_size=7)
-    context = context_of(world)
-    context.examples_wanted = 8
-    found = dict(Retrieval(settings)(context))
+    context = context_of(world, examples=8)
+    found = evaluated(settings, context)
     shown = {int(e.pixels.sum()) for e in context.examples}
     assert len(context.examples) == len(shown), "each picture is shown once"
     assert shown or not world.is_main or shards.endswith(".csv"), "the table is one shard, of another rank"
@@ -221,7 +205,7 @@ def evaluate_equal(world: World, shards: str) -> dict[str, float]:
     place = torch.eye(5)
     context.encode_image = lambda images: place[(images.double().mean(dim=(1, 2, 3)) / 255 * 4).round().long()]  # type: ignore[method-assign]
     context.encode_text = lambda ids: place[ids[:, 0].long() - ord("a")]  # type: ignore[method-assign]
-    return dict(Retrieval(settings)(context))
+    return evaluated(settings, context)
 
 
 def test_captions_that_repeat_are_told_and_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -263,15 +247,14 @@ def test_samples_that_share_a_picture_count_as_one(tmp_path: Path, caplog: pytes
 def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
     make_shards(tmp_path, [2, 3, 4], txt=b"")
     with pytest.raises(DataError, match="usable"):
-        evaluate(World(), str(tmp_path), 0)
+        evaluated({"type": "retrieval", "data": {"shards": f"{tmp_path}/0000{{0..2}}.tar"}})
 
 
 def shown(world: World, folder: str) -> list[tuple[str, str, str, list[str], str]]:
     """(group, key, note, guesses, text) of what is shown."""
-    context = context_of(world)
-    context.examples_wanted = 6
-    settings = RetrievalSettings(data=SourceSettings(shards=f"{folder}/*.tar"), batch_size=7)
-    assert dict(Retrieval(settings)(context))["n"] == 24
+    context = context_of(world, examples=6)
+    section = {"type": "retrieval", "data": {"shards": f"{folder}/*.tar"}, "batch_size": 7}
+    assert evaluated(section, context)["n"] == 24
     return [(e.group, e.key, e.note, [text for text, _ in e.guesses], e.text) for e in context.examples]
 
 
@@ -282,12 +265,8 @@ def test_the_best_and_the_worst_are_shown(tmp_path: Path) -> None:
     for shard in range(3):
         write_tar(tmp_path / f"{shard}.tar", samples[8 * shard : 8 * shard + 8])
     mine, other = run_ranks(2, shown, str(tmp_path))
-    towers = tiny_towers().eval()
-    transform = EvalTransform(towers.image, "white")
-    pixels = torch.from_numpy(np.stack([transform(sample["jpg"]) for sample in samples])).permute(0, 3, 1, 2)
-    with torch.no_grad():
-        ids = torch.from_numpy(ByteTokenizer().encode(texts))
-        scores = (towers.encode_image(pixels).double() @ towers.encode_text(ids).double().T).numpy()
+    images, captions = open_clip_features(range(24), texts)
+    scores = (images @ captions.T).numpy()
     found = int((scores.argmax(axis=1) == np.arange(24)).sum())  # only these are the best, if there are some
     assert [group for group, *_ in mine] == ["best"] * min(found or 3, 3) + ["worst"] * 3
     assert other == []

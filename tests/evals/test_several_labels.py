@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import open_clip
 import pytest
 import torch
-from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve
 
 from clipstream.config.config_file import portable
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.metrics import label_metrics
-from clipstream.evals.settings import EvalSettings, ZeroShotSettings, sources_of
+from clipstream.evals.settings import ZeroShotSettings, sources_of
 from clipstream.evals.zero_shot import ZeroShot
-from tests.support.evaluating import context_of
+from tests.support.evaluating import context_of, evaluated, open_clip_features
 from tests.support.pictures import picture
 from tests.support.ranks import run_ranks
 from tests.support.tars import write_tar
@@ -41,28 +38,19 @@ def worn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings_of(folder: Path, **more: Any) -> ZeroShotSettings:
-    values = {"type": "zero_shot", "label": "json:wears", "labels": "list", "classes": NAMES, "batch_size": 4,
+    values = {"label": "json:wears", "labels": "list", "classes": NAMES, "batch_size": 4,
               "templates": ["with a {c}"], "data": {"shards": f"{folder}/{{0,1}}.tar"}, **more}  # fmt: skip
-    made = EvalSettings.model_validate(values)
-    assert isinstance(made, ZeroShotSettings)
-    return made
+    return ZeroShotSettings.model_validate(values)
 
 
 def evaluate(world: World, folder: Path, more: dict[str, Any]) -> dict[str, float]:
-    return dict(ZeroShot(settings_of(folder, **more))(context_of(world)))
+    return evaluated(settings_of(folder, **more), context_of(world))
 
 
-def scores_of(templates: list[str]) -> np.ndarray[Any, Any]:
-    """Cosines of the images with the prompts of each label."""
-    context = context_of(World())
-    spec = open_clip.transform.image_transform_v2(open_clip.transform.PreprocessCfg(size=16), is_train=False)
-    clip = context.towers.eval().clip
-    with torch.no_grad():
-        pixels = torch.stack([spec(Image.open(io.BytesIO(picture(i)))) for i in range(len(WORN))])
-        images = clip.encode_image(pixels, normalize=True).double()
-        texts = [template.format(c=name) for name in NAMES for template in templates]
-        ids = torch.from_numpy(context.tokenizer.encode(texts))
-        return (images @ clip.encode_text(ids, normalize=True).double().T).numpy()
+def scores_of(template: str) -> np.ndarray[Any, Any]:
+    """Cosines of the images with the prompt of each label."""
+    images, texts = open_clip_features(range(len(WORN)), [template.format(c=name) for name in NAMES])
+    return (images @ texts.T).numpy()
 
 
 def best_f1(scores: np.ndarray[Any, Any], there: np.ndarray[Any, Any], tune: slice, rest: slice) -> float:
@@ -75,7 +63,7 @@ def best_f1(scores: np.ndarray[Any, Any], there: np.ndarray[Any, Any], tune: sli
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_equal_to_scikit_learn(worn: Path, size: int) -> None:
-    scores = scores_of(["with a {c}"]) - scores_of(["without {c}"])
+    scores = scores_of("with a {c}") - scores_of("without {c}")
     there = np.array([[name in worn for name in NAMES] for worn in WORN])
     tune, rest = slice(20, 30), slice(0, 20)
     expected = {
@@ -98,16 +86,15 @@ def test_half_of_the_images_choose_the_thresholds_of_the_other_half(worn: Path, 
 
 
 def test_thresholds_are_shown_by_label(worn: Path) -> None:
-    context = context_of(World())
-    context.examples_wanted = 4
-    dict(ZeroShot(settings_of(worn, tune_shards=f"{worn}/2.tar"))(context))
+    context = context_of(World(), examples=4)
+    evaluated(settings_of(worn, tune_shards=f"{worn}/2.tar"), context)
     (shown,) = [table for table in context.tables if table.title == "labels at their thresholds"]
     assert [row[0] for row in shown.rows] == NAMES[:3]
     assert {row[-1] for row in shown.rows} == {f"{sum(name in one for one in WORN[:20])}" for name in NAMES[:3]}
 
 
 def test_a_class_without_an_image_is_told(worn: Path, caplog: pytest.LogCaptureFixture) -> None:
-    dict(ZeroShot(settings_of(worn, classes=[*NAMES[:3], "worn by none"]))(context_of(World())))
+    evaluated(settings_of(worn, classes=[*NAMES[:3], "worn by none"]))
     assert "only 3 of 4 class names are labels of the data: no samples of 'worn by none'" in caplog.text
 
 

@@ -17,12 +17,11 @@ from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import of_samples
-from clipstream.evals.retrieval_and_loss import ValidationLoss
 from clipstream.evals.runner import EvalRunner
 from clipstream.evals.settings import LossEvalSettings
 from clipstream.losses.contrastive import build_loss
 from clipstream.losses.settings import LossSettings
-from tests.support.evaluating import context_of, tiny_towers
+from tests.support.evaluating import context_of, evaluated, tiny_towers
 from tests.support.loaders import evaluation_of
 from tests.support.pictures import ByteTokenizer, make_shards
 from tests.support.ranks import run_ranks
@@ -43,8 +42,7 @@ def evaluate(world: World, folder: str, size: int, kind: str, **more: Any) -> di
     context.data = DataSettings(workers=0, global_batch_size=size)
     if kind == "siglip":
         context.with_scalars = with_bias(context.with_scalars)  # type: ignore[method-assign]
-    section = LossEvalSettings(data=SourceSettings(shards=f"{folder}/*.tar"), batch_size=7, **more)
-    return dict(ValidationLoss(section)(context))
+    return evaluated({"type": "loss", "data": {"shards": f"{folder}/*.tar"}, "batch_size": 7, **more}, context)
 
 
 def with_bias(scalars: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections.abc import Iterator
@@ -10,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import open_clip
 import pytest
 import torch
 from open_clip.zero_shot_classifier import build_zero_shot_classifier
-from PIL import Image
 
 from clipstream.data.decode.class_names import class_names, prompt_templates
 from clipstream.data.source_settings import SourceSettings
@@ -25,10 +22,10 @@ from clipstream.evals.context import DryRun, EvalContext
 from clipstream.evals.metrics import accuracies
 from clipstream.evals.runner import EvalRunner, Listeners, build_evaluators
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
-from clipstream.evals.zero_shot import ZeroShot
 from clipstream.training.state import seed_all
-from tests.support.evaluating import context_of, tiny_towers
-from tests.support.pictures import ByteTokenizer, make_shards, picture
+from tests.support.clipbenchmark import tokenize
+from tests.support.evaluating import context_of, evaluated, open_clip_features, tiny_towers
+from tests.support.pictures import ByteTokenizer, make_shards
 from tests.support.ranks import run_ranks
 
 CLASSES = ["red", "a cat", "green dog", "snow", "x", "tree", "seven"]
@@ -48,24 +45,11 @@ def settings_of(folder: Path | str, **more: Any) -> ZeroShotSettings:
     return ZeroShotSettings.model_validate(values)
 
 
-def evaluate(world: World, folder: str) -> dict[str, float]:
-    return dict(ZeroShot(settings_of(folder))(context_of(world)))
-
-
 def reference(n: int) -> dict[str, float]:
-    """open_clip's classifier and transform, and the figures by their definition."""
-    clip = tiny_towers().eval().clip
-    cfg = open_clip.transform.PreprocessCfg(size=16)
-    transform = open_clip.transform.image_transform_v2(cfg, is_train=False)
-    pixels = torch.stack([transform(Image.open(io.BytesIO(picture(i)))) for i in range(n)])
-
-    def tokenize(texts: list[str]) -> torch.Tensor:
-        return torch.from_numpy(ByteTokenizer().encode(texts))
-
+    """By open_clip's classifier and transform, and the definition of the figures."""
     templates = [lambda c: f"a {c}", lambda c: f"the {c} there", lambda c: f"{c} or {c}"]
-    classifier = build_zero_shot_classifier(clip, tokenize, CLASSES, templates)
-    with torch.no_grad():
-        order = (clip.encode_image(pixels, normalize=True) @ classifier).argsort(dim=1, descending=True).numpy()
+    classifier = build_zero_shot_classifier(tiny_towers().eval().clip, tokenize, CLASSES, templates)
+    order = (open_clip_features(range(n), ["a"])[0] @ classifier.double()).argsort(dim=1, descending=True).numpy()
     labels = np.arange(n) % 3
     first = order[:, 0] == labels
     return {
@@ -80,7 +64,7 @@ def reference(n: int) -> dict[str, float]:
 def test_equal_to_open_clip(pictures: Path) -> None:
     expected = reference(51)
     assert 0 < expected["top5"] < 1
-    assert evaluate(World(), str(pictures)) == pytest.approx(expected, abs=1e-12)
+    assert evaluated(settings_of(pictures)) == pytest.approx(expected, abs=1e-12)
 
 
 def encoded(world: World, folder: str) -> tuple[list[int], list[dict[str, float]]]:
@@ -203,16 +187,8 @@ def test_templates(tmp_path: Path) -> None:
     assert len(say("simple")) == 7
     assert say("plain") == ["cat"]
     assert say(["a {c}, {c}", "one {}", "<a> [b] 100% {c}"]) == ["a cat, cat", "one cat", "<a> [b] 100% cat"]
-    for text in (
-        "{other} {c}",
-        "{} %s",
-        "a {0} {c}",
-        "<class> {}",
-        "a [CLASS] {c}",
-        "lambda c: f'a {c}.'",
-        "{{}}",
-        "a {{c}}",
-    ):
+    wrong = "{other} {c}", "{} %s", "a {0} {c}", "<class> {}", "a [CLASS] {c}", "lambda c: f'a {c}.'", "{{}}", "a {{c}}"
+    for text in wrong:
         with pytest.raises(SettingsError, match=r"only \{c\} and \{\} are replaced by the class name, not"):
             say([text])
     (tmp_path / "t.txt").write_text("my {c}\n\nyour {c}\n")
@@ -237,7 +213,7 @@ def test_classes_without_pictures_are_told_once(caplog: pytest.LogCaptureFixture
 
 def test_a_label_outside_the_classes_is_told(pictures: Path) -> None:
     with pytest.raises((DataError, SettingsError), match="cls"):
-        dict(ZeroShot(settings_of(pictures, classes=["a", "b"]))(context_of(World())))
+        evaluated(settings_of(pictures, classes=["a", "b"]))
 
 
 def test_built_ins_need_data_and_files_are_looked_for_at_once(pictures: Path) -> None:
@@ -308,8 +284,7 @@ def test_dropped_pictures_are_told_and_errors_name_the_evaluator(tmp_path: Path)
 
 
 def test_pictures_are_shown_with_their_best_classes(pictures: Path) -> None:
-    context = context_of(World())
-    context.examples_wanted = 8
+    context = context_of(World(), examples=8)
     got: list[Any] = []
     runner = EvalRunner({"z": settings_of(pictures)}, context, Listeners(got.append, lambda *shown: got.append(shown)))
     runner(7, last=True)

@@ -18,14 +18,10 @@ from PIL import Image
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, top_k_accuracy_score
 
 from clipstream.distributed.world import World
-from clipstream.evals.context import EvalContext
-from clipstream.evals.retrieval_and_loss import Retrieval
-from clipstream.evals.settings import EvalSettings
-from clipstream.evals.zero_shot import ZeroShot
 from clipstream.models.build import build_towers
 from clipstream.models.settings import ModelSettings
 from clipstream.models.towers import Towers
-from tests.support.evaluating import CONFIG
+from tests.support.evaluating import CONFIG, context_of, evaluated
 from tests.support.pictures import ByteTokenizer
 from tests.support.tars import write_tar
 
@@ -188,7 +184,7 @@ def evaluate(world: World, model: str, roots: dict[str, str]) -> dict[str, dict[
     """What our evaluators say of each set."""
     found = {}
     for kind, root in roots.items():
-        built, name = (Retrieval, "retrieval") if kind == "retrieval" else (ZeroShot, "zero_shot")
-        section = EvalSettings.model_validate({"type": name, "data": {"shards": f"benchmark:{root}"}, "batch_size": 64})
-        found[kind] = dict(built(section)(EvalContext(_loaded(model), ByteTokenizer(), world)))
+        section = {"type": "retrieval" if kind == "retrieval" else "zero_shot", "batch_size": 64}
+        context = context_of(world, towers=_loaded(model))
+        found[kind] = evaluated({**section, "data": {"shards": f"benchmark:{root}"}}, context)
     return found
