@@ -178,16 +178,11 @@ class BatchLoader:
     def close(self) -> None:
         """End the workers; the next batch starts them again, at the same position."""
         if self._loader is not None:
-            self._start, self._loader = self._position(), None
+            own, before = self._loader.state(), self._start or DataState()
+            self._start = replace(own, lanes={**before.lanes, **own.lanes})  # those of other ranks are where they began
+            self._loader = None
         self._closing.close()
         self._closing = ExitStack()
-
-    def _position(self) -> DataState:
-        """This rank's position; lanes of other ranks are where they started."""
-        assert self._loader is not None
-        own = self._loader.state()
-        before = {} if self._start is None else self._start.lanes
-        return DataState(**{**vars(own), "lanes": {**before, **own.lanes}})
 
     def __enter__(self) -> BatchLoader:
         return self

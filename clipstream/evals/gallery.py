@@ -68,7 +68,7 @@ class Wording:
 
     def add(self, ids: torch.Tensor, captions: Sequence[str]) -> None:
         """Take captions and their ids, int [n, T], on the CPU."""
-        if self._context.examples_wanted and len(self._texts) < REMEMBERED:
+        if len(self._texts) < REMEMBERED:
             self._texts.update(zip((row.tobytes() for row in ids.numpy()), captions, strict=True))
 
     def of(self, ids: torch.Tensor) -> list[str]:

@@ -120,13 +120,12 @@ class Retrieval:
                 continue  # the few samples of a dry run may lack a language
             if not there:
                 raise context.unusable(f"caption in {name}")
-            gallery = (kept, wording) if i == 0 else None
+            show = (kept, wording) if i == 0 and context.examples_wanted else None
             if i == 0:
                 kept.only(has)
             pairs = pictures[has], features[i]
-            metrics[name] = dict(self._evaluate(context, pairs, of_each[has, i], files[has], found[i], gallery))
-        if context.examples_wanted:
-            matches.show()
+            metrics[name] = dict(self._evaluate(context, pairs, of_each[has, i], files[has], found[i], show))
+        matches.show()
         if not lead:
             yield from metrics[""].items()
             return
@@ -147,7 +146,7 @@ class Retrieval:
         of_each: torch.Tensor,
         files: torch.Tensor,
         texts: Texts,
-        gallery: tuple[Kept, Wording] | None,
+        show: tuple[Kept, Wording] | None,
     ) -> Iterator[tuple[str, float]]:
         """The metrics of one language. Collective.
 
@@ -155,10 +154,9 @@ class Retrieval:
             pairs: features of images [n, D] and of captions [m, D], in the order of the images.
             of_each: int64 [n], number of captions of each image.
             files: int64 [n], checksums of the image files.
-            gallery: to show images, or None.
+            show: to show images, or None.
         """
         world, device = context.world, files.device
-        show = gallery if context.examples_wanted else None
         none = torch.zeros(0).long()
         owners = torch.arange(len(of_each), device=device).repeat_interleave(of_each)
         length = context.tokenizer.context_length

@@ -49,9 +49,9 @@ class Bytes(ByteTokenizer):
         """Constructed with its settings."""
 
 
-def config(run: Path) -> list[str]:
-    """The flags that allow the tokenizer of a run's own settings."""
-    return ["--config", f"{run}/config.yaml"]
+def evaluate(run: Path, *words: str) -> int:
+    """Evaluate a run, with the flag that allows the tokenizer of its own settings."""
+    return main([str(run), *words, "--config", f"{run}/config.yaml"])
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_checkpoint_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--checkpoint", str(run / "checkpoints" / "step_00000007"), *config(run)]) == 0
+    assert main(["--checkpoint", f"{run}/checkpoints/step_00000007", "--config", f"{run}/config.yaml"]) == 0
     val, kinds = lines(run / "metrics.jsonl")
     expected = dict(Retrieval(RetrievalSettings.model_validate(val["settings"]))(context_of(World())))
     assert {name: val[name] for name in expected} == pytest.approx(expected, abs=1e-6)
@@ -162,7 +162,7 @@ def test_a_page_with_the_pictures_of_each_evaluation(run: Path, tmp_path: Path) 
     flags = ["--evals.val.data.shards", pairs, "--evals.kinds.data.shards", pairs,
              "--evals.val.prompts", "[ein großer Hund]", "--evals.bad", "{type: zero_shot, classes: [a, b], templates: "
              f"plain, data: {{shards: {run}/none.tar}}}}", "--output", f"{tmp_path}/out.csv"]  # fmt: skip
-    assert main(["--checkpoint", str(run), *config(run), *flags, "--report", str(page)]) == 3
+    assert evaluate(run, *flags, "--report", str(page)) == 3
     dom, complaints = look(page, 400)
     assert complaints == []
     assert "<h1>tiny step_00000007</h1>" in dom and "<h4>“ein großer Hund”</h4>" in dom and "Found: images" in dom
@@ -175,10 +175,10 @@ def test_a_page_with_the_pictures_of_each_evaluation(run: Path, tmp_path: Path) 
 def test_files_that_cannot_be_written_are_told_before_and_cost_no_other_figures(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = ["--checkpoint", str(run), *config(run), "--evals.kinds", "null"]
+    val_alone = ["--evals.kinds", "null", "--output"]
     (tmp_path / "file").touch()
     for flag, path in (("--output", tmp_path), ("--report", tmp_path), ("--output", tmp_path / "file" / "x.csv")):
-        assert main([*checkpoint, "--output", str(tmp_path / "out.jsonl"), flag, str(path)]) == 2
+        assert evaluate(run, *val_alone, str(tmp_path / "out.jsonl"), flag, str(path)) == 2
         shown = capsys.readouterr()
         assert f"{flag}: cannot write" in shown.err
         assert "on val" not in shown.out and not (tmp_path / "out.jsonl").exists()
@@ -187,13 +187,13 @@ def test_files_that_cannot_be_written_are_told_before_and_cost_no_other_figures(
     with small_disk(disk, "64k"):
         output = disk / "out.jsonl"
         ballast = fill(disk, 4096)  # of which the first lines leave little
-        codes = [main([*checkpoint, "--output", str(output)]) for _ in range(5)]
+        codes = [evaluate(run, *val_alone, str(output)) for _ in range(5)]
         shown = capsys.readouterr()
         assert codes[0] == 0 and codes[-1] == 1 and "image_to_text_R@10" in shown.out
         assert f"warning: cannot write {output}: No space left" in shown.err
         assert f"error: {output} is incomplete" in shown.err
         ballast.unlink()
-        assert main([*checkpoint, "--output", str(output)]) == 0
+        assert evaluate(run, *val_alone, str(output)) == 0
         assert all(json.loads(line)["eval"] == "val" for line in output.read_text().splitlines()), "no line is torn"
 
 
@@ -201,19 +201,17 @@ def test_what_fails_is_told_at_the_end_and_by_the_exit_code(run: Path, capsys: p
     bad = ["--evals.bad", f"{{type: retrieval, data: {{shards: {run}/none.tar}}}}"]
     kinds = ["--evals.kinds", "null", "--output", str(run / "some.jsonl")]
     val = ["--val-data", f"{run.parent}/pairs/*.tar"]
-    assert main(["--checkpoint", str(run), *config(run), *val, *kinds, *bad]) == 3
+    assert evaluate(run, *val, *kinds, *bad) == 3
     shown = capsys.readouterr()
     assert "image_to_text_R@10" in shown.out and shown.err.count("evaluation 'bad' failed") == 1
     assert shown.err.splitlines()[-1].startswith("error: evals.bad: ")
     made, failed = lines(run / "some.jsonl")
     assert made["n"] == 21 and failed["eval"] == "bad" and "none.tar does not exist" in failed["error"]
-    assert main(["--checkpoint", str(run), *config(run), *kinds, *bad, "--evals.val", "null"]) == 3
+    assert evaluate(run, *kinds, *bad, "--evals.val", "null") == 3
     alone = capsys.readouterr()
     assert "metric" not in alone.out, "no table without figures"
     assert all(text.count("none.tar does not exist") == 1 for text in (shown.err, alone.err)), "the reason once"
-    assert (
-        main(["--checkpoint", str(run), *config(run), *kinds, *bad, "--evals.val", bad[1].replace("none", "no")]) == 3
-    )
+    assert evaluate(run, *kinds, *bad, "--evals.val", bad[1].replace("none", "no")) == 3
     both = capsys.readouterr().err.splitlines()
     assert [line[:17] for line in both if line.startswith("error")] == ["error: evals.val:", "error: evals.bad:"]
 
@@ -344,23 +342,20 @@ def test_a_run_and_data_are_named_as_in_search(run: Path, tmp_path: Path, capsys
     reading = ["--evals.val", "null", "--train-data", "none.tar", "--image-key", "picture", "--caption-key", "said"]
     (trained / "config.yaml").write_text(dump(load(["--config", str(run / "config.yaml"), *reading])))
     data, out = str(tmp_path / "t.csv"), ["--output", str(tmp_path / "out.jsonl")]
-    assert main([str(trained), data, *config(trained), *out]) == 0
-    assert main([str(trained), data, *config(trained), "--classes-from", "kind", *out]) == 0
-    assert main([str(trained), *config(trained), f"--evals.other.data.shards={data}", *out]) == 0
+    for words in ([data], [data, "--classes-from", "kind"], [f"--evals.other.data.shards={data}"]):
+        assert evaluate(trained, *words, *out) == 0
     made = lines(tmp_path / "out.jsonl")
     assert [one["eval"] for one in made] == ["val", "val", "other"] and all(one["n"] == 12 for one in made)
     assert made[1]["settings"]["classes"] == ["Blue thing", "green", "red thing"]
     capsys.readouterr()
+    for label, said in (
+        ("number", "number has numbers, such as 0"),
+        ("nothing", "no sample has a label in 'nothing'"),
+        ("json:", "the path '' is malformed"),
+    ):
+        assert evaluate(trained, data, "--classes-from", label) == 2
+        assert f"--classes-from: {said}" in capsys.readouterr().err
     for words, said in (
-        (
-            [str(trained), data, *config(trained), "--classes-from", "number"],
-            "--classes-from: number has numbers, such as 0",
-        ),
-        (
-            [str(trained), data, *config(trained), "--classes-from", "nothing"],
-            "--classes-from: no sample has a label in 'nothing'",
-        ),
-        ([str(trained), data, *config(trained), "--classes-from", "json:"], "--classes-from: the path '' is malformed"),
         ([str(trained.parent / "tinny"), data], "did you mean"),
         (["--classes-from", "kind", "--model", "ViT-B-32"], "--classes-from requires data"),
     ):
@@ -378,6 +373,6 @@ def test_classes_are_taken_from_a_field_of_the_json_member(run: Path, tmp_path: 
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     out = tmp_path / "out.jsonl"
-    assert main([str(run), str(tmp_path / "a.tar"), *config(run), "--classes-from", "kind", "--output", str(out)]) == 0
+    assert evaluate(run, str(tmp_path / "a.tar"), "--classes-from", "kind", "--output", str(out)) == 0
     (made,) = lines(out)
     assert made["settings"]["classes"] == ["Big_cat", "dog"] and made["settings"]["label"] == "json:kind"
