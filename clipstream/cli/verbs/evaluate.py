@@ -141,28 +141,26 @@ def evaluate(
     from clipstream.api.model import Model, evaluate_model, load_model
 
     with on_terminal():
-        config = _config(evaluators, flags)
-        if config[0] is None:  # shards
+        config, given = _config(evaluators, flags)
+        if config is None:  # shards
             model = model if isinstance(model, Model) else load_model(model)[0]
-            config = ({"data.sources": non_defaults(model.context.data).get("sources", {})}, *config[1:])
-        written = settings_from(*config, trains=False)
+            config = {"data.sources": non_defaults(model.context.data).get("sources", {})}
+        written = settings_from(config, None, given, trains=False)
         if not written.settings.evals:
             raise SettingsError("no evaluators: set shards, or a section evals with at least one evaluator")
         validate_evals(written, shown=False)
         return evaluate_model(model, written.settings)
 
 
-def _config(evaluators: Any, flags: Mapping[str, Any]) -> tuple[Config, None, dict[str, Any]]:
-    """The arguments of `settings_from`."""
-    if isinstance(evaluators, Mapping):
-        return {"evals": evaluators}, None, dict(flags)
-    if isinstance(evaluators, Settings):
-        return evaluators, None, dict(flags)
+def _config(evaluators: Any, flags: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """Settings and flags for `settings_from`; None and flags where the evaluators are shards."""
+    if isinstance(evaluators, Mapping | Settings):
+        return evaluators if isinstance(evaluators, Settings) else {"evals": evaluators}, flags
     expected = "a section evals, a YAML file, or shards"
     names = [os.fspath(name) for name in each("evaluators", expected, evaluators, (str, os.PathLike))]
     if all(name.endswith((".yaml", ".yml")) for name in names):
-        return names, None, dict(flags)
-    return None, None, {"val_data": names, **flags}
+        return names, flags
+    return None, {"val_data": names, **flags}
 
 
 def load_suites(own: EvaluateFlags, run: Path | None, flags: Sequence[str]) -> Written:
