@@ -124,6 +124,7 @@ class S3:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the body of an answer waits 40 ms for the client's word on its headers
     site: S3
 
     def _answer(self) -> None:
