@@ -167,72 +167,62 @@ def test_what_is_no_tar_but_a_manifest_comes(tmp_path: Path) -> None:
         assert ShardCache(str(tmp_path)).local(url, tar=False).read_bytes().startswith(b"url,caption")
 
 
-in_proc = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
-WAITER = """
-import os, random, signal, sys, time
+TRACED = """
+import itertools, os, sys
 from pathlib import Path
 from types import SimpleNamespace
 from clipstream.storage.backends import end_commands, run_pipe
 
-def end(*_):
-    end_commands()
-    os._exit(0)
-
-seconds, part = sys.argv[1:]
-signal.signal(signal.SIGALRM, end)
-watch = SimpleNamespace(receive=lambda size: None, expect=lambda size: None)
-for number in range(100):
-    if child := os.fork():
-        os.waitpid(child, 0)
-        continue
-    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.006))
-    run_pipe("sleep " + seconds, Path(part), timeout=60.0, monitor=watch)
-"""
-
-
-@in_proc
-def test_a_process_that_exits_at_any_moment_leaves_no_command(tmp_path: Path) -> None:
-    """Also before the command is known to the process that started it; nor does that process hang."""
-    mark = f"3601.{os.getpid()}"
-    subprocess.run([sys.executable, "-c", WAITER, mark, tmp_path / "part"], cwd=ROOT, timeout=TIMEOUT, check=True)
-    command_ends(mark)
-
-
-TRACED = """
-import itertools, sys
-from pathlib import Path
-from types import SimpleNamespace
-from clipstream.storage.backends import run_pipe
-
 class Ended(BaseException):
     pass
 
-def raising_at(number):
+def act_at(number, act):
     events = itertools.count()
     def look(frame, event, argument):
         if next(events) == number:
-            where.append(frame.f_code.co_name)
-            raise Ended
+            act(frame.f_code.co_name)
         return look
     return look
 
-seconds, part = sys.argv[1:]
+def go_on(function):
+    where.append(function)
+    raise Ended
+
+def exit(function):
+    end_commands()
+    os._exit(3 if function == "_wait_while_growing" else 0)
+
+kind, seconds, part = sys.argv[1:]
 watch = SimpleNamespace(receive=lambda size: None, expect=lambda size: None)
 where = []
+if kind == "exit":  # what a first call alone imports is no matter of each child
+    run_pipe("true", Path(part), timeout=60.0, monitor=watch)
 for number in itertools.count():
-    sys.settrace(raising_at(number))
-    try:
-        run_pipe("sleep " + seconds, Path(part), timeout=60.0, monitor=watch)
-    except Ended:
-        sys.settrace(None)
+    child = os.fork() if kind == "exit" else 0
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, 3), code
+        where += ["_wait_while_growing"] * (code == 3)
+    else:
+        sys.settrace(act_at(number, exit if kind == "exit" else go_on))
+        try:
+            run_pipe("sleep " + seconds, Path(part), timeout=60.0, monitor=watch)
+        except Ended:
+            sys.settrace(None)
     if where.count("_wait_while_growing") == 3:
         break
 """
 
 
-@in_proc
-def test_what_a_handler_raises_ends_the_command_wherever_it_comes(tmp_path: Path) -> None:
-    """At every line, and behind every call: also where a lock of a class of Python's own is left taken."""
-    mark = f"3603.{os.getpid()}"
-    subprocess.run([sys.executable, "-c", TRACED, mark, tmp_path / "part"], cwd=ROOT, timeout=TIMEOUT, check=True)
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize(("kind", "seconds"), [("exit", 3601), ("raise", 3603)])
+def test_a_process_that_exits_or_goes_on_at_any_moment_leaves_no_command(
+    tmp_path: Path, kind: str, seconds: int
+) -> None:
+    """At every line, and behind every call: also before the command is known to the process that started it, and where
+    a lock of a class of Python's own is left taken. Nor does that process hang.
+    """
+    mark = f"{seconds}.{os.getpid()}"
+    command = [sys.executable, "-c", TRACED, kind, mark, tmp_path / "part"]
+    subprocess.run(command, cwd=ROOT, timeout=TIMEOUT, check=True)
     command_ends(mark)
