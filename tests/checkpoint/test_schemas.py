@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from clipstream.errors import SettingsError
 from clipstream.models.model_config import ModelConfig, check_config
 from clipstream.training.optimizer_state import groups_from_json
 from clipstream.training.state import TrainState
+from tests.support.json_values import JSON, changed, places
 from tests.support.model_files import TEXT, VIT
 from tests.support.settings_files import planned
 
@@ -35,11 +38,6 @@ FILES: dict[str, Any] = {
         "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "size": [32, 32], "interpolation": "bicubic"},
     },
 }
-ODD = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
-    st.sampled_from([10**30, -5, "../x", [], {}]),
-    st.lists(st.integers(), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-)  # fmt: skip
 
 
 def read(kind: str, text: str, folder: Path) -> None:
@@ -65,18 +63,10 @@ def read(kind: str, text: str, folder: Path) -> None:
 @settings(max_examples=150)
 def test_any_value_anywhere_is_read_or_refused(kind: str, tmp_path: Path, data: st.DataObject) -> None:
     read(kind, json.dumps(FILES[kind]), tmp_path)
-    content = json.loads(json.dumps(FILES[kind]))
-    at: Any = {"": content}
-    key: Any = ""
-    while isinstance(at[key], dict | list) and at[key] and data.draw(st.integers(0, 5)):
-        at = at[key]
-        key = data.draw(st.sampled_from(list(at) if isinstance(at, dict) else range(len(at))))
-    if isinstance(at, dict) and at is not content and data.draw(st.booleans()):
-        del at[key]
-        at = {"": content} if key == "" else at
-    else:
-        at[key] = data.draw(ODD)
-        content = at[""] if key == "" else content
+    at = data.draw(st.sampled_from(places(FILES[kind])))
+    content = changed(FILES[kind], at, data.draw(JSON))
+    if at and isinstance(at[-1], str) and data.draw(st.booleans()):
+        del reduce(getitem, at[:-1], content)[at[-1]]
     text = json.dumps(content)
     try:
         read(kind, text if data.draw(st.integers(0, 9)) else text[: data.draw(st.integers(0, len(text)))], tmp_path)
