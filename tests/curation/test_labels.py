@@ -28,10 +28,17 @@ def png(number: int) -> bytes:
     return save(Image.fromarray(pixels))
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    build(write(folder)).save_pretrained(folder / "saved")
+    return folder / "saved"
+
+
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where we are: a model, and photos without captions, one of them broken."""
-    build(write(tmp_path)).save_pretrained(tmp_path / "model")
+    (tmp_path / "model").symlink_to(model)
     (tmp_path / "photos").mkdir()
     for number, name in enumerate(ODD):
         (tmp_path / "photos" / name).write_bytes(png(number))
@@ -101,26 +108,28 @@ def test_a_table_in_the_folder_is_no_data_and_new_images_are_seen(place: Path) -
         (place / "photos/labels.csv").unlink()
 
 
-@pytest.mark.parametrize("more", [(), ("--attributes", "attributes.yaml"), ("--html", "page.html"), ("--links", "by")])
-def test_corrected_labels_stay(place: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("photos", "--classes", "names.txt")
+def test_corrected_labels_stay(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, table_file = ("photos", "--classes", "names.txt"), place / "labels.csv"
+    flags = ((), ("--attributes", "attributes.yaml"), ("--html", "page.html"), ("--links", "by"))
     label(*asked)
     capsys.readouterr()
     label(*asked)  # the same table is no error
     assert "1 sample without a readable image" in "".join(capsys.readouterr()), "also of a kept index"
-    table_file = place / "labels.csv"
     corrected = table_file.read_text().replace(f",{table()[0]['label']},", ",wolf,", 1)
     table_file.write_text(corrected)
-    label(*asked, *more, code=2)
-    assert "labels.csv exists, perhaps corrected: name another --out, or remove it" in capsys.readouterr().err
+    for new in (False, True):
+        if new:  # it is refused before features are computed
+            (place / "photos/new.png").write_bytes(png(99))
+        for more in flags:
+            label(*asked, *more, code=2)
+            told = capsys.readouterr().err
+            assert "labels.csv exists, perhaps corrected: name another --out, or remove it" in told
+            assert "computing features" not in told
     assert table_file.read_text() == corrected and not {"page.html", "by"} & {*os.listdir(place)}
-    (place / "photos/new.png").write_bytes(png(99))
-    label(*asked, *more, code=2)  # before features are computed
-    told = capsys.readouterr().err
-    assert "labels.csv exists, perhaps corrected" in told and "computing features" not in told
     (place / "photos/new.png").unlink()
-    label(*asked, *more, "--out", "other.csv")
-    assert "wolf" in table_file.read_text() and len(table("other.csv")) == 8
+    for number, more in enumerate(flags):
+        label(*asked, *more, "--out", f"{number}.csv")
+        assert table_file.read_text() == corrected and len(table(f"{number}.csv")) == 8
 
 
 @pytest.mark.parametrize("rows", [None, 2, 6])

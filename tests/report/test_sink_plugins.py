@@ -133,26 +133,36 @@ class Copying(Taking):
         super().write(record)
 
 
+def evaluated(place: Path, name: str, *more: str) -> list[str]:
+    """The command line of a run with TensorBoard, evaluated every 2 steps."""
+    own = ["--log.tensorboard", "true", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "2"]
+    return flags(place, name, *own, *more)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an undisturbed run, `still`."""
+    place = furnish(tmp_path_factory.mktemp("place"))
+    assert main(evaluated(place, "still")) == 0
+    return place
+
+
 @pytest.mark.parametrize("kind", ["Taking", "Copying"])
 def test_a_run_folder_that_is_away_for_some_steps_loses_nothing(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    place = furnish(tmp_path)
-    own = ["--log.tensorboard", "true", "--val-data", f"{place}/val/*.tar", "--evals.val.every", "2"]
-    assert main(flags(place, "still", *own)) == 0
-    capsys.readouterr()
-    assert main(flags(place, "moved", *own, f"--log.sinks.mine.type={__name__}:{kind}")) == 0
+    assert main(evaluated(place, kind, f"--log.sinks.mine.type={__name__}:{kind}")) == 0
     said = capsys.readouterr().err
     assert said.count("metrics.jsonl cannot be written (No such file or directory): its lines wait in memory") == 1
     assert "failed at times, and may be incomplete: pictures (" in said.splitlines()[-1]
-    folder = place / "runs" / "moved"
+    folder = place / "runs" / kind
     for key in ("loss", "eval", "start", "end"):
         other = [{**line, key: ""} if key in ("start", "end") else line for line in lines(place, "still", key)]
-        own_lines = [{**line, key: ""} if key in ("start", "end") else line for line in lines(place, "moved", key)]
+        own_lines = [{**line, key: ""} if key in ("start", "end") else line for line in lines(place, kind, key)]
         assert own_lines == other, key
-    assert same_weights(weights(place, "moved", 8), weights(place, "still", 8))
+    assert same_weights(weights(place, kind, 8), weights(place, "still", 8))
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
     assert [event.step for event in events.Scalars("eval/val/image_to_text_R@1")] == [2, 4, 6, 8]

@@ -200,13 +200,15 @@ def test_sparse_members_are_read_with_their_holes(tmp_path: Path, format: str, v
     indexes.write(tmp_path / "x.index", shard.index, indexes.identity_of(tmp_path / "x.tar"))
     assert indexes.read(tmp_path / "x.index")[1] == shard.index
     whole = (tmp_path / "x.tar").read_bytes()
-    for at in range(0, len(whole), 512):  # a damaged block costs no other sample its bytes, and raises nothing else
-        (tmp_path / "y.tar").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        damaged = Shard(tmp_path / "y.tar")
-        for ref in damaged.index.samples:
-            with contextlib.suppress(Dropped):
-                damaged.load(ref)
-        damaged.close()
+    with open(tmp_path / "x.tar", "r+b", buffering=0) as file:
+        for at in range(0, len(whole), 512):  # a damaged block costs no other sample its bytes, and raises nothing else
+            os.pwrite(file.fileno(), bytes([whole[at] ^ 1]), at)
+            damaged = Shard(tmp_path / "x.tar")
+            for ref in damaged.index.samples:
+                with contextlib.suppress(Dropped):
+                    damaged.load(ref)
+            damaged.close()
+            os.pwrite(file.fileno(), whole[at : at + 1], at)
 
 
 def test_compressed_texts_are_read_and_damaged_ones_named(tmp_path: Path) -> None:
