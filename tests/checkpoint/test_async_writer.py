@@ -117,7 +117,7 @@ def test_the_end_waits_for_the_save_but_not_after_ctrl_c_twice(gate: Gate, tmp_p
         saver.save(TrainState(1))
         raise KeyboardInterrupt
     assert find(tmp_path, "auto") is None
-    threading.Timer(0.5, gate.open.set).start()
+    threading.Timer(0.1, gate.open.set).start()
     with pytest.raises(ValueError, match="other"), saver:
         raise ValueError("other")
     assert find(tmp_path, "auto") == tmp_path / "step_00000001"

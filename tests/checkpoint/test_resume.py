@@ -69,10 +69,9 @@ def of_each_rank(place: Path, name: str, steps: int, *more: str) -> list[str]:
 
 def test_the_global_batch_stays_on_fewer_and_on_more_ranks(place: Path) -> None:
     """`--batch-size` is of a rank: on another number of ranks it would make another global batch."""
-    go(flags(place, "undivided", "--schedule.type", "constant", steps=8))
-    for ranks, steps in ((2, 2), (1, 4), (3, 6), (2, 8)):
-        ends = end_ranks(ranks, train_on, of_each_rank(place, "elastic", steps))
-        assert [end.code for end in ends] == [0] * ranks, ends[0].stderr
+    go(flags(place, "undivided", "--schedule.type", "constant", steps=6))
+    for ranks, steps in ((2, 2), (1, 4), (3, 6)):
+        go(of_each_rank(place, "elastic", steps), ranks)
     found, wanted = lines(place, "elastic"), lines(place, "undivided")
     assert [line["samples"] for line in found] == [line["samples"] for line in wanted]
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-4)

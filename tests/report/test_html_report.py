@@ -229,7 +229,7 @@ def test_ticks_are_round_and_hold_the_values(low: float, span: float) -> None:
     assert ticks[0] <= low + slack and ticks[-1] >= low + span - slack
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(3, 50))
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(3, 50))
 def test_fewer_points_span_the_same(values: list[float], most: int) -> None:
     points = list(enumerate(values))
     few = fewer([(float(x), y) for x, y in points], most)

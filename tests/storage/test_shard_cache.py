@@ -123,7 +123,7 @@ def test_only_exit_status_0_of_a_pipe_counts(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 def test_a_silent_pipe_is_killed_with_its_children(tmp_path: Path) -> None:
     mark = f"3607.{os.getpid()}"  # a number of seconds that no other process sleeps
-    assert failure(make_store(tmp_path / "cache", timeout=1.0), f"pipe:sh -c 'sleep {mark}' & wait").reason == "timeout"
+    assert failure(make_store(tmp_path / "cache", timeout=0.3), f"pipe:sh -c 'sleep {mark}' & wait").reason == "timeout"
     command_ends(mark)
 
 
@@ -307,7 +307,7 @@ def test_who_reads_waits_for_the_room_of_what_comes_ahead(site: Site, tmp_path: 
     ahead = threading.Thread(target=early.prefetch, args=(slow,))
     ahead.start()
     wait_until(lambda: bool(list(tmp_path.glob("*.reserved"))))
-    threading.Timer(0.3, gate.set).start()
+    threading.Timer(0.1, gate.set).start()
     assert store.local(url).read_bytes() == body(1) and gate.is_set()
     ahead.join()
     store.close()

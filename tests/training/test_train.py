@@ -65,10 +65,10 @@ def test_one_process_at_a_time_trains_in_a_folder(place: Path, capsys: pytest.Ca
 
 
 def killed_with_a_worker(folder: Path) -> None:
-    """Ends as by `kill -9`, while what it has forked takes a second more."""
+    """Ends as by `kill -9`, while what it has forked goes on for a moment."""
     with lock_folder(folder):
         if os.fork() == 0:
-            time.sleep(1)
+            time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

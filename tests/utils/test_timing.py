@@ -254,7 +254,7 @@ WORK = """
 import time
 print(flush=True)
 input()
-while time.process_time() < 0.5:
+while time.process_time() < 0.1:
     pass
 print(flush=True)
 input()
