@@ -9,7 +9,7 @@ HOSTILE = "\x1b]8;;http://evil\x1b\\click\x1b]8;;\x1b\\ \x9b31m \u202egnp.exe\u2
 
 def obeyed(text: str) -> list[str]:
     """Characters that a terminal acts on, or that cannot be encoded."""
-    directional = {"R", "AL", "LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"} - {"R", "AL"}
+    directional = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
     return [
         char
         for char in text

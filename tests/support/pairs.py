@@ -36,6 +36,7 @@ from clipstream.report.records import Record
 from clipstream.report.settings import SinkSettings
 from clipstream.report.sinks import RunInfo, Sink
 from tests.support import hubtree, model_files
+from tests.support.model_files import TEXT, VIT
 from tests.support.pictures import picture
 from tests.support.ranks import end_ranks
 from tests.support.runs import lines, train_on, weights
@@ -48,8 +49,6 @@ CANDIDATES = 20  # for each run of the array
 Row = dict[str, str]
 Item = tuple[str, str]  # a factor and its value
 
-VIT = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
-TEXT = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
 SMALL = {**TEXT, "vocab_size": 64}
 VISION: dict[str, dict[str, Any]] = {
     "vit": VIT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from clipstream.data.batch import Batch, ImageSpec
 from clipstream.distributed.world import World
 from clipstream.losses.contrastive import SigmoidLoss, SoftmaxLoss
 from clipstream.losses.settings import ClipLossSettings, SiglipLossSettings
+from clipstream.models.towers import Features
 from clipstream.training.parallel import full_tensor
 from clipstream.training.settings import TrainSettings
 from clipstream.training.step import StepResult, TrainStep
@@ -22,15 +23,6 @@ from tests.support.losses import sigmoid_loss, softmax_loss
 SIZE, TOKENS, VOCABULARY, WIDTH = 4, 5, 11, 6
 CUTS = {1: [10], 2: [7, 3], 3: [5, 1, 4], 4: [3, 1, 4, 2]}
 LOSSES = {"clip": SoftmaxLoss(ClipLossSettings()), "siglip": SigmoidLoss(SiglipLossSettings())}
-
-
-class Features(NamedTuple):
-    """As clipstream.models.towers has it, without the import of open_clip in every process."""
-
-    image: torch.Tensor
-    text: torch.Tensor
-    logit_scale: torch.Tensor
-    logit_bias: torch.Tensor | None
 
 
 class TinyTowers(nn.Module):

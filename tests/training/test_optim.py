@@ -219,36 +219,6 @@ def test_state_of_no_parameter_is_told_at_the_first_step(monkeypatch: pytest.Mon
         optimizer.step()
 
 
-class Wrapper(torch.optim.Optimizer):
-    """As timm's Lookahead and other wrappers: torch's constructor is not called, and hooks of steps are not run."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-
-
-class Elsewhere(torch.optim.SGD):
-    """Has more than torch's two parts in its state, as timm's Kron has the state of its random numbers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "rng": 1}
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda groups: Wrapper(torch.optim.SGD(groups, lr=0.1)), "does not call the constructor of torch.optim"),
-        (lambda groups: Elsewhere(groups, lr=0.1), "has 'rng' in its state_dict, which checkpoints do not store"),
-    ],
-    ids=["wrapper", "elsewhere"],
-)
-def test_an_optimizer_with_state_elsewhere_is_refused(make: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SettingsError, match=said):
-        own(monkeypatch, lambda towers: make(parameter_groups(towers, 0.1)))
-
-
 def test_parameters_that_are_left_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r":Own leaves out \d+ of the trainable parameters, such as \w+"):
         own(monkeypatch, lambda towers: torch.optim.SGD(list(towers.parameters())[:1]))
