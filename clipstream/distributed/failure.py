@@ -89,11 +89,6 @@ class Cause:
     def of_dead(cls, ranks: list[int], hosts: Sequence[str] = (), why: str = KILLED) -> Cause:
         return cls(ranks[0], 1, f"{name_ranks(ranks, hosts)} {why}", dead=ranks)
 
-    @classmethod
-    def from_json(cls, text: str) -> Cause:
-        """The cause of which `json.dumps(asdict(cause))` is in the store."""
-        return cls(**json.loads(text))
-
 
 def name_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
     """Ranks and their hosts, for messages: 'rank 2, rank 3 on node-b'."""
@@ -317,7 +312,7 @@ class FailureWatch:
                 other = (self.world.rank + ahead) % self.world.size
                 text, stop = keys.get([_CAUSE, _STOP])
                 if text:
-                    self._take(Cause.from_json(keys.agree(_CAUSE, text)))
+                    self._take(Cause(**json.loads(keys.agree(_CAUSE, text))))
                     break
                 if self._on_stop is not None and stop:
                     callback, self._on_stop = self._on_stop, None
@@ -407,7 +402,7 @@ class FailureWatch:
                 cause = replace(cause, code=1, message=message, broken=True)
                 cause = Cause.of_dead(silent, self._keys.hosts) if silent else cause
             cause = replace(cause, spare=self._keys.spare)
-            return Cause.from_json(self._keys.agree(_CAUSE, json.dumps(asdict(cause))))
+            return Cause(**json.loads(self._keys.agree(_CAUSE, json.dumps(asdict(cause)))))
         except RuntimeError:
             return self._cause_of_lost_store() if broken else cause
 

@@ -54,6 +54,7 @@ _connections: set[Socket] = set()  # of this process's groups
 _aborted = threading.Event()  # these are shut down
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _START = "start the ranks with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+T = TypeVar("T")
 W = TypeVar("W", bound="World")
 
 
@@ -575,7 +576,7 @@ class AgreeingWorld(World):
         if failures := [status for status in statuses if status is not None]:
             raise RankFailed(failures[0])
 
-    def _run(self, collective: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, collective: Callable[..., T], *args: Any) -> T:
         if self.size == 1:
             return collective(*args)
         self.exchange()
@@ -585,16 +586,13 @@ class AgreeingWorld(World):
             raise error if isinstance(error, Torn) else Torn(str(error)) from error
 
     def gather_objects(self, value: Any) -> list[Any]:
-        found: list[Any] = self._run(self._plain.gather_objects, value)
-        return found
+        return self._run(self._plain.gather_objects, value)
 
     def broadcast_object(self, value: Any) -> Any:
         return self._run(self._plain.broadcast_object, value)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._run(self._plain.all_reduce_sum, tensor)
-        return found
+        return self._run(self._plain.all_reduce_sum, tensor)
 
     def gather_rows(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        found: torch.Tensor = self._run(self._plain.gather_rows, tensor, counts)
-        return found
+        return self._run(self._plain.gather_rows, tensor, counts)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, distributed_c10d
+from torch.distributed import HashStore
 
 from clipstream.data.loader import recipe
 from clipstream.data.loader.recipe import BufferRing, BufferShape, device_prefetch_for
@@ -34,7 +33,7 @@ from clipstream.errors import DataError, Stopped
 from clipstream.text import Lines
 from tests.support.fake_cuda import FakeCuda
 from tests.support.forks import wait_until
-from tests.support.ranks import TIMEOUT, end_ranks
+from tests.support.ranks import TIMEOUT, end_ranks, set_timeout, watched
 from tests.support.runs import NO_LIMITS, flags, lines, train_on
 
 HOST = socket.gethostname()
@@ -44,11 +43,8 @@ FAULTY = "{type: 'tests.distributed.test_failure:Faulty', every: 1, on_error: ra
 
 def fail(world: World, kind: str, failing: int) -> int:
     """A run whose rank `failing` ends as `kind` says while the others are in an all_reduce."""
-    world.start()
-    watch = FailureWatch(world)
-    watch.start()
-    try:
-        world.barrier()
+
+    def body(watch: FailureWatch) -> None:
         if world.rank == failing:
             if kind == "data":
                 raise DataError(MESSAGE)
@@ -56,9 +52,8 @@ def fail(world: World, kind: str, failing: int) -> int:
                 raise KeyError("oops")
             os.kill(os.getpid(), signal.SIGKILL)
         world.all_reduce_sum(torch.ones(1))
-    except BaseException as error:
-        return watch.report(error)
-    return 0
+
+    return watched(world, body)
 
 
 @pytest.mark.parametrize(
@@ -87,22 +82,19 @@ def hang(world: World) -> int:
     patches.setattr(failure, "CLEANUP", 6.0)
     patches.setattr(recipe, "UNLOCK_SECONDS", 0.1)
     FakeCuda(patches)  # its unregistration blocks
-    world.start()
-    watch = FailureWatch(world)
-    watch.start()
-    prefetch = device_prefetch_for("cuda:0", BufferRing(BufferShape(2, 4, 4, 3), 1))
-    watch.on_exit(prefetch.close)
-    watch.on_exit(lambda: print("the next cleanup", file=sys.stderr))
-    watch.on_exit(threading.Event().wait)
-    try:
+
+    def body(watch: FailureWatch) -> None:
+        prefetch = device_prefetch_for("cuda:0", BufferRing(BufferShape(2, 4, 4, 3), 1))
+        watch.on_exit(prefetch.close)
+        watch.on_exit(lambda: print("the next cleanup", file=sys.stderr))
+        watch.on_exit(threading.Event().wait)
         with closing(prefetch):
             world.barrier()
             if world.rank == 1:
                 raise DataError(MESSAGE)
             threading.Event().wait()
-    except BaseException as error:
-        return watch.report(error)
-    return 0
+
+    return watched(world, body)
 
 
 def test_a_hanging_gpu_does_not_keep_ranks_from_ending() -> None:
@@ -112,26 +104,20 @@ def test_a_hanging_gpu_does_not_keep_ranks_from_ending() -> None:
     assert all(f"error: rank 1: {MESSAGE}\n" in end.stderr for end in ends)
 
 
-def stuck(world: World) -> int:
+def miss_a_collective(world: World) -> int:
     """A run whose rank 1 does not come to the second collective."""
-    world.start()
-    watch = FailureWatch(world)
-    watch.start()
-    try:
-        world.barrier()
-        if world.rank == 1:
-            while True:
-                time.sleep(0.1)
-        set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
-        set_timeout(timedelta(seconds=2), None)  # once the ranks have met, which may take long
+
+    def stuck(watch: FailureWatch) -> None:
+        while world.rank == 1:
+            time.sleep(0.1)
+        set_timeout(2)
         world.all_reduce_sum(torch.ones(1))
-    except BaseException as error:
-        return watch.report(error)
-    return 0
+
+    return watched(world, stuck)
 
 
 def test_a_rank_that_is_waited_for_too_long_says_where_it_is() -> None:
-    ends = end_ranks(2, stuck)
+    ends = end_ranks(2, miss_a_collective)
     assert [end.code for end in ends] == [1, 1]
     assert "rank 1 is at:" in ends[1].stderr and "in stuck" in ends[1].stderr and "time.sleep(0.1)" in ends[1].stderr
     assert "rank 0 is at:" not in ends[0].stderr
@@ -151,7 +137,7 @@ def test_a_program_whose_connections_broke_learns_that_the_step_is_saved() -> No
 
 
 def behind(world: World, kind: str) -> int:
-    """As `stuck`, where gloo stands in for nccl: it waits, and breaks no connection."""
+    """As `miss_a_collective`, where gloo stands in for nccl: it waits, and breaks no connection."""
     world.start()
     watch = FailureWatch(replace(world, device="cuda:0"))
     watch.note_step(18 - world.rank)

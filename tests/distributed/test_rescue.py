@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
 
 from clipstream.checkpoint.async_writer import Snapshot
 from clipstream.checkpoint.state import OPTIMIZER, RANDOM, metadata
@@ -19,7 +17,7 @@ from clipstream.evals.runner import EvalRunner
 from clipstream.training import step
 from clipstream.training.gradcache import GradCache
 from clipstream.training.rescue import Rescue
-from tests.support.ranks import die, end_ranks
+from tests.support.ranks import at_call, die, end_ranks, set_timeout
 from tests.support.runs import flags, lines, same_weights, train_on, weights
 
 STEPS = 6
@@ -77,34 +75,19 @@ def train_and_tear(world: World, argv: list[str]) -> int:
 def train_and_break(world: World, argv: list[str]) -> int:
     """Rank 1 loses its connections in the forward pass of step 5."""
     if world.rank == 1:
-        forward, count = GradCache.__call__, 0
-
-        def breaking(*args: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == 5:
-                world.abort()
-            return forward(*args)
-
-        GradCache.__call__ = breaking  # type: ignore[method-assign]
+        at_call(GradCache, "__call__", 5, world.abort)
     return train_on(world, argv)
 
 
 def train_and_stick(world: World, argv: list[str]) -> int:
     """Rank 1 does not come to the exchange in the forward pass of step 5, for which rank 0 waits 2 s."""
-    forward, count = GradCache.__call__, 0
 
-    def sticking(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        while count == 5 and world.rank == 1:
+    def stick() -> None:
+        while world.rank == 1:
             time.sleep(0.1)
-        if count == 5:
-            set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
-            set_timeout(timedelta(seconds=2), None)
-        return forward(*args)
+        set_timeout(2)
 
-    GradCache.__call__ = sticking  # type: ignore[method-assign]
+    at_call(GradCache, "__call__", 5, stick)
     return train_on(world, argv)
 
 
@@ -116,8 +99,10 @@ def run(place: Path, name: str, *more: str, steps: int = STEPS) -> list[str]:
     return flags(place, name, *own, *more, steps=steps)
 
 
-def same_end(place: Path, one: str, other: str, steps: int = STEPS) -> None:
-    """Both runs are done, and their last checkpoints are the same."""
+def goes_on(place: Path, argv: list[str], one: str, other: str, ranks: int = 2, steps: int = STEPS) -> None:
+    """The run `one` is done after its command is started again, and its last checkpoint is that of `other`."""
+    ends = end_ranks(ranks, train_on, [*argv, "--resume", "latest"])
+    assert [end.code for end in ends] == [0] * ranks, ends[0].stderr
     for file in ("open_clip_model", "optimizer", "averaged"):
         assert same_weights(*(weights(place, name, steps, file) for name in (one, other))), file
     folders = [place / "runs" / name / "checkpoints" / f"step_{steps:08d}" for name in (one, other)]
@@ -127,7 +112,7 @@ def same_end(place: Path, one: str, other: str, steps: int = STEPS) -> None:
     states = [torch.load(folder / RANDOM) for folder in folders]
     for mine, theirs in zip(*states, strict=True):
         assert torch.equal(mine["cpu"], theirs["cpu"])
-    assert [one for one in lines(place, one, "eval")] == [one for one in lines(place, other, "eval")]
+    assert lines(place, one, "eval") == lines(place, other, "eval")
 
 
 WAYS = {
@@ -164,9 +149,7 @@ def test_a_killed_rank_costs_no_step(undisturbed: Path, way: str, dying: int, po
     said = re.search(r"rank (\d+) saved step (\d+); the same command with --resume latest goes on", ends[first].stderr)
     assert said is not None and int(said[1]) != dying and int(said[2]) == done, ends[first].stderr
     assert f"rank {dying}" in ends[first].stderr
-    ends = end_ranks(ranks, train_on, [*argv, "--resume", "latest"])
-    assert [end.code for end in ends] == [0] * ranks, ends[0].stderr
-    same_end(undisturbed, name, f"{way}-whole")
+    goes_on(undisturbed, argv, name, f"{way}-whole", ranks)
 
 
 def test_a_shard_that_is_a_step_behind_is_brought_to_it(undisturbed: Path) -> None:
@@ -175,9 +158,7 @@ def test_a_shard_that_is_a_step_behind_is_brought_to_it(undisturbed: Path) -> No
     ends = end_ranks(ranks, train_and_tear, argv)
     assert [end.code for end in ends] == [75, -9, 75, 75], ends
     assert "saved step 5; the same command" in ends[0].stderr, ends[0].stderr
-    ends = end_ranks(ranks, train_on, [*argv, "--resume", "latest"])
-    assert [end.code for end in ends] == [0] * ranks, ends[0].stderr
-    same_end(undisturbed, "hsdp-torn", "hsdp-whole")
+    goes_on(undisturbed, argv, "hsdp-torn", "hsdp-whole", ranks)
 
 
 def test_a_shard_that_only_the_lost_rank_had_is_named(place: Path) -> None:
@@ -196,8 +177,7 @@ def test_broken_connections_of_ranks_that_live_cost_no_step(undisturbed: Path) -
     ends = end_ranks(2, train_and_break, argv)
     assert [end.code for end in ends] == [75, 75], "\n".join(end.stderr for end in ends)
     assert "the connection to another rank broke" in ends[0].stderr and "rank 0 saved step 4;" in ends[0].stderr
-    assert [end.code for end in end_ranks(2, train_on, [*argv, "--resume", "latest"])] == [0, 0]
-    same_end(undisturbed, "ddp-broken", "ddp-whole")
+    goes_on(undisturbed, argv, "ddp-broken", "ddp-whole")
 
 
 @pytest.mark.ci
@@ -207,9 +187,8 @@ def test_a_rank_that_is_stuck_costs_no_step(undisturbed: Path) -> None:
     assert [end.code for end in ends] == [75, 1], ends
     assert "waited longer than --run.timeout for another rank" in ends[0].stderr
     assert "rank 0 saved step 4; the same command" in ends[0].stderr, ends[0].stderr
-    assert "rank 1 is at:" in ends[1].stderr and "in sticking" in ends[1].stderr
-    assert [end.code for end in end_ranks(2, train_on, [*argv, "--resume", "latest"])] == [0, 0]
-    same_end(undisturbed, "ddp-stuck", "ddp-whole")
+    assert "rank 1 is at:" in ends[1].stderr and "in stick\n" in ends[1].stderr
+    goes_on(undisturbed, argv, "ddp-stuck", "ddp-whole")
 
 
 @pytest.mark.ci
@@ -221,5 +200,4 @@ def test_random_states_after_a_return_to_older_weights_are_those_of_the_run(plac
         ends = end_ranks(2, train_and_die, argv, 1, "forward", 7 if "killed" in name else 0)
         assert lines(place, name, "rollback") == [{"step": 6, "rollback": {"to": 2, "skipped": 3}}]
     assert [end.code for end in ends] == [75, -9] and "saved step 6;" in ends[0].stderr, ends
-    assert [end.code for end in end_ranks(2, train_on, [*argv, "--resume", "latest"])] == [0, 0]
-    same_end(place, "ddp-returned-killed", "ddp-returned", 8)
+    goes_on(place, argv, "ddp-returned-killed", "ddp-returned", steps=8)

@@ -18,7 +18,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.text import Lines
 from tests.support.forks import ROOT, TIMEOUT
-from tests.support.ranks import end_ranks
+from tests.support.ranks import end_ranks, watched
 from tests.support.slurm import slurm_environment
 
 WRONG = "error: --run.sed: unknown key; did you mean 'seed'?"
@@ -62,17 +62,13 @@ def test_without_an_address_no_rank_waits(monkeypatch: pytest.MonkeyPatch) -> No
 
 def fail_connected(world: World, failing: list[int]) -> int:
     """Ranks that find wrong settings once they are connected."""
-    world.start()
-    watch = FailureWatch(world)
-    watch.start()
-    try:
-        world.barrier()
+
+    def body(watch: FailureWatch) -> None:
         if world.rank in failing:
             raise SettingsError("this model has batch norm")
         world.barrier()
-    except BaseException as error:
-        return watch.report(error)
-    return 0
+
+    return watched(world, body)
 
 
 @pytest.mark.parametrize("failing", [[0, 1, 2], [1]])

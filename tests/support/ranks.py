@@ -11,9 +11,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from clipstream.distributed.failure import FailureWatch
 from clipstream.distributed.world import World
 from tests.support.forks import TIMEOUT, fork_server, wait_until
 
@@ -75,15 +77,41 @@ def end_ranks(size: int, function: Callable[..., int], *args: Any, timeout: floa
                 process.kill()
 
 
+def watched(world: World, body: Callable[[FailureWatch], object]) -> int:
+    """The exit code of a run of ranks that are connected and know of each other's failures."""
+    world.start()
+    watch = FailureWatch(world)
+    watch.start()
+    try:
+        world.barrier()
+        body(watch)
+    except BaseException as error:
+        return watch.report(error)
+    return 0
+
+
+def set_timeout(seconds: float) -> None:
+    """Let collectives of the default process group wait so long, once the ranks have met, which may take long."""
+    import torch.distributed as dist
+
+    setter = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    setter(timedelta(seconds=seconds), None)
+
+
 def die(place: Any, name: str, call: int) -> None:
     """The process is killed at the beginning of the `call`-th call of a function."""
+    at_call(place, name, call, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def at_call(place: Any, name: str, call: int, act: Callable[[], object]) -> None:
+    """Let `act` be called at the beginning of the `call`-th call of a function."""
     whole, count = getattr(place, name), 0
 
     def counting(*args: Any, **options: Any) -> Any:
         nonlocal count
         count += 1
         if count == call:
-            os.kill(os.getpid(), signal.SIGKILL)
+            act()
         return whole(*args, **options)
 
     setattr(place, name, counting)
