@@ -30,6 +30,7 @@ from clipstream.evals.settings import FrozenSettings, ZeroShotSettings
 from clipstream.models.model_config import LOCAL, ModelConfig
 from clipstream.models.settings import ModelSettings
 from clipstream.storage.shard_url import ShardURL, has_secret, parts_of, redact, redact_tree, redact_value
+from clipstream.training.settings import StageSettings
 from clipstream.utils import atomic_write
 from clipstream.utils.logs import logger
 from clipstream.utils.plugins import is_plugin
@@ -163,6 +164,8 @@ def portable(section: S) -> S:
             changed[key] = {k: portable(v) if isinstance(v, Section) else v for k, v in value.items()}
         elif value is not None and (made := _absolute(section, key, value)) != value:
             changed[key] = made
+    if isinstance(section, Settings):
+        changed["stages"] = {name: _portable_stage(stage, section) for name, stage in section.stages.items()}
     if isinstance(section, ModelSettings) and section.config is None and _is_file(section.name, ".json"):
         changed["config"] = asdict(ModelConfig.read(FilePath(section.name)))
         text = changed["config"]["model_cfg"]["text_cfg"]
@@ -170,6 +173,15 @@ def portable(section: S) -> S:
             if text.get(key) and FilePath(text[key]).is_dir():
                 text[key] = _path(text[key])
     return section.model_copy(update=changed)
+
+
+def _portable_stage(stage: StageSettings, settings: Settings) -> StageSettings:
+    """The stage with absolute paths of the shards that its sources have in it."""
+    values = dict(stage.set)
+    for name, source in settings.data.sources.items():
+        if (key := f"data.sources.{name}.shards") in values:
+            values[key] = _absolute(source, "shards", values[key])
+    return stage.model_copy(update={"set": values})
 
 
 def _path(text: str) -> str:

@@ -250,11 +250,12 @@ def output_file(path: str | Path | None, flag: str, words: Iterable[bytes] = ())
 
 
 def begin_log(written: Written) -> None:
-    """Set the level of messages, and whether errors have tracebacks, and log notices."""
+    """Set the level of messages, and whether errors have tracebacks; log notices about flags without effect."""
     global _debug
     _debug = written.settings.run.debug
     set_level(written.settings.log.level)
-    written.log_notices()
+    for text in written.places.notices if World.from_env().is_main else ():
+        logger.info(f"notice: {text}")
 
 
 def take_flag(argv: Sequence[str]) -> tuple[bool | None, list[str]]:

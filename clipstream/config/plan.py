@@ -38,6 +38,7 @@ from clipstream.training.optim import ConstCooldown
 from clipstream.training.settings import CheckpointSettings
 from clipstream.utils.logs import announce
 from clipstream.utils.plugins import is_plugin
+from clipstream.utils.section import value_at
 from clipstream.wing import make_held_out
 
 if TYPE_CHECKING:
@@ -388,7 +389,7 @@ def keep_batch(found: Survey, world: World) -> Survey:
 def _choosable(settings: Settings) -> dict[str, tuple[Any, str]]:
     """By key, the section and the name of each setting that choices depend on."""
     keys = [BATCH, MODE, REMAINDER, WARMUP, LR, *LENGTHS, *([EVERY] if "val" in settings.evals else [])]
-    return {key: (_section(settings, key), key.rpartition(".")[2]) for key in keys}
+    return {key: (value_at(settings, key.split(".")[:-1]), key.rpartition(".")[2]) for key in keys}
 
 
 def _free(settings: Settings) -> frozenset[str]:
@@ -501,14 +502,6 @@ def _make_dated_name(settings: Settings) -> str:
     dated = f"{datetime.now():%Y_%m_%d-%H_%M_%S}-model_{model}-b_{settings.data.global_batch_size}"
     names = (dated if number == 1 else f"{dated}-{number}" for number in count(1))
     return next(one for one in names if not (Path(settings.run.logs) / one).exists())
-
-
-def _section(settings: Settings, key: str) -> Any:
-    """The section of a key."""
-    found: Any = settings
-    for part in key.split(".")[:-1]:
-        found = found[part] if isinstance(found, Mapping) else getattr(found, part)
-    return found
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:

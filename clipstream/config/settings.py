@@ -55,7 +55,6 @@ from clipstream.models.settings import ModelSettings
 from clipstream.report.settings import LogSettings
 from clipstream.training.optim import OptimSettings, ScheduleSettings
 from clipstream.training.settings import CheckpointSettings, StageSettings, TrainSettings
-from clipstream.utils.logs import logger
 from clipstream.utils.section import (
     PACKAGE,
     Path,
@@ -140,11 +139,6 @@ class Written(NamedTuple):
 
     settings: Settings
     places: Node  # where each value was written, for messages
-
-    def log_notices(self) -> None:
-        """Log the lines about flags of open_clip that have no effect, on rank 0."""
-        for text in self.places.notices if World.from_env().is_main else ():
-            logger.info(f"notice: {text}")
 
 
 def load(argv: Sequence[str], **how: Any) -> Settings:

@@ -161,10 +161,7 @@ PAIRS = (
         )
         for other, reason in (
             ({"train.epoch_samples": None}, "requires the length of an epoch: set --train-num-samples"),
-            (
-                {"data.batch_schedule": SET},
-                f"not supported with data.batch_schedule: set {key}, in steps",
-            ),
+            ({"data.batch_schedule": SET}, f"not supported with data.batch_schedule: set {key}, in steps"),
         )
     ),
     *(
@@ -330,8 +327,7 @@ def _length(seen: Survey, settings: Settings) -> Problems:
     if train.epochs is not None and train.epoch_samples is None:
         if seen.error is not None:
             return
-        text = "the length of an epoch is unknown: set --train-num-samples, or use --steps"
-        yield ("train", "epochs"), text
+        yield ("train", "epochs"), "the length of an epoch is unknown: set --train-num-samples, or use --steps"
         return
     steps = settings.total_steps
     ends: dict[int, str] = {}
@@ -398,11 +394,10 @@ def _shards(seen: Survey) -> Problems:
     """Shards of training and evaluation that cannot be listed."""
     settings = seen.settings
     if not settings.data.sources:
-        text = "no training data: set --train-data SHARDS, or use --config configs/quickstart.yaml for a demo"
+        other = "use --config configs/quickstart.yaml for a demo"
         if _evaluates_only(settings):
-            text = "no training data: set --train-data SHARDS, or evaluate with "
-            text += "`clipstream evaluate` and the same flags"
-        yield ("data", "sources"), text
+            other = "evaluate with `clipstream evaluate` and the same flags"
+        yield ("data", "sources"), f"no training data: set --train-data SHARDS, or {other}"
     read: list[tuple[Path, SourceSettings, str]] = [
         (("data", "sources", name, "shards"), source, "") for name, source in settings.data.sources.items()
     ]

@@ -168,8 +168,7 @@ def loss_share(
         pairs = tiled.Pairs(image, texts, scale, bias, present.to(image.dtype), ring, same, duplicates, all_roles)
         return loss(pairs, gradients=gradients)
 
-    with torch.autocast(features.image.device.type, enabled=False):
-        return with_gradients(features, compute)
+    return with_gradients(features, compute)
 
 
 def share_within(
@@ -202,8 +201,7 @@ def share_within(
             return found
         return found._replace(images=None, texts=found.images.view(text.shape))
 
-    with torch.autocast(features.image.device.type, enabled=False):
-        return with_gradients(features, compute)
+    return with_gradients(features, compute)
 
 
 class SoftmaxLoss(_BuiltinLoss):
@@ -358,13 +356,14 @@ def warn_of_dominance(loss: ContrastiveLoss, parts: Mapping[str, float]) -> None
 
 
 def with_gradients(features: Features, compute: Compute) -> torch.Tensor:
-    """A rank's share of a loss, with gradient with respect to the features.
+    """A rank's share of a loss, computed without autocast, with gradient with respect to the features.
 
     Args:
         compute: returns the share and its gradients (`tiled.TileResult`) for image, text, scale and bias in at least
             float32; its second argument says whether gradients are needed.
     """
-    share: torch.Tensor = _WithGradients.apply(*features, compute)
+    with torch.autocast(features.image.device.type, enabled=False):
+        share: torch.Tensor = _WithGradients.apply(*features, compute)
     return share
 
 

@@ -88,14 +88,14 @@ class Conflict:
         """(path of the first key, text) for each place below `root` where all conditions hold; see `conflicts_in`."""
         paths = [tuple(key.split(".")) for key in self.when]
         named = paths[0].index("NAME") if "NAME" in paths[0] else None
-        for name in ("",) if named is None else _value(root, paths[0][:named]):
+        for name in ("",) if named is None else value_at(root, paths[0][:named]):
             here = [tuple(name if part == "NAME" else part for part in path) for path in paths]
-            values = [facts.get(key, _value(root, path)) for key, path in zip(self.when, here, strict=True)]
+            values = [facts.get(key, value_at(root, path)) for key, path in zip(self.when, here, strict=True)]
             if all(map(_holds, self.when.values(), values)):
                 yield here[0], self.text(*values)
 
 
-def _value(root: Any, path: Iterable[str]) -> Any:
+def value_at(root: Any, path: Iterable[str]) -> Any:
     """What is at a path; `_ABSENT` where a section has no such key, and None where a mapping has none."""
     for key in path:
         root = root.get(key) if isinstance(root, Mapping) else getattr(root, key, _ABSENT)

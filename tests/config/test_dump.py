@@ -66,6 +66,9 @@ def test_paths_are_absolute_and_other_names_stay(tmp_path: Path, monkeypatch: py
         found = portable(settings)
         assert found.data.sources["train"].shards == absolute
         assert (found.run.logs, found.data.cache) == (f"{tmp_path}/runs", f"{tmp_path}/cache")
+    given_stage = ["--stages.one.until", "5", "--stages.one.set", "{data.sources.train.shards: a.tar, optim.lr: 1e-3}"]
+    found = portable(load(["--train-data", "b.tar", *given_stage]))
+    assert found.stages["one"].set == {"data.sources.train.shards": f"{tmp_path}/a.tar", "optim.lr": 1e-3}
     argv = ["--evals.z.type", "zero_shot", "--evals.z.data.shards", "a.tar", "--evals.z.templates", "openai"]
     more = ["--evals.z.classes", "names.txt", "--pretrained", "w.pt", "--remote-sync", "copy"]
     found = portable(load(argv + more))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from torch.distributed import TCPStore, distributed_c10d
 from clipstream.distributed import failure, shared_keys
 from clipstream.distributed import world as world_module
 from clipstream.distributed.failure import FailureWatch
-from clipstream.distributed.shared_keys import SharedKeys
+from clipstream.distributed.shared_keys import SharedKeys, connections_since, open_sockets
 from clipstream.distributed.world import World
 from clipstream.errors import Stopped
 from tests.support.forks import wait_until
@@ -173,3 +174,20 @@ def test_keys_outlast_a_store_that_stops_and_goes_on(monkeypatch: pytest.MonkeyP
             holder.kill()
         holder.wait()
         assert keys.add("number", 1) == 3 and keys.spare
+
+
+def test_connections_that_a_server_of_before_accepts_are_not_those_of_a_group() -> None:
+    """Where rank 0 hosts the store, other ranks connect to it while rank 0 still makes its group."""
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        before = open_sockets()
+        client = stack.enter_context(socket.create_connection(store.getsockname()))
+        accepted, _ = store.accept()
+        stack.enter_context(accepted)
+        group = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        pair = stack.enter_context(socket.create_connection(group.getsockname()))
+        joined, _ = group.accept()
+        stack.enter_context(joined)
+        found = {file.number for file in connections_since(before)}
+        assert accepted.fileno() not in found
+        assert {one.fileno() for one in (client, pair, joined)} <= found

@@ -268,39 +268,25 @@ def test_a_killed_rank_costs_no_step(
     check(place, cluster, name, moment.ranks, other, *more)
 
 
-def stop(ranks: list[Rank], cluster: Cluster) -> None:
-    kill(ranks[3], signal.SIGSTOP)
+# The ranks that a fault takes, and what it does.
+FAULTS: dict[str, tuple[list[int], Callable[[list[Rank], Cluster], object]]] = {
+    "stopped": ([3], lambda ranks, cluster: kill(ranks[3], signal.SIGSTOP)),
+    "link down": ([], lambda ranks, cluster: cluster.set_link(False)),
+    "host gone": ([2, 3], lambda ranks, cluster: cluster.hosts[1].lose_power()),
+    "first host gone": ([0, 1], lambda ranks, cluster: cluster.hosts[0].lose_power()),
+}
 
 
-def cut(ranks: list[Rank], cluster: Cluster) -> None:
-    cluster.set_link(False)
-
-
-def lose_south(ranks: list[Rank], cluster: Cluster) -> None:
-    cluster.hosts[1].lose_power()
-
-
-def lose_north(ranks: list[Rank], cluster: Cluster) -> None:
-    cluster.hosts[0].lose_power()
-
-
-@pytest.mark.parametrize(
-    ("fault", "dead"), [(stop, [3]), (cut, []), (lose_south, [2, 3]), (lose_north, [0, 1])],
-    ids=["stopped", "link down", "host gone", "first host gone"],
-)  # fmt: skip
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("more", [(), HSDP], ids=["ddp", "hsdp"])
 def test_hosts_that_vanish_are_named_and_cost_no_step(
-    place: Path,
-    cluster: Cluster,
-    undisturbed: Callable[..., str],
-    fault: Callable[[list[Rank], Cluster], None],
-    dead: list[int],
-    more: tuple[str, ...],
+    place: Path, cluster: Cluster, undisturbed: Callable[..., str], fault: str, more: tuple[str, ...]
 ) -> None:
     """Where the link is down, each host names the other one; one of them saves."""
-    name, other = f"{fault.__name__}-{len(more)}", undisturbed(4, *more)
+    dead, strikes = FAULTS[fault]
+    name, other = f"{fault.replace(' ', '-')}-{len(more)}", undisturbed(4, *more)
     ranks, named = cluster.start(command(place, name, *more), 4), dead or range(4)
-    found = strike(place, name, ranks, dead, lambda: fault(ranks, cluster), at=12, delay=0.05, named=named)
+    found = strike(place, name, ranks, dead, lambda: strikes(ranks, cluster), at=12, delay=0.05, named=named)
     print(f"{name}: {found}")
     alive = [code for rank, code in enumerate(found.codes) if rank not in dead]
     assert found.lost == 0 and (alive == [75] * len(alive) or sorted(alive, key=str) == [1, 1, 75, 75]), found.said

@@ -26,10 +26,9 @@ import clipstream
 from clipstream.errors import SettingsError
 from clipstream.export.files import write_transformers
 from clipstream.models.transformers_names import read_processor
-from tests.support.model_files import build
+from tests.support.model_files import build, clip_model
 
 SIZE = 32
-SIZES = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 EDGE, SQUARE = {"shortest_edge": SIZE}, {"height": SIZE, "width": SIZE}
 OPENAI = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
@@ -39,18 +38,6 @@ STEPS = {"do_resize": True, "do_normalize": True}
 def pil_class(name: str) -> Any:
     """transformers' class that resizes by Pillow: its own name since version 5."""
     return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
-
-
-@cache
-def clip_model() -> Any:
-    torch.manual_seed(0)
-    vision, text = {**SIZES, "image_size": SIZE, "patch_size": 8}, {**SIZES, "max_position_embeddings": 12}
-    config = transformers.CLIPConfig(projection_dim=24, vision_config=vision, text_config=text)
-    model = transformers.CLIPModel(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3 if parameter.ndim > 1 else 1)  # so that features depend on the image
-    return model
 
 
 @cache

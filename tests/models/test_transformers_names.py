@@ -23,29 +23,11 @@ from clipstream.export.files import write_tokenizer, write_transformers
 from clipstream.models.model_config import ModelConfig
 from clipstream.models.transformers_names import TEXT, TIMM_IMAGE, rename_tensors
 from clipstream.models.weights import read_weights
-from tests.support.model_files import build, write
+from tests.support.model_files import SIZES, build, clip_model, lively, write
 
-SIZES = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "a": 4, "cat": 5, "dog": 6, "red": 7, "two": 8, "zebra": 9}
 TEXTS = ["a red cat", "two", "a zebra zebra dog"]
 PIXELS = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-def lively(model: Any) -> Any:
-    """The model with larger weights, so that a small difference in its arithmetic shows."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.ndim > 1 else 1)
-    return model.eval()
-
-
-def clip_model(act: str = "quick_gelu", text: Any = (), vision: Any = ()) -> Any:
-    torch.manual_seed(0)
-    sections = {
-        "vision_config": {**SIZES, "image_size": 32, "patch_size": 8, "hidden_act": act, **dict(vision)},
-        "text_config": {**SIZES, "max_position_embeddings": 12, "hidden_act": act, **dict(text)},
-    }
-    return lively(transformers.CLIPModel(transformers.CLIPConfig(projection_dim=24, **sections)))
 
 
 def siglip_model(text: Any = (), vision: Any = ()) -> Any:

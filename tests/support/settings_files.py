@@ -15,6 +15,7 @@ from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.losses.settings import chosen_loss_type
 from clipstream.models.pretrained import preflight
+from clipstream.utils.section import value_at
 
 if TYPE_CHECKING:
     from clipstream.training.state import TrainState  # imports torch
@@ -53,10 +54,7 @@ def error_of(line: str | list[str]) -> str:
 
 
 def at(settings: Settings, key: str) -> Any:
-    found: Any = settings
-    for part in key.split("."):
-        found = found[part] if isinstance(found, dict) else getattr(found, part)
-    return found
+    return value_at(settings, key.split("."))
 
 
 class OwnCaption:
