@@ -254,7 +254,8 @@ WORK = """
 import time
 print(flush=True)
 input()
-while time.process_time() < 0.1:
+end = time.process_time() + 0.2
+while time.process_time() < end:
     pass
 print(flush=True)
 input()
