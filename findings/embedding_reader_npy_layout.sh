@@ -15,7 +15,8 @@ set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet numpy==1.26.4 pandas==2.3.3 pyarrow==18.1.0 embedding-reader==1.8.1 autofaiss==2.18.0 faiss-cpu==1.15.1
+"$work/venv/bin/pip" install --quiet numpy==1.26.4 pandas==2.3.3 pyarrow==18.1.0 embedding-reader==1.8.1 \
+    autofaiss==2.18.0 faiss-cpu==1.15.1
 cat > "$work/read.py" <<'EOT'
 import sys
 from pathlib import Path
