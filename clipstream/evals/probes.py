@@ -79,9 +79,11 @@ class Frozen(ABC):
         """
         train = encode_labelled(context, self.train, self.labelling, self.batch_size, "train")
         test = encode_labelled(context, self.test, self.labelling, self.batch_size)
-        highest = max((int(part.labels.max()) for part in (train, test) if len(part.labels)), default=0)
-        names, highest = self.labelling.classes, max(context.world.gather_objects(highest))
-        classes = 1 + highest if names is None else len(names)
+        if self.labelling.classes is not None:
+            classes = len(self.labelling.classes)
+        else:
+            highest = max((int(part.labels.max()) for part in (train, test) if len(part.labels)), default=0)
+            classes = 1 + max(context.world.gather_objects(highest))
         tally = context.world.all_reduce_sum(self.tally(train, test, classes, context.world))
         self.labelling.warn_of_unseen(context, tally[:, 2].tolist())
         yield from accuracies(tally)
