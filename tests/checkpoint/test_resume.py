@@ -69,8 +69,8 @@ def of_each_rank(place: Path, name: str, steps: int, *more: str) -> list[str]:
 
 def test_the_global_batch_stays_on_fewer_and_on_more_ranks(place: Path) -> None:
     """`--batch-size` is of a rank: on another number of ranks it would make another global batch."""
-    go(flags(place, "undivided", "--schedule.type", "constant", steps=6))
-    for ranks, steps in ((2, 2), (1, 4), (3, 6)):
+    go(flags(place, "undivided", "--schedule.type", "constant", steps=8))
+    for ranks, steps in ((2, 2), (1, 4), (3, 6), (2, 8)):
         go(of_each_rank(place, "elastic", steps), ranks)
     found, wanted = lines(place, "elastic"), lines(place, "undivided")
     assert [line["samples"] for line in found] == [line["samples"] for line in wanted]

@@ -120,10 +120,23 @@ def test_after_any_batch_each_source_is_within_5_samples_of_its_share(
         assert max(off) < 5, (off, total)
 
 
+def test_the_rare_of_two_sources_comes_as_often_as_its_weight_says() -> None:
+    blend = SourceMix(3, (50.0, 1.0), 192, ((0, 512),))
+    shares = [20 * ((lane + 1) * 512 // 192 - lane * 512 // 192) for lane in range(192)]
+    rare = blend.sources(np.repeat(np.arange(192), shares), np.concatenate([np.arange(n) for n in shares])).sum()
+    assert abs(rare / (20 * 512) * 51 - 1) < 0.01, rare
+
+
 def test_a_position_survives_json() -> None:
     lanes = {lane: LaneState(9, [Cursor(3, 2, 1, [0]), Cursor(lane)]) for lane in (0, 11)}
     meta = CheckpointMeta(TrainState(data=DataState(5, 12, {"run.seed": 1}, 2, 4, lanes)))
     assert CheckpointMeta.from_json(json.dumps(meta.to_json()).encode(), Path("state")) == meta
+
+
+def test_the_positions_of_ranks_are_merged() -> None:
+    parts = [DataState(5, 4, {}, 0, 0, {lane: LaneState(lane, [])}) for lane in (2, 1)]
+    merged = DataState.merge(parts)
+    assert (merged.step, merged.lanes_total, list(merged.lanes)) == (5, 4, [1, 2])
 
 
 def test_the_number_of_lanes_follows_the_batch_alone() -> None:
