@@ -20,7 +20,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from clipstream.models.execution.batch_features import FeatureCache, caches_of
 from clipstream.models.execution.checkpointing import fit_budgets
 from clipstream.models.execution.compile import Compilation, compile_towers, compiling, eagerly
 from clipstream.models.layers import batch_norms
-from clipstream.models.precision import autocast
+from clipstream.models.precision import WithoutBF16, autocast, computes_bf16
 from clipstream.storage.shard_cache import cache_root
 from clipstream.training.ema import WeightAverages
 from clipstream.training.gradcache import AutoMicroBatch, GradCache
@@ -131,6 +131,8 @@ class TrainStep:
         # By torch's contract with GradScaler, but for its deprecated form.
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
         self._takes_flag = takes_flag and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+        emulated = precision != "pure_bf16" and world.device == "cpu" and not computes_bf16(world.device)
+        self._updating = WithoutBF16() if emulated else nullcontext()
         self._compared = not world.is_main  # whether the terms of the loss were compared
         self._set_locks(0)
         parts = (model, wrap(model, world, settings), loss, world, precision, self.scaler.scale)
@@ -225,7 +227,8 @@ class TrainStep:
         finite = finite_loss & norm.isfinite()
         found_inf = (~finite).float()
         clip_gradients(self.parameters, norm, self.clip_norm)
-        self._update(found_inf)
+        with self._updating:
+            self._update(found_inf)
         restore(self._statistics, statistics, ~finite)
         if self.averages is not None:
             self.averages.update(found_inf)

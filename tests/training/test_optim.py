@@ -17,6 +17,7 @@ from open_clip_train.params import get_default_params
 from open_clip_train.scheduler import const_lr_cooldown, cosine_lr
 from timm.optim import list_optimizers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipstream.checkpoint.state import load
 from clipstream.checkpoint.store import find
@@ -566,3 +567,32 @@ def test_l2_start_moves_weights_towards_their_start_and_no_skipped_step_does(fus
             if weight.numel() > 1 and not skipped:
                 wanted = wanted - lr * strength * (wanted - starts[name])
             torch.testing.assert_close(weight, before[name] if skipped else wanted)
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of the matrix products that run under it."""
+
+    dtypes: set[torch.dtype]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.dtypes |= {args[0].dtype} if "mm" in str(func) else set()
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("computed", ["bf16", "no-bf16"])
+@pytest.mark.parametrize("name", ["torch", *list_optimizers("*muon*")])
+def test_muon_has_no_products_in_bfloat16_where_it_is_emulated(
+    name: str, computed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLIPSTREAM_CAPABILITIES", computed)
+    model = TinyTowers()
+    if name == "torch":
+        optimizer = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.01)
+    else:
+        optimizer = settings(type="timm", name=name).build(model, "ViT")
+    step, before = make_step(model, optimizer=optimizer), values(model)
+    with Products() as products:
+        products.dtypes = set()
+        step(make_batch(), lr=0.01)
+    assert (torch.bfloat16 in products.dtypes) == (computed == "bf16")
+    assert any(not torch.equal(before[name], after) for name, after in values(model).items())
