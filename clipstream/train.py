@@ -62,7 +62,7 @@ from clipstream.losses.settings import chosen_loss_type, group_field
 from clipstream.models.adapters import WEIGHTS
 from clipstream.models.build import build_towers
 from clipstream.models.execution.batch_features import NAME, Teacher
-from clipstream.models.execution.flops import Throughput, Work, build_throughput, count_flops
+from clipstream.models.execution.flops import Throughput, Work, build_throughput, count_flops, estimate_seconds
 from clipstream.models.layers import tune_convolutions
 from clipstream.models.model_config import ADAPTER, AVERAGED_ADAPTER, AVERAGED_FILE
 from clipstream.models.precision import autocast, check_device, prepare, prepare_towers, resolve_precision
@@ -73,7 +73,7 @@ from clipstream.report.settings import LogSettings
 from clipstream.report.sinks import RunInfo
 from clipstream.report.terminal import run_log
 from clipstream.storage.shard_url import redact
-from clipstream.text import counted
+from clipstream.text import counted, duration
 from clipstream.training.optim import rate_change
 from clipstream.training.parallel import parallelize, synchronize_batch_norm
 from clipstream.training.precision_audit import Audit, audit_step, log_audit, synthetic_batch
@@ -134,7 +134,7 @@ def recipe(run: RankRun) -> None:
     # Stages, one after the other; each goes on from the checkpoint at the end of the one before.
     failures, stages = dict[str, str](), staged(run.plan)
     if world.is_main and len(stages) > 1:
-        stages = with_costs(stages)
+        stages = with_costs(stages, world)
     for stage in stages:
         if stage.last or resumed.step < stage.end:
             ended, failed = train_stage(replace(run, plan=stage.plan), stage, resumed)
@@ -211,8 +211,7 @@ def train_rank(found: Survey, world: World, watch: FailureWatch) -> Path:
         if not atomic_write.is_full(error):
             raise
         # During training a full disk is a warning; before the first step, nothing can be written later.
-        text = f"cannot write {error.filename or folder}: the disk is full"
-        raise ClipstreamError(text) from error
+        raise ClipstreamError(f"cannot write {error.filename or folder}: the disk is full") from error
 
 
 def audit_rank(found: Survey, world: World, checkpoints: Path | None) -> Audit:
@@ -552,28 +551,29 @@ def print_summary(plan: Plan, world: World, towers: Towers, resumed: Resumed) ->
     announce(f"folder   {settings.run_folder}")
 
 
-def with_costs(stages: Sequence[Stage]) -> list[Stage]:
-    """The stages with what is `later`. Prints each with its share of FLOPs, with texts as long as the context."""
+def with_costs(stages: Sequence[Stage], world: World) -> list[Stage]:
+    """The stages with what is `later`. Prints each with its FLOPs, with texts as long as the context, and its time."""
     counted = []
     for stage in stages:
         settings = stage.plan.settings
         model = settings.model.model_copy(update={"pretrained": None, "image_pretrained": None})
+        kind = chosen_loss_type(settings.loss)
         with torch.device("meta"):
-            loss_type = chosen_loss_type(settings.loss)
-            towers = build_towers(model, seed=0, loss_type=loss_type, tokenizer=settings.tokenizer)
+            towers = build_towers(model, seed=0, loss_type=kind, tokenizer=settings.tokenizer)
         flops, length = count_flops(towers), towers.context_length
         counted.append(0.0 if flops is None else Work(1, 1, length, length**2).flops(flops, ()))
-    known, before = all(counted), stages[0].plan.settings.data.samples_before
-    flops_of = counted if known else [1.0] * len(stages)
-    works = [cost * (before(one.end) - before(one.begin)) for one, cost in zip(stages, flops_of, strict=True)]
-    found = []
-    for number, (stage, cost) in enumerate(zip(stages, flops_of, strict=True)):
-        changed = stage.plan.settings.stages[stage.name].set if stage.name else {}
+    before = stages[0].plan.settings.data.samples_before
+    costs = counted if all(counted) else [1.0] * len(stages)
+    works = [cost * (before(one.end) - before(one.begin)) for one, cost in zip(stages, costs, strict=True)]
+    for stage, cost, work in zip(stages, costs, works, strict=True):
+        settings = stage.plan.settings
+        changed = settings.stages[stage.name].set if stage.name else {}
         what = ", ".join(f"{key} {format_value(value)}" for key, value in changed.items()) or "the run's own settings"
-        share = f", {cost / 1e9:.2g} GFLOPs a sample, {works[number] / sum(works):.0%} of the run's" if known else ""
-        announce(f"stage    {stage.name or 'last'}, to step {stage.end}: {what}{share}")
-        found.append(stage._replace(later=sum(works[number + 1 :]) / cost))
-    return found
+        if all(counted):
+            took = estimate_seconds(work, world, settings.train.arithmetic, settings.log.peak_tflops)
+            what += f", {cost / 1e9:.2g} GFLOPs a sample, {work / sum(works):.0%} of the run's, about {duration(took)}"
+        announce(f"stage    {stage.name or 'last'}, to step {stage.end}: {what}")
+    return [stage._replace(later=sum(works[number + 1 :]) / costs[number]) for number, stage in enumerate(stages)]
 
 
 def print_end(settings: Settings, report: str, failures: Mapping[str, str]) -> None:

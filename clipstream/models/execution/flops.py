@@ -16,15 +16,19 @@ import numpy as np
 import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from clipstream.data.batch import Batch, flat_lengths
 from clipstream.distributed.world import World
 from clipstream.models.execution.checkpointing import suspend
 from clipstream.models.execution.text_buckets import STEP, TextBuckets
-from clipstream.models.settings import ModelSettings, Tower
+from clipstream.models.precision import AUTOCAST
+from clipstream.models.settings import ModelSettings, Precision, Tower
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
+
+USUAL = 0.3  # of a device's peak: docs/benchmarks.md has 0.25 to 0.45 on one H200, a quickstart on two cores 0.25
 
 
 class Flops(NamedTuple):
@@ -121,6 +125,21 @@ def build_throughput(
     if flops is not None and settings.text.cache_gib is not None:
         flops = replace(flops, text=(Flops(), Flops(), Flops()))
     return None if flops is None else Throughput(flops, peak or peak_tflops(world.device, precision))
+
+
+def estimate_seconds(flops: float, world: World, precision: Precision, peak: float | None = None) -> float:
+    """Seconds of training from its FLOPs on all ranks, without waits for data: at `USUAL` of the devices' peak, or
+    where none is known, of the rate of a matrix product on this one.
+
+    Args:
+        peak: as `build_throughput`.
+    """
+    peak = peak or peak_tflops(world.device, precision)
+    if peak is None:
+        matrix = torch.ones(1024, 1024, dtype=AUTOCAST.get(precision, torch.float32), device=world.device)
+        timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())
+        peak = 2 * 1024**3 / timer.blocked_autorange(min_run_time=0.1).median / 1e12
+    return flops / (USUAL * peak * 1e12 * world.size)
 
 
 def count_flops(towers: Towers) -> ModelFlops | None:
