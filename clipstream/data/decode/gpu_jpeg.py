@@ -116,6 +116,10 @@ class JpegDecoder:
                 decoded[place] = from_dlpack(image) if gpu else torch.from_numpy(np.asarray(image))
         return decoded
 
+    def close(self) -> None:
+        """Release the images' memory."""
+        self._images.clear()
+
 
 def decode_by_pillow(file: Pixels) -> torch.Tensor:
     """uint8 [h, w, 3] of a JPEG with three components, on the CPU. Raises Dropped."""

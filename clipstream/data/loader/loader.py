@@ -223,7 +223,7 @@ class Loader:
             )
         began = time.perf_counter()
         parts, batch = self._ahead or self._start_copy(self._collect(self._step))
-        self._ahead = None
+        self._ahead, batch = None, self._prefetch.wait(batch)
         self.wait_seconds += time.perf_counter() - began
         if self.stream.ends and all(part.ended for part in parts):
             raise StopIteration
@@ -233,7 +233,7 @@ class Loader:
         self._step += 1
         with time_part(COPY):
             batch = self._prefetch.finish(batch)
-        if isinstance(self._prefetch, JpegBatches) and self._prefetch.broken:
+        if self._prefetch.broken:
             self._drop(batch, self._prefetch.broken)
         if self._prefetch.ahead:  # begin to copy the next batch, if it is complete
             self._refill()

@@ -18,7 +18,7 @@ import functools
 import math
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -313,9 +313,12 @@ class HostBatches:
     Attributes:
         ahead: whether a batch may be copied before it is asked for.
         zero_copy: whether batches are views.
+        broken: of the batch that was waited for last, rows of images that cannot be decoded, with the error. Their
+            pixels and weights are 0.
     """
 
     ahead = False
+    broken: Mapping[int, str] = {}
 
     def __init__(self, zero_copy: bool = False) -> None:
         self.zero_copy = zero_copy
@@ -324,8 +327,12 @@ class HostBatches:
         """Begin to copy a batch; the result may be used after `finish`."""
         return batch
 
+    def wait(self, batch: Batch) -> Batch:
+        """Wait until the images of a batch from `start` are decoded."""
+        return batch
+
     def finish(self, batch: Batch) -> Batch:
-        """The batch that `start` returned, ready for the current stream."""
+        """The batch that `wait` returned, ready for the current stream."""
         return batch if self.zero_copy else batch.clone()
 
     def reading(self, step: int, wait: bool = False) -> bool:
@@ -400,16 +407,12 @@ class JpegBatches(HostBatches):
         device: torch's name of it.
         told: whether to print which decoder it is, and what workers left to it of the first batch.
 
-    Attributes:
-        broken: of the batch that was finished last, rows of images that cannot be decoded, with the error. Their pixels
-            and weights are 0.
-
     Raises SettingsError: as JpegDecoder.
     """
 
     def __init__(self, copies: HostBatches, device: str, told: bool) -> None:
         super().__init__(copies.zero_copy)
-        self.ahead, self.broken = copies.ahead, dict[int, str]()
+        self.ahead = copies.ahead
         self._copies, self._decoder = copies, (decoder := JpegDecoder(device))
         self._pool = ThreadPoolExecutor(1, "decoder")
         self._decoding: dict[int, Future[tuple[Batch, dict[int, str]]]] = {}  # by step
@@ -426,9 +429,12 @@ class JpegBatches(HostBatches):
         self._decoding[batch.step] = self._pool.submit(self._decode, batch)
         return batch
 
-    def finish(self, batch: Batch) -> Batch:
+    def wait(self, batch: Batch) -> Batch:
         decoded, self.broken = self._decoding.pop(batch.step).result()
-        return self._copies.finish(decoded)
+        return decoded
+
+    def finish(self, batch: Batch) -> Batch:
+        return self._copies.finish(batch)
 
     def reading(self, step: int, wait: bool = False) -> bool:
         if (decoding := self._decoding.get(step)) is not None:
@@ -439,6 +445,7 @@ class JpegBatches(HostBatches):
 
     def close(self) -> None:
         self._pool.shutdown()
+        self._decoder.close()
         self._copies.close()
 
     def _decode(self, batch: Batch) -> tuple[Batch, dict[int, str]]:
@@ -459,7 +466,7 @@ class JpegBatches(HostBatches):
                 self._refused += 1
                 if str(self._refused).strip("0") == "1":  # 1, 10, 100
                     name = printable(batch.keys[row], 200)
-                    logger.warning(f"decoder gpu: {self._refused} images refused, and decoded by Pillow: {name}")
+                    logger.warning(f"decoder gpu: {self._refused} images refused, and left to Pillow: {name}")
                 try:
                     images[place] = decode_by_pillow(files[place]).to(self._decoder.device)
                 except Dropped as drop:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from PIL import Image
 
 from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch, ImageSpec
+from clipstream.data.decode.gpu_jpeg import JpegDecoder
 from clipstream.data.loader.recipe import HostBatches, JpegBatches
 from clipstream.data.order_plan import views_of
 from clipstream.errors import DataError, SettingsError
@@ -110,11 +113,23 @@ def test_what_the_decoder_refuses_is_decoded_by_pillow_and_told_once(caplog: pyt
     batch = Batch(pixels, made[0], torch.ones(3), ("a", "b", "c"), made[1], 0, 3, jpegs=rows)
     caplog.set_level(logging.INFO, "clipstream")
     copies = JpegBatches(HostBatches(), "cpu", told=True)
-    found = copies.finish(copies.start(batch))
+    found = copies.finish(copies.wait(copies.start(batch)))
     copies.close()
     assert torch.equal(found.images[0], found.images[2]) and bool((found.images[1] == 7).all()) and not copies.broken
     assert "gets 2 of the first batch's 3 images" in caplog.text
-    assert "1 images refused, and decoded by Pillow: c" in caplog.text and "which is slow: for tests" in caplog.text
+    assert "1 images refused, and left to Pillow: c" in caplog.text and "which is slow: for tests" in caplog.text
+
+
+def test_waits_for_the_decoder_are_waits_for_data(mixed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(self: JpegDecoder, files: Sequence[np.ndarray]) -> list[torch.Tensor | None]:
+        time.sleep(0.5)
+        return decode(self, files)
+
+    with loader(data(mixed, decoder="gpu", workers=0), image=SIZE) as stream:
+        decode = JpegDecoder.__call__
+        monkeypatch.setattr(JpegDecoder, "__call__", slowly)
+        next(stream)
+        assert stream.wait_seconds >= 0.5
 
 
 def test_stored_views_are_made_by_another_decoder(mixed: str) -> None:
