@@ -206,7 +206,7 @@ class Bench:
         level, base = self.options.level, dict[str, float]()
         print(f"R@1 {level:.3g}, held out; seconds: mean (least to most)")
         print(
-            f"{'recipe':<22}{'reached':>8}{'steps':>7}{'wall s':>20}{'ratio':>7}{'CPU s':>20}{'ratio':>7}{'before':>8}"
+            f"{'recipe':<22}{'reached':>8}{'steps':>7}{'wall s':>22}{'ratio':>7}{'CPU s':>22}{'ratio':>7}{'before':>8}"
         )
         for recipe in recipes:
             runs = [(seed, read(self.path(recipe, seed))) for seed in self.options.seeds]
@@ -221,7 +221,7 @@ class Bench:
                 for kind, values in (("wall", walls), ("cpu", cpus)):
                     mean = statistics.mean(values)
                     spread = f"{mean:.1f} ({min(values):.0f} to {max(values):.0f})"
-                    line += f"{spread:>20}{mean / base.setdefault(kind, mean):>7.2f}"
+                    line += f"{spread:>22}{mean / base.setdefault(kind, mean):>7.2f}"
                 line += f"{statistics.mean(cost[0] for cost in costs):>8.1f}"
             print(line, flush=True)
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from clipstream.cli.main import VERBS, verb_of
-from clipstream.config.config_sources import generic_key
 from clipstream.config.help import default_note, help_text, summary, value_form
 from clipstream.config.settings import Settings
 from clipstream.config.short_flags import ALIASES
 from clipstream.config.validate import records
+from clipstream.config.value_tree import generic_key
 from clipstream.utils.section import (
     Conflict,
     Is,

@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 
 from clipstream.cli.main import VERBS, verb_of
 from clipstream.cli.verbs import evaluate
-from clipstream.config.config_sources import generic_key
 from clipstream.config.help import default_note, spellings, value_form
 from clipstream.config.settings import Settings
 from clipstream.config.short_flags import ALIASES, BY_FLAG
+from clipstream.config.value_tree import generic_key
 from clipstream.utils.section import leaves
 from tests.support import hubtree
 from tests.support.doc_pages import OUTPUT, PAGES, Session, blocks, make_folder

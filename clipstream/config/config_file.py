@@ -19,8 +19,8 @@ from typing import Any, TypeVar, cast
 import braceexpand
 from pydantic_core import PydanticUndefined
 
-from clipstream.config.config_sources import to_yaml
 from clipstream.config.settings import Settings
+from clipstream.config.value_tree import to_yaml
 from clipstream.data.settings import SPLIT_FILE, PathTokenizer
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import scheme_of, source_type

@@ -28,11 +28,11 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import AfterValidator, Field, ValidationError
 
 from clipstream.config.config_file import non_defaults, secrets
-from clipstream.config.config_sources import Node, enumerate_words, format_errors, to_yaml
 from clipstream.config.help import help_text, is_list, spellings, trait, usage
 from clipstream.config.plan import choose_by_size, survey
 from clipstream.config.settings import Settings, Written, plain, read
 from clipstream.config.short_flags import BY_FLAG
+from clipstream.config.value_tree import Node, enumerate_words, format_errors, to_yaml
 from clipstream.distributed.failure import tell_once
 from clipstream.distributed.signals import SIGNALS, EndProcess
 from clipstream.distributed.world import World

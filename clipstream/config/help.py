@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from clipstream.config.config_sources import generic_key, meaning_of, plain_field
 from clipstream.config.short_flags import ALIASES, BY_FLAG, FlagAlias
+from clipstream.config.value_tree import generic_key, meaning_of, plain_field
 from clipstream.errors import SettingsError, did_you_mean
 from clipstream.text import row, terminal_width
 from clipstream.utils.section import Section, all_fields, entries_of, items_of, kinds, section_of, types_of

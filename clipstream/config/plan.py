@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from clipstream.checkpoint import store
-from clipstream.config.config_sources import Node
 from clipstream.config.settings import Settings, Written, load_settings
+from clipstream.config.value_tree import Node
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import SPLIT_FILE, DataSettings, split_counts
 from clipstream.data.source_settings import SourceSettings

@@ -22,15 +22,6 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError
 from pydantic_core import InitErrorDetails
 
 from clipstream.checkpoint.store import resolve_model_name, with_own_config
-from clipstream.config.config_sources import (
-    Node,
-    advice,
-    enumerate_words,
-    format_errors,
-    harmless,
-    plain_field,
-    read_yaml,
-)
 from clipstream.config.short_flags import (
     BY_FLAG,
     CAPTION,
@@ -44,6 +35,15 @@ from clipstream.config.short_flags import (
     notice,
     refusal,
     translate,
+)
+from clipstream.config.value_tree import (
+    Node,
+    advice,
+    enumerate_words,
+    format_errors,
+    harmless,
+    plain_field,
+    read_yaml,
 )
 from clipstream.data.settings import SPLIT_FILE, DataSettings, TokenizerSettings
 from clipstream.distributed.settings import RunSettings
@@ -142,7 +142,7 @@ class Written(NamedTuple):
 
 
 def load(argv: Sequence[str], **how: Any) -> Settings:
-    """The settings of a command line, as `read` takes it, for who tells nothing about single values."""
+    """The settings of a command line, as `read` takes it, without the places of its values."""
     return read(argv, **how).settings
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from clipstream.checkpoint.remote_sync import RemoteDir
 from clipstream.checkpoint.store import holds_a_run
-from clipstream.config.config_sources import Node, enumerate_words, format_problem
 from clipstream.config.plan import Plan, Survey, draft, hold_out, keep_batch, staged, survey
 from clipstream.config.settings import Settings, Written
+from clipstream.config.value_tree import Node, enumerate_words, format_problem
 from clipstream.data.decode.class_names import OF_OPEN_CLIP, class_names, duplicate_names, unreadable_names
 from clipstream.data.order import default_lanes
 from clipstream.data.source_settings import LabelCaption, SourceSettings

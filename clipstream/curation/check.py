@@ -25,11 +25,11 @@ import numpy as np
 from rich.console import Console
 
 from clipstream.config.config_file import non_defaults, portable, secrets
-from clipstream.config.config_sources import to_yaml
 from clipstream.config.entry import output_file
 from clipstream.config.plan import LARGE, batch_of
 from clipstream.config.settings import PathLike, Settings, load, tree_of
 from clipstream.config.short_flags import READING_FLAGS
+from clipstream.config.value_tree import to_yaml
 from clipstream.curation.problems import CONTEXT, LARGE_ADVICE, Examined, ReportTable, examine, write_page
 from clipstream.curation.sample_table import Columns, Row, RowReader
 from clipstream.data.batch import ImageSpec

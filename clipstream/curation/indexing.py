@@ -23,10 +23,10 @@ import braceexpand
 from pydantic import SerializeAsAny
 
 from clipstream.checkpoint.store import locate, model_at, model_in
-from clipstream.config.config_sources import Node
 from clipstream.config.settings import Settings, Written, load, split
 from clipstream.config.short_flags import SOURCE
 from clipstream.config.validate import validate_sources
+from clipstream.config.value_tree import Node
 from clipstream.curation.image_index import ImageRow, ImageSearch, root
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.shard_pass import ImageReader

@@ -288,7 +288,7 @@ class Pipeline:
         return BatchPart(self.health.take(), self.stopwatch.take(), step, keys, lanes, every, shown, ended=ended)
 
     def close(self) -> None:
-        """The loader closes the shards, which outlive no worker."""
+        """Nothing to do: `SampleBatches` closes the shards of a thread, and those of a process end with it."""
 
     def report_early(self, source: str) -> None:
         """Report now if much of a source is bad, or if the last report was long ago."""

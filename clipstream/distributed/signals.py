@@ -1,9 +1,9 @@
 """Signals that ask a run to stop: recorded at once on every rank, acted on between two steps.
 
 SIGTERM, SIGINT, SIGUSR1 and SIGHUP of this process, and those of other ranks, enter; `StopSignals.received` leaves,
-which the training loop and waits for data and evaluations check. A thread hears the signals (`listening`): they are
-acknowledged and passed on while the main thread is inside a collective. Before there is anything to save, `EndProcess`
-ends the process.
+which waits for data, evaluations and `clipstream.training.trainer` check, which saves and stops. A thread hears the
+signals (`listening`): they are acknowledged and passed on while the main thread is inside a collective. Before there is
+anything to save, `EndProcess` ends the process.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from clipstream.data.sources.tars import RETRIEVAL, of_source
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext, of_samples
-from clipstream.evals.gallery import Kept, Matches, Wording, show_retrieval
+from clipstream.evals.examples import Kept, Matches, Wording, show_retrieval
 from clipstream.evals.metrics import EqualCaptions, first_places, place_pairs
 from clipstream.evals.settings import LossEvalSettings, RetrievalSettings, source_of
 from clipstream.evals.statistics import by_language

@@ -32,7 +32,7 @@ _OF_LANGUAGE = re.compile(r"([\w-]+)_(?:(?:image_to_text|text_to_image)_R@\d+|to
 def metrics_of(record: Record) -> dict[str, Any]:
     """The metrics of an evaluation by name, `dropped` and `seconds` included; null stands for NaN.
 
-    A record of a run of before 0.2 does not list them: all its numbers are metrics.
+    A record of a run of 0.1.0 does not list them: all its numbers are metrics.
     """
     if "metrics" in record:
         return {name: record[name] for name in record["metrics"]}

@@ -20,7 +20,7 @@ from clipstream.data.source_settings import LANG
 from clipstream.errors import SettingsError
 from clipstream.evals.classes import Labelling, class_spec, template_spec
 from clipstream.evals.context import EvalContext, Table, of_samples
-from clipstream.evals.gallery import Kept, Matches, show_classes, show_confusions
+from clipstream.evals.examples import Kept, Matches, show_classes, show_confusions
 from clipstream.evals.metrics import accuracies, label_metrics, place
 from clipstream.evals.settings import ZeroShotSettings, source_of
 from clipstream.evals.statistics import by_language

@@ -22,8 +22,8 @@ from rich.console import Console
 from clipstream.api.model import Model, load_model
 from clipstream.checkpoint.store import Subject, locate, model_at, resolve_model_name, with_own_config
 from clipstream.config.config_file import non_defaults
-from clipstream.config.config_sources import to_yaml
 from clipstream.config.settings import Settings, load
+from clipstream.config.value_tree import to_yaml
 from clipstream.data.decode.images import transparency_note
 from clipstream.errors import ClipstreamError, SettingsError, errors_as
 from clipstream.evals.settings import sources_of

@@ -396,7 +396,9 @@ class _WithGradients(torch.autograd.Function):
 
 
 def gather_rows(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, int]:
-    """All ranks' rows [n_r, K] as one [B, K] in rank order, with gradient, and the index of this rank's first row."""
+    """All ranks' rows [n_r, K] as one [B, K] in rank order, with gradient, and the index of this rank's first row;
+    for losses of your own (docs/plugins.md).
+    """
     if world.size == 1:
         return rows, 0
     ring = Ring(world, world.gather_counts(len(rows)))

@@ -1,4 +1,4 @@
-"""Rows of all ranks for each rank's own, and the sums that are returned to it: gathered, or around a ring.
+"""Gives each rank the rows of all ranks, and the sums that all ranks computed for its own: gathered, or around a ring.
 
 Each rank sees every rank's rows, and sums what all ranks return for its own, in one of two ways by the memory that the
 rows of all ranks take:

@@ -42,7 +42,7 @@ from clipstream.utils.section import Count, flat, map_leaves, parse_as
 Record = Mapping[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
-FORMER_FILE = "evaluations.jsonl"  # of runs of before 0.2: see `with_provenance`
+FORMER_FILE = "evaluations.jsonl"  # of runs of 0.1.0: see `with_provenance`
 TABLE_FILE = "evaluations.csv"
 TABLES = (".csv", ".md")  # suffixes of tables
 NO_ROW = ("n", "captions", "languages", "dropped", "seconds")
@@ -188,7 +188,7 @@ def lines(path: Path, read: Position | None = None) -> Iterator[tuple[bytes, Rec
 
 
 def with_provenance(found: Evaluations, folder: Path) -> Evaluations:
-    """Evaluations of metrics.jsonl, with those that a run of before 0.2 has in a file of their own.
+    """Evaluations of metrics.jsonl, with those that a run of 0.1.0 has in a file of their own.
 
     There it has the provenance of its evaluations, and all of those by `clipstream evaluate`.
     """

@@ -364,7 +364,7 @@ class TensorBoard(Sink):
 
     def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
         advice = "install it, or --log.tensorboard false"
-        with errors_as(SettingsError, "no tensorboard here", ImportError, advice=advice):
+        with errors_as(SettingsError, "tensorboard is not installed", ImportError, advice=advice):
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.summary.writer.record_writer import RecordWriter
             from torch.utils.tensorboard import summary

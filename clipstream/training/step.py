@@ -131,8 +131,8 @@ class TrainStep:
         # By torch's contract with GradScaler, but for its deprecated form.
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
         self._takes_flag = takes_flag and "grad_scaler" not in inspect.signature(optimizer.step).parameters
-        emulated = precision != "pure_bf16" and world.device == "cpu" and not computes_bf16(world.device)
-        self._updating = WithoutBF16() if emulated else nullcontext()
+        narrow = precision == "pure_bf16" or computes_bf16(world.device)
+        self._updating = nullcontext() if narrow else WithoutBF16()
         self._compared = not world.is_main  # whether the terms of the loss were compared
         self._set_locks(0)
         parts = (model, wrap(model, world, settings), loss, world, precision, self.scaler.scale)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from clipstream.config.config_file import dump
-from clipstream.config.config_sources import advice
 from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_run
+from clipstream.config.value_tree import advice
 from clipstream.data.source_settings import JsonCaption, TextCaption
 from clipstream.distributed.world import World
 from clipstream.errors import nearest

@@ -12,10 +12,10 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from clipstream.config.config_file import dump, portable
-from clipstream.config.config_sources import NULLS
 from clipstream.config.plan import agree, survey
 from clipstream.config.settings import Settings, load, read
 from clipstream.config.validate import validate_evals, validate_run
+from clipstream.config.value_tree import NULLS
 from clipstream.data.source_settings import JsonCaption
 from clipstream.distributed.world import World
 from clipstream.errors import SettingsError

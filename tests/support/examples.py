@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from clipstream.config.config_sources import to_yaml
+from clipstream.config.value_tree import to_yaml
 from tests.support.pictures import make_shards, picture
 from tests.support.runs import MODEL
 

@@ -20,10 +20,10 @@ from pydantic import field_validator
 
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, resolve_model_name
 from clipstream.config.config_file import non_defaults, require_equal
-from clipstream.config.config_sources import enumerate_words
 from clipstream.config.entry import CommandLine, Verb, argument, begin_log, flag, output_file
 from clipstream.config.settings import Config, Settings, Written, load, read, settings_from, split
 from clipstream.config.validate import validate_evals
+from clipstream.config.value_tree import enumerate_words
 from clipstream.data import sources as of_data
 from clipstream.data.decode.class_names import number_of
 from clipstream.data.json_path import well_formed

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from clipstream.config.config_sources import enumerate_words, read_yaml
 from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, output_file
 from clipstream.config.help import READING
+from clipstream.config.value_tree import enumerate_words, read_yaml
 from clipstream.curation.image_index import ImageSearch
 from clipstream.curation.images import LABEL, LabelledImages
 from clipstream.data.decode.class_names import AS_LIST, class_names, duplicate_names, fold_name, unreadable_names

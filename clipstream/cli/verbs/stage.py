@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from clipstream.config.config_sources import Node, to_yaml
 from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag
 from clipstream.config.help import READING
 from clipstream.config.settings import Settings, load, split
+from clipstream.config.value_tree import Node, to_yaml
 from clipstream.data.shard_pass import PARTS, lock_output
 from clipstream.data.sources import expand
 from clipstream.data.sources.tars import SIZES

@@ -10,7 +10,7 @@ import re
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -21,18 +21,14 @@ import yaml
 from clipstream.data.decode.captions import RawSample, build_caption, candidates, split_keys
 from clipstream.data.json_path import parse_path, step_of, structure, unwrapped
 from clipstream.data.source_settings import (
-    CSV_CAPTION,
-    IMAGE_KEY,
     CaptionSettings,
     JsonCaption,
-    SourceSettings,
     TextCaption,
 )
 from clipstream.errors import Dropped
 from clipstream.storage.tar import PACKING, UNPACKING
 from clipstream.text import lines, listed, printable
 from clipstream.utils import content
-from clipstream.utils.logs import logger
 
 MAX_FIELDS = 500  # a JSON member whose names are ids would otherwise fill the memory
 MAX_SUFFIXES = 5000
@@ -47,11 +43,6 @@ TRIED_BYTES = 1 << 22  # of their members without images
 KEPT = 32  # different texts of a field that are kept
 KEPT_CHARS = 120  # of each
 CAPTION_NAMES = ("caption", "captions", "text", "texts", "description", "title", "alt", "prompt", "cap", "txt")
-# Columns with images beside those that `image_key` names.
-IMAGE_NAMES = (
-    *("path", "filename", "file", "img", "img_path", "image_file", "image_filename", "image_file_name", "imagepath"),
-    *("picture", "photo"),
-)
 NOT_CAPTIONS = (
     *("url", "uri", "key", "id", "uid", "uuid", "status", "error", "error_message", "license", "exif"),
     *("sha256", "md5", "hash", "filename", "file", "path", "lang", "language", "locale", "split", "sku"),
@@ -67,29 +58,6 @@ _UNFOLDED = r"s,/\([^/.]*\)\.\([^/]*\)$,.\1.\2,"  # FOLDER/NAME.SUFFIX: FOLDER.N
 UNFOLDING = UNPACKING + PACKING.replace(" -C", f" --transform='{_UNFOLDED}' -C")
 PARTS = 8  # files that each folder of a tar has, at most
 FALSE_NEGATIVES = 0.05  # share of a batch that is equal to another sample, from which it is told
-
-
-def usual_columns(
-    names: Sequence[str], source: SourceSettings, is_image: Callable[[str], bool], is_csv: bool
-) -> dict[str, str]:
-    """Member (`image`, `txt`) -> the column of a usual name that is read as it: where settings are the defaults, and
-    a table with the columns `names` has none that they name. Of a CSV, `title` is first, also if a folder names it.
-
-    Args:
-        is_image: whether a column has images or their paths.
-    """
-    image = text = None
-    if source.image_key == IMAGE_KEY and not set(names) & set(split_keys(IMAGE_KEY)):
-        image = next((name for name in IMAGE_NAMES if name in names and is_image(name)), None)
-    caption = getattr(source.caption, "of", source.caption)  # of a search, for which images need no caption
-    read = caption.key if isinstance(caption, TextCaption) else ""
-    if is_csv and read == "txt" and "title" in names and "key" not in caption.model_fields_set:
-        text = "title"
-    elif read in ("txt", CSV_CAPTION) and not set(names) & set(split_keys(read)):
-        text = next((name for name in CAPTION_NAMES if name in names), None)
-    if is_csv and "caption" in names and (text == "title" or (read == CSV_CAPTION and "title" in names)):
-        logger.warning("the column title is read, as open_clip does; for the column caption: --caption-key caption")
-    return {member: name for member, name in (("image", image), ("txt", text)) if name is not None}
 
 
 @dataclass

@@ -27,6 +27,11 @@ SPLIT = re.compile(
     r"(?i)(?:^|[/._ =-])(?:(train(?:ing|val)?)|(val(?:id(?:ation)?)?|dev)|(test(?:ing)?|eval(?:uation)?))(?:set)?"
     r"(?=[/._ \d-]|$)"
 )
+# Columns of a table with images, beside those that `image_key` names.
+IMAGE_NAMES = (
+    *("path", "filename", "file", "img", "img_path", "image_file", "image_filename", "image_file_name", "imagepath"),
+    *("picture", "photo"),
+)
 TEXTS = ("json", "tags", "md", *CAPTION_NAMES)  # suffixes of the text beside an image
 # Between the name of an image and the suffix of its text: 1.jpg.txt, 1.caption.txt, 1_caption.txt.
 _MIDDLE = re.compile(rf"(?i)(?:[._-](?:{'|'.join(TEXTS)})|{'|'.join(map(re.escape, content.SUFFIXES))})$")

@@ -29,10 +29,11 @@ from braceexpand import braceexpand
 from clipstream.data.decode.captions import json_object, split_keys
 from clipstream.data.decode.class_names import class_names, fold_name
 from clipstream.data.decode.key_lists import storable
-from clipstream.data.decode.sample_profile import CAPTION_NAMES, IMAGE_NAMES
+from clipstream.data.decode.sample_profile import CAPTION_NAMES
 from clipstream.data.source_settings import AUTO, IMAGE_KEY, LabelCaption, SourceSettings
 from clipstream.data.sources import OpenShard, Source, SourceContext, SourceType, entries
 from clipstream.data.sources.file_names import (
+    IMAGE_NAMES,
     SPLIT,
     SPLITS,
     TEST,

@@ -22,11 +22,11 @@ import numpy as np
 import pyarrow as pa
 
 from clipstream.data.decode.captions import json_object, split_keys
-from clipstream.data.decode.sample_profile import SHORT_FLAGS, usual_columns
+from clipstream.data.decode.sample_profile import CAPTION_NAMES, SHORT_FLAGS
 from clipstream.data.json_path import structure
-from clipstream.data.source_settings import SourceSettings
+from clipstream.data.source_settings import CSV_CAPTION, IMAGE_KEY, SourceSettings, TextCaption
 from clipstream.data.sources import MISSING_IMAGE, OpenShard, SourceContext, SourceType
-from clipstream.data.sources.file_names import COLUMNS, SPLITS, TRAIN, split_of_cell, splits_to_read
+from clipstream.data.sources.file_names import COLUMNS, IMAGE_NAMES, SPLITS, TRAIN, split_of_cell, splits_to_read
 from clipstream.data.sources.table_rows import FAULT, RAW, RowKeys, to_arrow
 from clipstream.errors import DataError, Dropped, SettingsError, ShardError, did_you_mean
 from clipstream.storage.backends import Monitor
@@ -177,6 +177,29 @@ class TableSource(SourceType):
             self._splits.append(f"split {split}, {len(rows):,} of {len(found):,} rows, by column {name}")
             return rows
         return range(int(last * len(reader.get_batch(0)) + len(reader.get_batch(last))))
+
+
+def usual_columns(
+    names: Sequence[str], source: SourceSettings, is_image: Callable[[str], bool], is_csv: bool
+) -> dict[str, str]:
+    """Member (`image`, `txt`) -> the column of a usual name that is read as it: where settings are the defaults, and
+    a table with the columns `names` has none that they name. Of a CSV, `title` is first, also if a folder names it.
+
+    Args:
+        is_image: whether a column has images or their paths.
+    """
+    image = text = None
+    if source.image_key == IMAGE_KEY and not set(names) & set(split_keys(IMAGE_KEY)):
+        image = next((name for name in IMAGE_NAMES if name in names and is_image(name)), None)
+    caption = getattr(source.caption, "of", source.caption)  # `AnyCaption` of a search
+    read = caption.key if isinstance(caption, TextCaption) else ""
+    if is_csv and read == "txt" and "title" in names and "key" not in caption.model_fields_set:
+        text = "title"
+    elif read in ("txt", CSV_CAPTION) and not set(names) & set(split_keys(read)):
+        text = next((name for name in CAPTION_NAMES if name in names), None)
+    if is_csv and "caption" in names and (text == "title" or (read == CSV_CAPTION and "title" in names)):
+        logger.warning("the column title is read, as open_clip does; for the column caption: --caption-key caption")
+    return {member: name for member, name in (("image", image), ("txt", text)) if name is not None}
 
 
 def _is_image(arrow: Path, name: str) -> bool:

@@ -1,1 +1,1 @@
-"""Evaluators of one file each, which register themselves; the torch behind the others is in the modules above."""
+"""Evaluators that register themselves and import no torch; the others are in `clipstream.evals`."""

@@ -30,9 +30,9 @@ from rich.table import Table
 from clipstream.cli.verbs.bench import Options
 from clipstream.cli.verbs.bench.open_clip_step import OpenClipStep
 from clipstream.config.config_file import by_key, require_equal
-from clipstream.config.config_sources import Node, format_errors, to_yaml
 from clipstream.config.plan import Survey, agree
 from clipstream.config.settings import Settings
+from clipstream.config.value_tree import Node, format_errors, to_yaml
 from clipstream.data.batch import Batch
 from clipstream.data.loader.stage_timing import HAND_OVER, IDLE
 from clipstream.distributed.failure import FailureWatch

@@ -10,7 +10,7 @@ import torch
 
 from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
-from clipstream.evals.gallery import MATCHES, WORST, show_confusions
+from clipstream.evals.examples import MATCHES, WORST, show_confusions
 from clipstream.evals.runner import EvalRunner, Listeners
 from clipstream.evals.settings import EvalSettings, RetrievalSettings, ZeroShotSettings
 from tests.support.evaluating import context_of
