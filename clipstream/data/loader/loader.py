@@ -45,7 +45,7 @@ from clipstream.data.order.lanes import DataState, Fingerprint, Stream
 from clipstream.data.sources import Source
 from clipstream.errors import ClipstreamError, DataError, Interrupted
 from clipstream.storage.backends import end_command, end_commands
-from clipstream.text import lines
+from clipstream.text import Lines, lines
 from clipstream.utils.logs import logger
 from clipstream.utils.processes import END, Ended, end, end_with, listen
 from clipstream.utils.timing import COPY, time_part
@@ -541,7 +541,8 @@ class ProcessWorker(Worker):
         if isinstance(report, ClipstreamError):
             raise report
         if not isinstance(report, WorkerReport):
-            raise DataError(f"data {self.name} failed {report}")
+            at, trace = report.args
+            raise DataError(lines(f"data {self.name} failed {at}", Lines(trace.rstrip())))
         return report
 
     def stop(self) -> None:
@@ -591,7 +592,7 @@ def _run(make: MakeFiller, connection: Connection, parents_end: Connection, stop
             connection.send(error)
         except BaseException:
             doing, _ = stopwatch.doing()
-            connection.send(RuntimeError(f"while it was at: {doing}\n{traceback.format_exc()}"))
+            connection.send(RuntimeError(f"while it was at: {doing}", traceback.format_exc()))
         finally:
             end_commands()  # of threads that download ahead
     except (Ended, BrokenPipeError, ConnectionResetError):

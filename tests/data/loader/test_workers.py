@@ -28,6 +28,7 @@ from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World
 from clipstream.errors import DataError, SettingsError
 from clipstream.models.precision import computes_bf16
+from clipstream.text import message
 from clipstream.utils import processes as machine
 from tests.support.clocks import START, Clock
 from tests.support.forks import TIMEOUT, wait_until
@@ -139,6 +140,18 @@ def test_a_worker_that_dies_on_an_image_names_the_sample(shards: list[str], monk
     ):
         for _ in range(1000):
             next(stream)
+
+
+def test_a_worker_that_raises_shows_the_traceback_in_lines(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*_: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(TrainTransform, "__call__", raising)
+    with pytest.raises(DataError) as caught, loader(data(shards, workers=1)) as stream:
+        next(stream)
+    said = message(caught.value).splitlines()
+    assert re.match(r"data worker 0 \(pid \d+\) failed while it was at: ", said[0])
+    assert said[1].startswith("Traceback") and said[-1] == "KeyError: 'a bug'"
 
 
 CLOCKS: list[Clock] = []  # of the test that runs
