@@ -228,7 +228,7 @@ class _Page:
                 types, fields = types_of(section), {} if named else all_fields(section)
             if part in types:
                 section, named = types[part], False
-            elif named and not types:
+            elif named and not did_you_mean(part, types):  # a user's name
                 named = False
             elif part in fields:
                 place = f"{place}.{part}".strip(".")
