@@ -17,7 +17,7 @@ from clipstream.config.settings import load
 from clipstream.data.decode.captions import RawSample
 from clipstream.data.order.rng import SampleRNG
 from clipstream.data.source_settings import CaptionSettings, SourceSettings
-from clipstream.data.sources import SourceContext, expand
+from clipstream.data.sources import Source, SourceContext, expand
 from clipstream.data.sources.tars import TarSource
 from clipstream.errors import SettingsError
 from clipstream.evals.context import EvalContext
@@ -63,7 +63,7 @@ class Reversed(TarSource):
 
     def __init__(self, settings: Settings, context: SourceContext) -> None:
         super().__init__(settings, context)
-        self.most = settings.most
+        self.own, self.most = settings, settings.most
 
     def list_shards(self, spec: str) -> Sequence[str]:
         tars = sorted(Path(spec.partition(":")[2]).glob("*.tar"), reverse=True)[: self.most]
@@ -147,6 +147,24 @@ def test_entries_name_a_registered_source_before_a_path(tmp_path: Path, monkeypa
     assert f"shards: few:{tmp_path}/pairs\n" in dump(settings)
 
 
+def test_a_source_named_before_a_path_has_the_defaults_of_its_own_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    furnish(tmp_path)
+    spec = f"reversed:{tmp_path}/pairs"
+    source = Source(load(["--train-data", spec, "--image-key", "png", "--steps", "1"]).data.sources["train"])
+    kind = next(iter(source.types.values()))
+    assert isinstance(kind, Reversed) and source.names == sorted(source.names, reverse=True) and len(source.names) > 1
+    assert (kind.own.image_key, kind.own.type, source.settings.type) == ("png", "reversed", "auto")
+
+    class Settings(Reversed.Settings):
+        first: str
+
+    monkeypatch.setattr(Reversed, "Settings", Settings)
+    with pytest.raises(SettingsError, match=f"data.sources: {spec} requires first: set type reversed as well"):
+        Source(SourceSettings(shards=spec))
+
+
 def test_help_and_messages_know_registered_parts(capsys: pytest.CaptureFixture[str]) -> None:
     for place, name in (("optim", "lion"), ("schedule", "halved"), ("data.sources", "reversed"), ("evals", "rows")):
         go(["--help", place])
@@ -155,6 +173,9 @@ def test_help_and_messages_know_registered_parts(capsys: pytest.CaptureFixture[s
         ("data.sources", "--data.sources.NAME.most INT"),
         ("data.sources.reversed", "data.sources.NAME with --data.sources.NAME.type reversed"),
         ("data.sources.NAME.caption.capitals", "member TEXT"),
+        ("data.sources.train", "--data.sources.NAME.most INT"),
+        ("data.sources.train.caption.capitals", "member TEXT"),
+        ("evals.val.rows", "--evals.NAME.times INT"),
     ):
         go(["--help", place])
         assert told in capsys.readouterr().out

@@ -45,7 +45,7 @@ from clipstream.storage.tar import ShardIndex as ShardIndex
 from clipstream.text import counted, printable
 from clipstream.utils.atomic_write import note_input
 from clipstream.utils.plugins import call_plugin, describe_error, load_plugin
-from clipstream.utils.section import builtin_parts, with_home
+from clipstream.utils.section import builtin_parts, types_of, with_home
 
 if TYPE_CHECKING:
     import numpy as np
@@ -300,7 +300,7 @@ class Source:
         ]
         made: dict[str, SourceType] = {}
         for name in dict.fromkeys(name for name, _, _ in listed):
-            own = settings.model_copy(update={"shards": [entry for other, entry, _ in listed if other == name]})
+            own = self._settings_of(name, [entry for other, entry, _ in listed if other == name])
             made[name] = self._call(source_type(name), own, self.context)
         self.names: list[str] = []
         each: list[float] = []
@@ -321,6 +321,23 @@ class Source:
         self.labels: list[np.ndarray[Any, Any]] | None = None
         self.neighbours: np.ndarray[Any, Any] | None = None
         self.probabilities: list[np.ndarray[Any, Any]] | None = None
+
+    def _settings_of(self, name: str, shards: list[str]) -> SourceSettings:
+        """The settings for the entries of a type: where `NAME:PATH` alone names it, with the defaults of its own keys.
+
+        Raises SettingsError: one of these has no default.
+        """
+        cls = types_of(SourceSettings).get(name, SourceSettings)
+        if isinstance(self.settings, cls):
+            return self.settings.model_copy(update={"shards": shards})
+        given = {key: getattr(self.settings, key) for key in self.settings.model_fields_set}
+        if missing := [key for key, field in cls.model_fields.items() if field.is_required() and key not in given]:
+            raise SettingsError(
+                f"{self.context.key}: {shards[0]} requires {', '.join(missing)}: set type {name} as well"
+            )
+        made = cls.model_validate({**given, "type": name, "shards": shards})
+        assert isinstance(made, SourceSettings)
+        return made
 
     def _call(self, function: Callable[..., Result], *args: object) -> Result:
         """Call a method of a type; what a user's own raises becomes a SettingsError."""
