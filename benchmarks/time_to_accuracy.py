@@ -80,7 +80,7 @@ SETS = {
             "adamw": "benchmarks/emoji_adamw.yaml --caption-key txt --steps 1900",
             "small-data": "configs/recipes/small-data.yaml --steps 700 --optim.lr 6e-3",
             "groups": f"configs/recipes/small-data.yaml --steps 300 --optim.lr 6e-3 {GROUPS}",
-            "vit": f"configs/recipes/small-data.yaml --steps 300 --optim.lr 6e-3 {VIT}",
+            "vit": f"configs/recipes/small-data.yaml --steps 300 --optim.lr 3e-3 {VIT}",
             "vit-stages": f"configs/recipes/small-data.yaml --steps 300 {VIT} {STAGES % 210}",
         },
     ),
