@@ -30,6 +30,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from timm.layers import convert_sync_batchnorm
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -269,4 +270,4 @@ def synchronize_batch_norm(module: nn.Module, world: World, frozen: Collection[n
     if not world.device.startswith("cuda"):
         advice = "use one rank, or a model without batch norm (a ViT)"
         raise SettingsError(f"batch norm over several ranks requires CUDA: {advice}")
-    nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+    convert_sync_batchnorm(module)  # torch's own would leave out the activations of timm's norms

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -161,6 +162,17 @@ def test_batch_norm_over_ranks_requires_gpus() -> None:
     synchronize_batch_norm(module, World(0, 2), frozen=[module[1]])
     synchronize_batch_norm(module, World(0, 2, device="cuda:0"))
     assert isinstance(module[1], nn.SyncBatchNorm)
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "regnety_002", "resnet18"])
+def test_synchronized_batch_norm_keeps_the_activations_in_it(name: str) -> None:
+    tower = timm.create_model(name, num_classes=0).eval()
+    image = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        before = tower(image)
+        synchronize_batch_norm(tower, World(0, 2, device="cuda:0"))
+        assert not any(type(norm) is nn.BatchNorm2d for norm in tower.modules())
+        assert torch.equal(tower(image), before)
 
 
 def gathered_after_forward(world: World, reshard: bool) -> tuple[float, bool]:

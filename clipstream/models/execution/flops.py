@@ -28,7 +28,7 @@ from clipstream.models.settings import ModelSettings, Precision, Tower
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
 
-USUAL = 0.3  # of a device's peak: docs/benchmarks.md has 0.25 to 0.45 on one H200, a quickstart on two cores 0.25
+USUAL = 0.35  # of a peak: 0.25 to 0.45 on one H200 (docs/benchmarks.md), 0.25 (ResNet) and 0.5 (ViT) on two cores
 
 
 class Flops(NamedTuple):
