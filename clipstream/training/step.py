@@ -227,8 +227,7 @@ class TrainStep:
         finite = finite_loss & norm.isfinite()
         found_inf = (~finite).float()
         clip_gradients(self.parameters, norm, self.clip_norm)
-        with self._updating:
-            self._update(found_inf)
+        self._update(found_inf)
         restore(self._statistics, statistics, ~finite)
         if self.averages is not None:
             self.averages.update(found_inf)
@@ -247,10 +246,12 @@ class TrainStep:
         # Fused SGD would begin with momentum that nothing has filled.
         if self._takes_flag and all(p in optimizer.state for p in self.parameters if p.grad is not None):
             optimizer.found_inf, optimizer.grad_scale = found_inf, None
-            optimizer.step()
+            with self._updating:
+                optimizer.step()
             del optimizer.found_inf, optimizer.grad_scale
         elif not found_inf.item():
-            optimizer.step()
+            with self._updating:
+                optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if self.max_logit_scale is not None and log_scale.requires_grad:
             log_scale.copy_(torch.minimum(log_scale, log_before.clamp(min=math.log(self.max_logit_scale))))

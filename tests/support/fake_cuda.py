@@ -13,16 +13,18 @@ import pytest
 import torch
 
 from clipstream.data.batch import Batch
+from clipstream.data.loader.recipe import HostBatches
 
 SECONDS = 0.03  # that a copy takes
 
 
-class SlowCopies:
+class SlowCopies(HostBatches):
     """As a GPU's: it reads the buffer some time after it was told to, beside what the process does meanwhile."""
 
     ahead = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.copies: dict[int, threading.Thread] = {}
         self.early = 0  # batches that were begun before they were asked for
         self.asked_for = 0
@@ -45,9 +47,6 @@ class SlowCopies:
     def finish(self, batch: Batch) -> Batch:
         self.asked_for = batch.step + 1  # the process does not wait for the copy
         return batch
-
-    def close(self) -> None:
-        """Nothing was acquired."""
 
     def reading(self, step: int, wait: bool = False) -> bool:
         copy = self.copies.get(step)
