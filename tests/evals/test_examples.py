@@ -49,8 +49,8 @@ def shown(world: World, pairs: str) -> dict[str, Any]:
 
 
 def by_key(prompted: list[tuple[Any, ...]], tables: Any, _: int) -> Any:
-    """What is shown for prompts without scores and their order, whose last digits depend on the size of a batch, and the
-    tables. How many answers are best and worst depends on the images of rank 0.
+    """What is shown for prompts without scores and their order, whose last digits depend on the size of a batch, and
+    the tables. How many answers are best and worst depends on the images of rank 0.
     """
     return sorted((group, key, text, pixels) for group, key, text, _, pixels in prompted), tables
 
