@@ -103,10 +103,14 @@ def prepare_towers(
     prepare(towers, precision)
 
 
+def products_dtype(precision: Precision) -> torch.dtype:
+    """The dtype of the matrix products of a forward pass."""
+    return torch.bfloat16 if precision == "pure_bf16" else AUTOCAST.get(precision, torch.float32)
+
+
 @contextmanager
 def autocast(device: str | torch.device, precision: Precision) -> Iterator[None]:
-    dtype = torch.bfloat16 if precision == "pure_bf16" else AUTOCAST.get(precision, torch.float32)
-    with arithmetic(torch.device(device).type, dtype, cast=precision in AUTOCAST):
+    with arithmetic(torch.device(device).type, products_dtype(precision), cast=precision in AUTOCAST):
         yield
 
 

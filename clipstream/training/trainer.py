@@ -145,9 +145,7 @@ class Hooks:
     evaluation_due: Callable[[int], object] = lambda step: False  # whether `evaluate` does something after a step
     show: Callable[[int, Batch], None] | None = None  # (step, batch) before every SHOW_EVERY steps
     begun: Callable[[int], object] = lambda step: None  # takes the number of steps after each is started
-    step: Callable[[int], object] = lambda done: (
-        None
-    )  # takes the same number, once the result of the step before is counted
+    step: Callable[[int], object] = lambda done: None  # the same, once the result of the step before is counted
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from clipstream.data.batch import Batch, flat_lengths
 from clipstream.distributed.world import World
 from clipstream.models.execution.checkpointing import suspend
 from clipstream.models.execution.text_buckets import STEP, TextBuckets
-from clipstream.models.precision import AUTOCAST
+from clipstream.models.precision import products_dtype
 from clipstream.models.settings import ModelSettings, Precision, Tower
 from clipstream.models.towers import Towers
 from clipstream.utils.logs import logger
@@ -134,12 +135,16 @@ def estimate_seconds(flops: float, world: World, precision: Precision, peak: flo
     Args:
         peak: as `build_throughput`.
     """
-    peak = peak or peak_tflops(world.device, precision)
-    if peak is None:
-        matrix = torch.ones(1024, 1024, dtype=AUTOCAST.get(precision, torch.float32), device=world.device)
-        timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())
-        peak = 2 * 1024**3 / timer.blocked_autorange(min_run_time=0.1).median / 1e12
-    return flops / (USUAL * peak * 1e12 * world.size)
+    known = peak or peak_tflops(world.device, precision)
+    return flops / (USUAL * (known or _measure_tflops(world.device, products_dtype(precision))) * 1e12 * world.size)
+
+
+@cache
+def _measure_tflops(device: str, dtype: torch.dtype) -> float:
+    """TFLOP/s of a product of two matrices of 1,024 rows."""
+    matrix = torch.ones(1024, 1024, dtype=dtype, device=device)
+    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())
+    return 2 * 1024**3 / timer.blocked_autorange(min_run_time=0.1).median / 1e12
 
 
 def count_flops(towers: Towers) -> ModelFlops | None:
