@@ -29,7 +29,7 @@ import torch
 
 from clipstream.data.batch import ImageSpec
 from clipstream.data.decode.labels import LabelEncoder
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.order import default_lanes
 from clipstream.data.pipeline import training_loader

@@ -51,7 +51,7 @@ def make(folder: Path) -> None:
 def measure(folder: str, batch: int, lanes: int, group: int) -> None:
     """Print a row."""
     from clipstream.data.batch import ImageSpec
-    from clipstream.data.loader.recipe import ModelInputs
+    from clipstream.data.loader.reading_recipe import ModelInputs
     from clipstream.data.pipeline import training_loader
     from clipstream.data.settings import DataSettings
     from clipstream.distributed.world import World

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from made import make
 
-from clipstream.data.build import ChunkPlan, chunk_loader
 from clipstream.data.decode.tokenizers import build_tokenizer
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
+from clipstream.data.sequential_loader import ChunkPlan, chunk_loader
 from clipstream.data.settings import DataSettings, TokenizerSettings
 from clipstream.data.source_settings import SourceSettings
 from clipstream.data.sources import expand, open_sources

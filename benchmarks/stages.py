@@ -28,7 +28,7 @@ from clipstream.data import pipeline
 from clipstream.data.batch import ImageSpec
 from clipstream.data.loader import loader as loading
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.loader.stage_timing import Stopwatch
 from clipstream.data.settings import DataSettings
 from clipstream.distributed.world import World

@@ -63,7 +63,7 @@ def clipstream(options: Options) -> Iterator[Batch]:
     """Batches of clipstream's loader."""
     from clipstream.data.batch import ImageSpec
     from clipstream.data.decode.tokenizers import build_tokenizer
-    from clipstream.data.loader.recipe import ModelInputs
+    from clipstream.data.loader.reading_recipe import ModelInputs
     from clipstream.data.order import default_lanes
     from clipstream.data.pipeline import training_loader
     from clipstream.data.settings import DataSettings, TokenizerSettings
@@ -257,7 +257,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     if name == "clipstream":
-        import clipstream.data.build  # noqa: F401  # imports are not the first batch
+        import clipstream.data.sequential_loader  # noqa: F401  # imports are not the first batch
     elif name == "open_clip":
         import open_clip_train.data  # noqa: F401
     tokenize()

@@ -30,6 +30,7 @@ from clipstream.checkpoint.remote_sync import CHECKPOINTS
 from clipstream.checkpoint.resume import Resumed, find, load_into
 from clipstream.checkpoint.resume import agree as agree_checkpoint
 from clipstream.checkpoint.state import CheckpointMeta, Tensors
+from clipstream.config.command_line import make_callable
 from clipstream.config.config_file import (
     by_key,
     changes,
@@ -39,14 +40,13 @@ from clipstream.config.config_file import (
     settings_of_weights,
     write_config,
 )
-from clipstream.config.entry import make_callable
 from clipstream.config.plan import Plan, Stage, Survey, agree, draft, plan, staged, with_value
 from clipstream.config.settings import SHIPPED, Settings
 from clipstream.config.validate import log_ignored_with_store
 from clipstream.data.batch import Batch
 from clipstream.data.decode import tokenizers
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.loader.stored import StoredData
 from clipstream.data.pipeline import training_loader
 from clipstream.distributed.failure import FailureWatch

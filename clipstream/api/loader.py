@@ -27,7 +27,7 @@ from clipstream.config.validate import validate_sources
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.decode.tokenizers import Ids, Tokenizer, build_tokenizer, wrap
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.order.lanes import DataState
 from clipstream.data.order_plan import resolve_workers
 from clipstream.data.pipeline import training_loader

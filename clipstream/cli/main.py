@@ -20,7 +20,7 @@ from clipstream.text import row, terminal_width
 from clipstream.utils.logs import loading
 
 if TYPE_CHECKING:
-    from clipstream.config.entry import Verb
+    from clipstream.config.command_line import Verb
 
 _FIRST_LINE = re.compile(r'"""The verb (\S+): (.+?)\.?(?:""")?\n')
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None, *, own: bool = False) -> int:
         # Else torch prints a stack of C++ for each connection that breaks, which is told in words.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         atexit.register(_end_at_once, codes)  # the first one, which runs last
-        from clipstream.config.entry import handle_signals  # after the first output, as it takes a while
+        from clipstream.config.command_line import handle_signals  # after the first output, as it takes a while
 
         handle_signals(verb)
     codes.append(verb_of(verb)(rest))

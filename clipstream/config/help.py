@@ -57,7 +57,7 @@ READING = ("Training data", "Captions and images")
 
 
 def help_text(root: type[Section], verb: Any, topic: str = "", width: int | None = None) -> str:
-    """The help of a verb (`entry.Verb`), `width` columns wide; of the terminal's width unless given.
+    """The help of a verb (`command_line.Verb`), `width` columns wide; of the terminal's width unless given.
 
     Args:
         topic: '' for the everyday flags, 'all' for every setting, or a section or key, such as 'data.sources'.

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from clipstream.config.command_line import output_file
 from clipstream.config.config_file import non_defaults, portable, secrets
-from clipstream.config.entry import output_file
 from clipstream.config.plan import LARGE, batch_of
 from clipstream.config.settings import PathLike, Settings, load, tree_of
 from clipstream.config.short_flags import READING_FLAGS

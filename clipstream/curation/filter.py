@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 from pyarrow import csv, parquet
 from pyarrow.dataset import dataset
 
-from clipstream.config.entry import CommandLine, OutPath, argument, flag
+from clipstream.config.command_line import CommandLine, OutPath, argument, flag
 from clipstream.config.settings import load
 from clipstream.curation.duplicates import near_groups
 from clipstream.curation.sample_table import SCHEMA, Columns, SampleTable, sample_table

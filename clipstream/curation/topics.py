@@ -23,7 +23,7 @@ import pyarrow as pa
 import torch
 
 from clipstream.api.model import ImageLabel, Model, load_model, usable_device
-from clipstream.config.entry import CommandLine, output_file
+from clipstream.config.command_line import CommandLine, output_file
 from clipstream.config.plan import survey
 from clipstream.config.settings import Settings
 from clipstream.curation import stores

@@ -10,13 +10,14 @@
               decoder gpu, the file of a JPEG in place of its pixels, which `decode.gpu_jpeg` decodes with its batch
     tokenize  `decode.tokenizers`: the captions of a worker's part of a batch, into the same buffer
     hand over `loader.Loader`: the batch is complete when every worker has reported its part
-    batch     `recipe.ModelInputs.batch`: tensors over the buffer
-    device    `recipe.CudaPrefetch`: copied to the GPU during the step before
+    batch     `reading_recipe.ModelInputs.batch`: tensors over the buffer
+    device    `batch_buffers.CudaPrefetch`: copied to the GPU during the step before
 
 `training_loader` does the first two. `SampleBatches` opens the shards of a worker, whose `Pipeline` goes from take to
 tokenize: it replaces a sample that cannot be used by the next one of the same lane and source, or leaves its slot empty
-where slots are kept, and counts it. `build` has the loaders of evaluation and of features that are computed in advance:
-the same pipeline with another sampler. A SampleTrace prints what each stage made of a sample (`--data.trace N`).
+where slots are kept, and counts it. `sequential_loader` has the loaders of evaluation and of features that are computed
+in advance: the same pipeline with another sampler. A SampleTrace prints what each stage made of a sample
+(`--data.trace N`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from clipstream.data.decode.key_lists import LEFT_OUT, NOT_DRAWN, NOT_KEPT
 from clipstream.data.decode.labels import SampleProbability
 from clipstream.data.decode.tokenizers import Ids, readable
 from clipstream.data.groups import look_up
+from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.features import FeatureBatches, join_stores
 from clipstream.data.loader.health import (
     FIRST_SAMPLES,
@@ -53,15 +55,7 @@ from clipstream.data.loader.health import (
     empty_shards,
 )
 from clipstream.data.loader.loader import Hosting, Loader
-from clipstream.data.loader.recipe import (
-    BatchBuffer,
-    BufferRing,
-    BufferShape,
-    ModelInputs,
-    ReadingRecipe,
-    build_recipe,
-    check_recipes,
-)
+from clipstream.data.loader.reading_recipe import ModelInputs, ReadingRecipe, build_recipe, check_recipes
 from clipstream.data.loader.sampler import LaneSample, LaneSampler, OpenShards, WindowSampler
 from clipstream.data.loader.stage_timing import HAND_OVER, ORDER, Stopwatch
 from clipstream.data.loader.stored import StoredChoice

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.build import EvalSource, evaluation_loader
 from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer, mark_cut, readable
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.order.rng import GOLDEN, Keys, scramble
+from clipstream.data.sequential_loader import EvalSource, evaluation_loader
 from clipstream.data.settings import DataSettings, TokenizerSettings
 from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.run_record import require_same

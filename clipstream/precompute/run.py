@@ -31,13 +31,13 @@ from clipstream.config.config_file import require_equal
 from clipstream.config.plan import Survey
 from clipstream.config.settings import Settings
 from clipstream.data.batch import Batch
-from clipstream.data.build import ChunkPlan, chunk_loader
 from clipstream.data.decode.tokenizers import Tokenizer, build_tokenizer
 from clipstream.data.loader.health import BatchPart, FilledPart, SourceHealth
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.order.lanes import Cursor
 from clipstream.data.order.rng import mix
 from clipstream.data.order_plan import auto_workers, stable_names, tokenizer_identity, views_of
+from clipstream.data.sequential_loader import ChunkPlan, chunk_loader
 from clipstream.data.settings import TokenizerSettings
 from clipstream.data.source_settings import JsonCaption
 from clipstream.data.sources import Source

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from clipstream.data.batch import Batch, ImageSpec
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.distributed.world import World
 from clipstream.models.execution.compile import eagerly
 from clipstream.text import counted, milliseconds, percent

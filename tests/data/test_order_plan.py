@@ -10,7 +10,7 @@ import pytest
 
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.order.lanes import Cursor, DataState, LaneState
 from clipstream.data.pipeline import training_loader
 from clipstream.data.settings import DataSettings

@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from clipstream.data.loader import recipe
-from clipstream.data.loader.recipe import BufferRing, BufferShape, device_prefetch_for
+from clipstream.data.loader import batch_buffers
+from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, device_prefetch_for
 from clipstream.distributed import failure
 from clipstream.distributed.failure import POLL, Cause, FailureWatch
 from clipstream.distributed.launch import run_ranks
@@ -80,7 +80,7 @@ def hang(world: World) -> int:
     """A run in which a kernel of the GPU waits for ever when rank 1 fails, and rank 0 waits in its main thread too."""
     patches = pytest.MonkeyPatch()
     patches.setattr(failure, "CLEANUP", 6.0)
-    patches.setattr(recipe, "UNLOCK_SECONDS", 0.1)
+    patches.setattr(batch_buffers, "UNLOCK_SECONDS", 0.1)
     FakeCuda(patches)  # its unregistration blocks
 
     def body(watch: FailureWatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clipstream.config.entry import run_main
+from clipstream.config.command_line import run_main
 from clipstream.distributed import failure
 from clipstream.distributed.failure import FailureWatch, tell_once
 from clipstream.distributed.world import World

@@ -394,7 +394,7 @@ def test_what_is_found_late_is_told(tmp_path: Path) -> None:
 
 
 def test_a_training_source_has_no_languages(tmp_path: Path) -> None:
-    from clipstream.data.loader.recipe import ModelInputs, build_recipe
+    from clipstream.data.loader.reading_recipe import ModelInputs, build_recipe
     from clipstream.data.source_settings import TextCaption
 
     source = SourceSettings(shards="a.tar", caption=TextCaption(key="{lang}.txt"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from open_clip.loss import SigLipLoss
 
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.settings import DataSettings
 from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World

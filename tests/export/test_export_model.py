@@ -22,7 +22,7 @@ from timm.models.vision_transformer import VisionTransformer, _create_vision_tra
 
 import clipstream
 from clipstream.cli.verbs.export import ModelFlags, main
-from clipstream.config.entry import read_own
+from clipstream.config.command_line import read_own
 from clipstream.data.source_settings import SourceSettings
 from clipstream.errors import ClipstreamError, SettingsError
 from clipstream.export import run as export_run

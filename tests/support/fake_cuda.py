@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.recipe import HostBatches
+from clipstream.data.loader.batch_buffers import HostBatches
 
 SECONDS = 0.03  # that a copy takes
 

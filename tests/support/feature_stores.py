@@ -12,7 +12,7 @@ import torch
 
 from clipstream.data.batch import ImageSpec, checksum
 from clipstream.data.decode.captions import candidates, image_bytes
-from clipstream.data.loader.recipe import ModelInputs, build_recipe
+from clipstream.data.loader.reading_recipe import ModelInputs, build_recipe
 from clipstream.data.order.rng import SampleRNG, mix
 from clipstream.data.order_plan import stable_names
 from clipstream.data.settings import DataSettings

@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1].parent
 TIMEOUT = 900.0  # s; a busy machine is fifty times slower than an idle one, and only a failure waits this long
 PRELOADED = [
-    "torch", "torch._dynamo", "clipstream.models.towers", "clipstream.train", "clipstream.data.build",
+    "torch", "torch._dynamo", "clipstream.models.towers", "clipstream.train", "clipstream.data.sequential_loader",
     "clipstream.evals.runner", "clipstream.report.outputs", "hypothesis", "tests.support.runs",
     "clipstream.training.trainer", "torch._dynamo.backends.debugging",
 ]  # fmt: skip

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from clipstream.data.batch import Batch, ImageSpec
-from clipstream.data.build import EvalSource, evaluation_loader
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.order.lanes import DataState
 from clipstream.data.pipeline import training_loader
+from clipstream.data.sequential_loader import EvalSource, evaluation_loader
 from clipstream.data.settings import DataSettings
 from clipstream.data.source_settings import SourceSettings
 from clipstream.distributed.world import World

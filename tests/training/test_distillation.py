@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch, ImageSpec
-from clipstream.data.loader.recipe import ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.pipeline import training_loader
 from clipstream.distributed.world import World
 from clipstream.models.execution.batch_features import Teacher

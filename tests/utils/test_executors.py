@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clipstream import __version__
-from clipstream.config.entry import run_main
+from clipstream.config.command_line import run_main
 from clipstream.data.shard_pass import ShardPass
 from clipstream.errors import SettingsError
 from clipstream.utils import processes

@@ -59,7 +59,7 @@ def test_the_rank_stands_before_the_line(rank: int | None, lines: list[str]) -> 
 
 
 SAYS = """
-import logging, clipstream.report.outputs, clipstream.train, clipstream.data.build
+import logging, clipstream.report.outputs, clipstream.train, clipstream.data.sequential_loader
 from clipstream.utils.logs import logger, announce
 assert logging.getLogger("clipstream").handlers == [] == logging.getLogger().handlers
 logger.info("reading")

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from clipstream.config.command_line import CommandLine, OutPath, Verb, argument, flag, output_file
 from clipstream.config.config_file import require_equal
-from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, output_file
 from clipstream.config.help import READING
 from clipstream.config.plan import Survey, survey
 from clipstream.config.settings import Settings, Written

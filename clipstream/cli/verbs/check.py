@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clipstream.config.entry import CommandLine, Verb, argument, flag, switch
+from clipstream.config.command_line import CommandLine, Verb, argument, flag, switch
 from clipstream.curation.check import print_report, reading_flags
 from clipstream.data.decode.sample_profile import SHORT_FLAGS
 from clipstream.storage.shard_url import in_braces

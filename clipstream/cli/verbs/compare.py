@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag
+from clipstream.config.command_line import CommandLine, OutPath, Verb, argument, flag
 from clipstream.config.value_tree import enumerate_words
 from clipstream.errors import SettingsError, errors_as
 from clipstream.report.html_report import read_run, write_page

@@ -8,7 +8,7 @@ import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 
-from clipstream.config.entry import CommandLine, Verb, switch
+from clipstream.config.command_line import CommandLine, Verb, switch
 from clipstream.distributed.run_record import hardware, versions
 from clipstream.utils.section import Section
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import field_validator
 
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, resolve_model_name
+from clipstream.config.command_line import CommandLine, Verb, argument, begin_log, flag, output_file
 from clipstream.config.config_file import non_defaults, require_equal
-from clipstream.config.entry import CommandLine, Verb, argument, begin_log, flag, output_file
 from clipstream.config.settings import Config, Settings, Written, load, read, settings_from, split
 from clipstream.config.validate import validate_evals
 from clipstream.config.value_tree import enumerate_words

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, switch
+from clipstream.config.command_line import CommandLine, OutPath, Verb, argument, flag, switch
 from clipstream.utils.section import PathText, Section
 
 Target = Literal["transformers", "onnx", "open_clip", "sentence-transformers"]

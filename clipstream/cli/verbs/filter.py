@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clipstream.config.entry import Verb
+from clipstream.config.command_line import Verb
 from clipstream.config.help import READING
 from clipstream.curation.filter import FilterFlags, filter_samples
 

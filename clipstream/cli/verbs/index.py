@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, switch
+from clipstream.config.command_line import CommandLine, OutPath, Verb, argument, flag, switch
 from clipstream.data.staging import Indexed, make_indexes
 from clipstream.utils.atomic_write import claim_output
 from clipstream.utils.executors import MEANING, check_executor, require_all

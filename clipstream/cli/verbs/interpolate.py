@@ -13,7 +13,7 @@ from pydantic import field_validator
 
 from clipstream.checkpoint.store import Subject, locate, model_at, model_in, resolve_model_name
 from clipstream.cli.verbs.evaluate import has_own_tokenizer
-from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag
+from clipstream.config.command_line import CommandLine, OutPath, Verb, argument, flag
 from clipstream.config.settings import Settings
 from clipstream.config.validate import validate_evals
 from clipstream.distributed.failure import FailureWatch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, output_file
+from clipstream.config.command_line import CommandLine, OutPath, Verb, argument, flag, output_file
 from clipstream.config.help import READING
 from clipstream.config.value_tree import enumerate_words, read_yaml
 from clipstream.curation.image_index import ImageSearch

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from clipstream.checkpoint.remote_sync import RemoteDir
-from clipstream.config.entry import CommandLine, Verb, argument, flag
+from clipstream.config.command_line import CommandLine, Verb, argument, flag
 from clipstream.config.help import READING
 from clipstream.curation.pack import Asked, pack
 from clipstream.curation.pack_shards import Format, Recipe, Recording

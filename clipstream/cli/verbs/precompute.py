@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from clipstream.checkpoint.store import resolve_model_name, with_own_config
-from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, switch
+from clipstream.config.command_line import CommandLine, OutPath, Verb, argument, flag, switch
 from clipstream.config.help import READING
 from clipstream.config.settings import Written
 from clipstream.config.validate import validate_sources

@@ -9,7 +9,7 @@ import sys
 from shutil import get_terminal_size
 from typing import Any, Literal
 
-from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag, output_file
+from clipstream.config.command_line import CommandLine, OutPath, Verb, argument, flag, output_file
 from clipstream.config.help import READING
 from clipstream.curation import images
 from clipstream.curation.image_index import ImageSearch

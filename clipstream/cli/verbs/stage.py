@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from clipstream.config.entry import CommandLine, OutPath, Verb, argument, flag
+from clipstream.config.command_line import CommandLine, OutPath, Verb, argument, flag
 from clipstream.config.help import READING
 from clipstream.config.settings import Settings, load, split
 from clipstream.config.value_tree import Node, to_yaml

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from clipstream.config.entry import CommandLine, Verb
+from clipstream.config.command_line import CommandLine, Verb
 from clipstream.config.help import THEMES
 from clipstream.config.validate import prepare_run
 from clipstream.distributed.launch import run_ranks

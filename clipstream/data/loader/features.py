@@ -20,8 +20,9 @@ from clipstream.data.batch import Batch
 from clipstream.data.decode.key_lists import build_filter, check_lists
 from clipstream.data.decode.tokenizers import Tokenizer
 from clipstream.data.groups import group_labels, probabilities
+from clipstream.data.loader.batch_buffers import BatchBuffer, BufferRing, BufferShape
 from clipstream.data.loader.health import INTERIM_DROPS, FilledPart, Health, WorkerReport
-from clipstream.data.loader.recipe import BatchBuffer, BufferRing, BufferShape, ModelInputs
+from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.loader.sampler import LaneWalk, OpenShards
 from clipstream.data.loader.stage_timing import IDLE, ORDER, READ, Stopwatch
 from clipstream.data.loader.stored import Flags, StoredData, StoredSamples

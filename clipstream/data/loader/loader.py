@@ -31,8 +31,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from clipstream.data.batch import Batch
-from clipstream.data.loader.health import FIRST_SAMPLES, Budget, DroppedSample, FilledPart, Health, WorkerReport
-from clipstream.data.loader.recipe import (
+from clipstream.data.loader.batch_buffers import (
     BatchBuffer,
     BufferRing,
     BufferShape,
@@ -40,6 +39,7 @@ from clipstream.data.loader.recipe import (
     JpegBatches,
     device_prefetch_for,
 )
+from clipstream.data.loader.health import FIRST_SAMPLES, Budget, DroppedSample, FilledPart, Health, WorkerReport
 from clipstream.data.loader.stage_timing import IDLE, OPEN, StageIntervals, StageTimes, Stopwatch
 from clipstream.data.order.lanes import DataState, Fingerprint, Stream
 from clipstream.data.sources import Source

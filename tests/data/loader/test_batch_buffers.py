@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from clipstream.data.loader import recipe
+from clipstream.data.loader import batch_buffers
+from clipstream.data.loader.batch_buffers import BufferRing, BufferShape, HostBatches, device_prefetch_for
 from clipstream.data.loader.loader import Loader
-from clipstream.data.loader.recipe import BufferRing, BufferShape, HostBatches, device_prefetch_for
 from clipstream.data.order.lanes import DataState
 from clipstream.data.pipeline import training_loader
 from clipstream.data.settings import DataSettings
@@ -59,7 +59,7 @@ def test_memory_is_page_locked_after_the_fork_where_cuda_can(
     """And else batches are copied all the same, from buffers that are not filled again before."""
     with loader(data(shards)) as plain:
         expected = [digest([next(plain)]) for _ in range(8)]
-    recipe._warn_once.cache_clear()
+    batch_buffers._warn_once.cache_clear()
     cuda = FakeCuda(monkeypatch, code)
     cuda.stuck.set()
     settings = data(shards, workers=workers, prefetch=1)
@@ -80,7 +80,7 @@ def test_memory_is_page_locked_after_the_fork_where_cuda_can(
 
 def test_a_loader_closes_while_a_kernel_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory stays mapped, as CUDA still has its pages."""
-    monkeypatch.setattr(recipe, "UNLOCK_SECONDS", 0.1)
+    monkeypatch.setattr(batch_buffers, "UNLOCK_SECONDS", 0.1)
     cuda = FakeCuda(monkeypatch)
     device_prefetch_for("cuda:0", BufferRing(BufferShape(2, 4, 4, 3), 1)).close()
     assert torch_state._locked.keys() == cuda.registered.keys() != set()

@@ -16,7 +16,7 @@ from PIL import Image
 from clipstream.cli.verbs.train import main
 from clipstream.data.batch import Batch, ImageSpec
 from clipstream.data.decode.gpu_jpeg import JpegDecoder
-from clipstream.data.loader.recipe import HostBatches, JpegBatches
+from clipstream.data.loader.batch_buffers import HostBatches, JpegBatches
 from clipstream.data.order_plan import views_of
 from clipstream.errors import DataError, SettingsError
 from tests.support.image_files import decibels, save, smooth

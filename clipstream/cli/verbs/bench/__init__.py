@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator
 from rich.console import Console
 
-from clipstream.config.entry import CommandLine, OutPath, Verb, flag, output_file
+from clipstream.config.command_line import CommandLine, OutPath, Verb, flag, output_file
 from clipstream.config.help import READING
 from clipstream.config.plan import with_lanes
 from clipstream.config.settings import Written
@@ -181,7 +181,7 @@ def measure(
     Args:
         data: with `lanes` resolved; `workers` is ignored.
     """
-    from clipstream.data.loader.recipe import ModelInputs
+    from clipstream.data.loader.reading_recipe import ModelInputs
     from clipstream.data.pipeline import training_loader
 
     settings = data.model_copy(update={"workers": workers})

@@ -14,7 +14,7 @@ from clipstream.data.decode.captions import CaptionExtractor
 from clipstream.data.decode.key_lists import SampleLists
 from clipstream.data.loader.health import FIRST_SAMPLES, Budget, Health
 from clipstream.data.loader.loader import Hosting, Loader
-from clipstream.data.loader.recipe import ModelInputs, build_recipe, check_recipes
+from clipstream.data.loader.reading_recipe import ModelInputs, build_recipe, check_recipes
 from clipstream.data.loader.sampler import LaneSample, OpenShards
 from clipstream.data.order.lanes import Cursor, DataState, LaneSlots, SourceMix, Stream, lanes_of_rank, share_of
 from clipstream.data.order.rng import mix
