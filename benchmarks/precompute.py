@@ -28,7 +28,7 @@ from clipstream.data.loader.reading_recipe import ModelInputs
 from clipstream.data.sequential_loader import ChunkPlan, chunk_loader
 from clipstream.data.settings import DataSettings, TokenizerSettings
 from clipstream.data.source_settings import SourceSettings
-from clipstream.data.sources import expand, open_sources
+from clipstream.data.sources import expand, list_sources
 from clipstream.features import CHUNK_ROWS
 from clipstream.features.manifest import Manifest, PartInfo, ShardInfo, SourceInfo, encode_rows
 from clipstream.features.writer import StoreWriter
@@ -97,7 +97,7 @@ class Work:
         loader = chunk_loader(
             data,
             "train",
-            open_sources(data)["train"],
+            list_sources(data)["train"],
             plan,
             ModelInputs(self.tokenizer, self.towers.image),
             views=0,

@@ -27,7 +27,7 @@ from clipstream.config.value_tree import Node
 from clipstream.data.order import default_lanes
 from clipstream.data.settings import SPLIT_FILE, DataSettings, split_counts
 from clipstream.data.source_settings import SourceSettings
-from clipstream.data.sources import Source, SourceContext
+from clipstream.data.sources import Source, SourceContext, list_sources
 from clipstream.data.sources.indexes import count_samples
 from clipstream.distributed.world import World
 from clipstream.errors import ClipstreamError, SettingsError, absent, errors_as
@@ -216,13 +216,9 @@ def survey(written: Written | Settings, *, count: bool = True) -> Survey:
     """
     settings, places = written if isinstance(written, Written) else (written, Node())
     train, data = settings.train, settings.data
-    sources: dict[str, Source] = {}
-    error: ClipstreamError | None = None
-    for name, section in sorted(data.sources.items()):
-        try:
-            sources[name] = Source(section, SourceContext(cache=data.cache, key=f"data.sources.{name}"))
-        except ClipstreamError as found:
-            error = error or found
+    errors: list[ClipstreamError] = []
+    sources = list_sources(data, errors)
+    error = next(iter(errors), None)
     if not count:
         return Survey(settings, places, sources, error)
     if error is None and train.steps is train.samples is train.epochs is None:  # else training counts missing shards

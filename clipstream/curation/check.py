@@ -39,7 +39,7 @@ from clipstream.data.loader.health import Captions, lost_area_note
 from clipstream.data.settings import LARGE_PIXELS, DataSettings
 from clipstream.data.shard_pass import SamplePass, ShardSamples, spread
 from clipstream.data.source_settings import CaptionSettings, SourceSettings
-from clipstream.data.sources import MISSING_IMAGE, Source, SourceContext, open_sources
+from clipstream.data.sources import MISSING_IMAGE, Source, SourceContext, list_sources
 from clipstream.data.sources.folders import contents, named_folder, tell_images_without_row
 from clipstream.data.sources.indexes import count_samples
 from clipstream.errors import ClipstreamError, DataError, SettingsError, ShardError, absent, each, wrong_type
@@ -119,7 +119,7 @@ def check(
         loaded = load(["--train-data", "::".join(in_braces(names)), *words], trees=[own])
         report = look(loaded.data.sources["train"], samples)
         if all:
-            report.figures = examine(open_sources(loaded.data)["train"], loaded.data).figures
+            report.figures = examine(list_sources(loaded.data)["train"], loaded.data).figures
         return report
 
 

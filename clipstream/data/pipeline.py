@@ -1,10 +1,13 @@
 """The way of a sample of training, stage after stage: from names of shards to a batch on the device.
 
-    names     `sources.Source`: the setting `shards` becomes names of shards, without opening tars
-    order     `order_plan.order_plan`: for each lane and source, which sample of which shard comes when
-    open      `sampler.OpenShards`: a lane's next shards are downloaded to `storage.shard_cache`, opened and listed
-    take      `sampler.WindowSampler`: the lane's next sample, as a place in an open shard
-    read      `sources.OpenShard.load`: the members of the sample, as bytes; lists of keys leave samples out before
+    names     `sources.list_sources`: the setting `shards` becomes names of shards, without opening tars; a run
+              does this once, in `config.plan.survey`
+    order     `order_plan.order_plan`: an object for each source that says which sample of which shard comes when
+    take      `sampler.WindowSampler`: the lane's next sample by that order, as a place in an open shard
+    open      `sampler.OpenShards`: the shards that it comes to are downloaded to `storage.shard_cache` ahead of use,
+              opened and listed
+    read      `sources.OpenShard.load`, of a tar `storage.tar.Shard.load`: the members of the sample, as bytes; lists of
+              keys leave samples out before
     caption   `decode.captions`: the text, or texts, drawn with the sample's own random numbers
     decode    `decode.train_transform`: crop, decode and resize, into the sample's slot of a shared buffer; or, for the
               decoder gpu, the file of a JPEG in place of its pixels, which `decode.gpu_jpeg` decodes with its batch
@@ -64,7 +67,7 @@ from clipstream.data.order.rng import SampleRNG, is_drawn, mix
 from clipstream.data.order.windows import NO_SAMPLE
 from clipstream.data.order_plan import fingerprint_of, order_plan, remote_shards_in_use, resume_at, slots_of_rank
 from clipstream.data.settings import DataSettings
-from clipstream.data.sources import Source, open_sources, with_file
+from clipstream.data.sources import Source, list_sources, with_file
 from clipstream.distributed.world import World
 from clipstream.errors import Dropped
 from clipstream.storage.download import GIB
@@ -113,7 +116,7 @@ def training_loader(
     slots = slots_of_rank(settings, world)
 
     # Names; the cache takes shards in from here on, and has to know how many are open at once.
-    names, sources = sorted(settings.sources), open_sources(settings) if sources is None else sources
+    names, sources = sorted(settings.sources), list_sources(settings) if sources is None else sources
     cache = shard_cache(settings, wanted=remote_shards_in_use(settings, sources, world))
     for source in sources.values():
         source.begin(cache)
@@ -143,7 +146,7 @@ def training_loader(
     else:
         inputs = replace(inputs, jpegs=settings.decoder == "gpu" and settings.augment.enabled)
         recipes = [
-            build_recipe(name, settings.sources[name], inputs, settings, stored=stored.get(name), shards=source)
+            build_recipe(name, settings.sources[name], inputs, settings, stored=stored.get(name), listed=source)
             for name, source in sources.items()
         ]
         check_recipes(recipes, told=world.is_main)

@@ -191,7 +191,7 @@ def evaluation_loader(
         raise DataError(
             f"{source.place}.shards: of {len(shards_of.names)} shards, {listed(absent, 1)} {verb} not exist"
         )
-    recipe = build_recipe(name, section, inputs, None, source.target, shards=shards_of)
+    recipe = build_recipe(name, section, inputs, None, source.target, listed=shards_of)
     check_recipes([recipe], told=world.is_main)
     slots = LaneSlots(lanes_of_rank(world.rank, world.size, lanes), lanes, lambda step: batch_size * world.size)
     stream = Stream([name], SourceMix(0, (1.0,)), slots, DataState(lanes_total=lanes), ends=True)

@@ -449,7 +449,7 @@ class ConstCooldown:
         )  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
-        assert settings.cooldown is not None, "config.resolve turns epochs into steps"
+        assert settings.cooldown is not None, "the plan turns epochs into steps"
         self.cooldown, self.power, self.min_lr = settings.cooldown, settings.cooldown_power, settings.min_lr
 
     def __call__(self, step: int, *, peak: float, total_steps: int) -> float:

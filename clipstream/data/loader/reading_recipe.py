@@ -140,12 +140,12 @@ def build_recipe(
     training: DataSettings | None,
     target: CaptionExtractor | None = None,
     stored: StoredSamples | None = None,
-    shards: Source | None = None,
+    listed: Source | None = None,
 ) -> ReadingRecipe:
     """How a source is read; pixels are those of evaluation without `training`.
 
     Args:
-        shards: of the source, for its lists and probabilities; without them, all samples are read.
+        listed: the source with its shards, for its lists and probabilities; without them, all samples are read.
     """
     if target is None and LANG in getattr(source.caption, "key", ""):
         raise SettingsError(f"{name}: caption.key: {LANG} requires an evaluator with languages")
@@ -170,11 +170,11 @@ def build_recipe(
         build_caption(source.caption) if target is None else target,
         transform(inputs.image),
         build_transform(source.transform),
-        None if shards is None else build_filter(source, shards.context.key, shards),
+        None if listed is None else build_filter(source, listed.context.key, listed),
         None if teacher is None else transform(teacher),
         stored,
         None if inputs.groups is None else GroupField(inputs.groups, name),
-        None if where is None or shards is None or exact else SampleProbability(where, shards.context.key, shards),
+        None if where is None or listed is None or exact else SampleProbability(where, listed.context.key, listed),
     )
 
 

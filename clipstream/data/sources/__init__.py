@@ -449,12 +449,19 @@ class Source:
         return [shard for kind, names in self._parts for shard in kind.missing(names)]
 
 
-def open_sources(data: DataSettings) -> dict[str, Source]:
-    """The sources of training by name, sorted. Raises as `Source`."""
-    return {
-        name: Source(source, SourceContext(cache=data.cache, key=f"data.sources.{name}"))
-        for name, source in sorted(data.sources.items())
-    }
+def list_sources(data: DataSettings, errors: list[ClipstreamError] | None = None) -> dict[str, Source]:
+    """The sources of training by name, sorted, with the names of their shards; what `Source` raises is appended to
+    `errors` if given, and its source left out.
+    """
+    found: dict[str, Source] = {}
+    for name, section in sorted(data.sources.items()):
+        try:
+            found[name] = Source(section, SourceContext(cache=data.cache, key=f"data.sources.{name}"))
+        except ClipstreamError as error:
+            if errors is None:
+                raise
+            errors.append(error)
+    return found
 
 
 class _PluginShard(OpenShard):
