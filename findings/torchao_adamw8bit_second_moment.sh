@@ -4,7 +4,7 @@
 # Versions: torchao 0.18.0, torch 2.15.0. The second moment is stored as parts of the largest value of its block of 256 and rounded to
 # the nearest of 256 numbers (torchao/optim/quant_utils.py). A step moves it by 1 - beta2, 0.1% at 0.999, of its distance from the
 # squared gradient; the numbers are 1 to 10% apart, so it is rounded back to where it was, step after step. Only the largest of a
-# block is exact. So one weight that is loud at first takes its 255 neighbours along as it decays, to a fifth of their own
+# block is exact. So one weight that is loud at first takes its 255 neighbours along as it decays, to less than a fifth of their own
 # squared gradients; and the moment of a weight whose gradients fall hardly falls, beside others whose do not. Neither
 # is over after thousands of steps. AdamWFp8 does the same, AdamW4bit the second. Nothing is said, and where all gradients of a
 # block change alike nothing is wrong, so that a test on noise shows agreement. The first moment, at 0.9, is not concerned.
