@@ -18,7 +18,7 @@ import pytest
 
 from clipstream import __version__
 from clipstream.cli import main
-from clipstream.config import entry
+from clipstream.config import command_line
 from clipstream.config.help import help_text
 from clipstream.config.settings import Settings, read
 from clipstream.config.short_flags import ALIASES
@@ -149,15 +149,15 @@ def test_errors_end_with_their_code(
     error: type[Exception], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def verb(argv: list[str]) -> int:
-        entry.begin_log(read(argv))
+        command_line.begin_log(read(argv))
         raise error("what and how")
 
-    assert entry.run_main(verb, []) == code
+    assert command_line.run_main(verb, []) == code
     told = "interrupted" if code == 130 else "what and how" if code == 75 else "error: what and how"
     assert capsys.readouterr().err == f"{told}\n"
     (tmp_path / "a.yaml").write_text("run: {debug: true}")
     for argv in (["--run.debug", "true"], ["--config", str(tmp_path / "a.yaml")]):
-        entry.run_main(verb, argv)
+        command_line.run_main(verb, argv)
         assert ("Traceback" in capsys.readouterr().err) == (code != 130)
 
 
@@ -179,14 +179,14 @@ def test_a_disk_that_refuses_a_write_is_one_line(
     def fail(argv: list[str]) -> int:
         raise error
 
-    assert entry.run_main(fail, []) == 1
+    assert command_line.run_main(fail, []) == 1
     text = capsys.readouterr().err
     assert text.startswith("error: cannot write ") and said in text and len(text.splitlines()) == 1
 
 
 def test_bugs_keep_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
-        entry.run_main(lambda argv: 1 // 0, [])
+        command_line.run_main(lambda argv: 1 // 0, [])
 
 
 def test_ranks_sign_their_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
