@@ -582,7 +582,7 @@ def print_end(settings: Settings, report: str, failures: Mapping[str, str]) -> N
     """
     if settings.log.report:
         announce(f"report   {settings.run_folder / report}")
-    parts = (part for _, source in sorted(settings.data.sources.items()) for part in source.parts)
+    parts = (part for _, source in sorted(settings.data.sources.items()) for part in source.typed_parts)
     if (first := next(parts, None)) is not None:
         command = shlex.join(["clipstream", "search", str(settings.run_folder), redact(first)])
         announce(f'next     {command} "a text of your own"', whole=True)

@@ -32,13 +32,13 @@ class Lion:
         """Signs of averaged gradients."""
 
         type: Literal["lion"] = "lion"
-        beta: float = Field(0.9, description="decay of the average")
+        momentum: float = Field(0.9, description="decay of the average")
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     def __call__(self, towers: torch.nn.Module, model: str) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameter_groups(towers, 0.0), lr=self.settings.lr, momentum=self.settings.beta)
+        return torch.optim.SGD(parameter_groups(towers, 0.0), lr=self.settings.lr, momentum=self.settings.momentum)
 
 
 class Halved:
@@ -124,10 +124,12 @@ def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
             section.part(family, name)(cls)
 
 
-def test_a_run_trains_and_evaluates_with_registered_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_trains_and_evaluates_with_registered_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     furnish(tmp_path)
     more = (
-        "--opt=lion --optim.beta=0.8 --schedule.type=halved --data.sources.train.type=reversed "
+        "--opt=lion --momentum=0.8 --schedule.type=halved --data.sources.train.type=reversed "
         f"--data.sources.train.most=3 --data.sources.train.shards={tmp_path}/pairs "
         "--data.sources.train.caption.type=capitals --data.sources.train.caption.member=txt "
         f"--evals.held.type=rows --evals.held.times=2 "
@@ -136,6 +138,8 @@ def test_a_run_trains_and_evaluates_with_registered_parts(tmp_path: Path, caplog
     go([*flags(tmp_path, "one", *more.split(), steps=2)[2:]])
     assert [line["lr"] for line in lines(tmp_path, "one")] == [5e-4, 5e-4]
     assert "train: 3 shards" in caplog.text
+    assert f"clipstream search {tmp_path}/runs/one reversed:{tmp_path}/pairs" in capsys.readouterr().out
+    assert "momentum: 0.8" in (tmp_path / "runs" / "one" / "config.yaml").read_text()
     assert [line["rows"] for line in lines(tmp_path, "one", "rows")] == [40]
 
 
@@ -161,8 +165,11 @@ def test_a_source_named_before_a_path_has_the_defaults_of_its_own_keys(
         first: str
 
     monkeypatch.setattr(Reversed, "Settings", Settings)
-    with pytest.raises(SettingsError, match=f"data.sources: {spec} requires first: set type reversed as well"):
-        Source(SourceSettings(shards=spec))
+    for lists in (lambda: Source(SourceSettings(shards=spec)), lambda: expand(spec)):
+        with pytest.raises(SettingsError, match=f"data.sources: {spec} requires first: set type reversed as well"):
+            lists()
+    own = Settings(shards=spec, first="a")
+    assert expand(spec, own) == Source(own).names == source.names
 
 
 def test_help_and_messages_know_registered_parts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +188,7 @@ def test_help_and_messages_know_registered_parts(capsys: pytest.CaptureFixture[s
         assert told in capsys.readouterr().out
     for argv, said in (
         ("--optim.type=lino --optim.lr=1", "did you mean 'lion'"),
-        ("--opt=lino", "expected adamw, nadamw, lion, timm/NAME or module:Name"),
+        ("--opt=lino", "expected adamw, .*lion.*, timm/NAME or module:Name, not 'lino'"),
         ("--evals.e.type=rows --evals.e.tims=1 --evals.e.data.shards=a", "did you mean 'times'"),
         ("--evals.e.times=2 --evals.e.data.shards=a", "a key of type rows only"),
     ):
@@ -200,4 +207,4 @@ print(SourceSettings.model_fields["type"].description)
 """
     imports = ("", "import clipstream.data.sources.toy_data, clipstream.data.sources.tars")
     found = [subprocess.check_output([sys.executable, "-c", code.format(one)], text=True) for one in imports]
-    assert found[0] == found[1] and found[0].splitlines()[1].startswith("auto, folder, imagenet, table")
+    assert found[0] == found[1] and found[0].splitlines()[1].startswith("auto, folder, imagenet, ")

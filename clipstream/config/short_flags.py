@@ -23,7 +23,7 @@ from clipstream.report.settings import SinkSettings
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.training.optim import OptimSettings
 from clipstream.utils.plugins import is_plugin
-from clipstream.utils.section import Path, builtin_parts
+from clipstream.utils.section import Path, builtin_parts, types_of
 
 Sets = list[tuple[Path, Any]]
 Given = Mapping[str, str]
@@ -491,7 +491,8 @@ def _optimizer(given: Given, around: Around) -> Found:
         if timm is None:
             raise ValueError("--opt-fallback-list requires one of timm's Muon optimizers, as --opt timm/nadamuon")
         yield "--opt-fallback-list", ("optim", "fallback"), given["--opt-fallback-list"].split("\n")
-    if "--momentum" in given and timm is None:
+    kind = types_of(OptimSettings).get("timm" if timm else opt.lower(), OptimSettings)
+    if "--momentum" in given and "momentum" not in kind.model_fields:
         around.notices.append("--momentum: has no effect, as AdamW has --beta1; it is for --opt timm/NAME")
     elif "--momentum" in given:
         yield "--momentum", ("optim", "momentum"), given["--momentum"]

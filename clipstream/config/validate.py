@@ -412,7 +412,7 @@ def _shards(seen: Survey) -> Problems:
             continue
         try:
             evaluates = "train_shards" not in path and path[0] == "evals"
-            expand(source.shards, source.type, write=False, evaluates=evaluates, image_key=source.image_key)
+            expand(source.shards, source, write=False, evaluates=evaluates)
         except SettingsError as error:
             yield path, f"{error}{fetch}"
 

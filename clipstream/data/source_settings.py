@@ -294,6 +294,13 @@ class SourceSettings(PluginSection):
         return parts_of(self.shards)
 
     @property
+    def typed_parts(self) -> list[str]:
+        """The parts as a verb takes them: `TYPE:PATH`, where the type was set and the name does not tell it."""
+        if self.type in (AUTO, "tar", "table") or is_plugin(self.type):
+            return self.parts
+        return [part if part.startswith(f"{self.type}:") else f"{self.type}:{part}" for part in self.parts]
+
+    @property
     def reading(self) -> dict[str, object]:
         """The settings that captions and images depend on, as JSON values; shards are not among them.
 

@@ -153,7 +153,7 @@ def plan_copies(path: tuple[str, ...], source: SourceSettings, folder: Path) -> 
     try:
         for part in parts_of(source.shards):
             tars = any(source_type(name).staged for name, _ in entries(part, source.type, image_key=source.image_key))
-            shards = typed_shards(part, source.type, image_key=source.image_key) if tars else ()
+            shards = typed_shards(part, source) if tars else ()
             urls.append([(url, kind.staged) for url, kind in shards] or [(part, False)])
     except SettingsError as error:
         raise SettingsError(f"{key}: {error}") from error

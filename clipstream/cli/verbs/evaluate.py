@@ -223,7 +223,7 @@ def load_suites(own: EvaluateFlags, run: Path | None, flags: Sequence[str]) -> W
 def _missing(source: SourceSettings) -> str | None:
     """Why a data set cannot be read; None if it exists, is remote, as only a download would tell, or of a plug-in."""
     try:
-        shards = of_data.expand(source.shards, source.type, write=False, evaluates=True, image_key=source.image_key)
+        shards = of_data.expand(source.shards, source, write=False, evaluates=True)
     except SettingsError as error:
         return str(error)
     local = () if ":" in source.type else (path for shard in shards if (path := ShardURL(shard).path) is not None)

@@ -247,28 +247,48 @@ def entries(
 
 
 def typed_shards(
-    spec: str | list[str], type: str = AUTO, *, write: bool = True, evaluates: bool = False, image_key: str = IMAGE_KEY
+    spec: str | list[str], settings: SourceSettings | None = None, *, write: bool = True, evaluates: bool = False
 ) -> Iterator[tuple[str, type[SourceType]]]:
     """The shards that `spec` names, each with its type; a table, and an item for a `module:Name`, is one name.
 
-    Without `write`, entries whose listing writes files are left out. Raises as `entries`.
+    Args:
+        settings: of the source; the defaults without them.
+        write: whether to list entries, too, whose listing writes files.
+
+    Raises SettingsError: as `entries` and `settings_of`.
     """
-    for name, entry in entries(spec, type, evaluates=evaluates, image_key=image_key):
+    given = settings or SourceSettings.model_construct(shards=spec)
+    for name, entry in entries(spec, given.type, evaluates=evaluates, image_key=given.image_key):
         cls = source_type(name)
         if name in ("tar", "table") or ":" in name:
             yield entry, cls
         elif write or not cls.writes:
-            own = {"type": name, "shards": entry, "image_key": image_key}
-            made = cls(SourceSettings.model_validate(own), SourceContext())
+            made = cls(settings_of(given, name, [entry], SourceContext.key), SourceContext())
             yield from ((shard, cls) for shard in made.list_shards(entry))
 
 
 def expand(
-    spec: str | list[str], type: str = AUTO, *, write: bool = True, evaluates: bool = False, image_key: str = IMAGE_KEY
+    spec: str | list[str], settings: SourceSettings | None = None, *, write: bool = True, evaluates: bool = False
 ) -> list[str]:
     """The names alone of `typed_shards`."""
-    found = typed_shards(spec, type, write=write, evaluates=evaluates, image_key=image_key)
-    return [shard for shard, _ in found]
+    return [shard for shard, _ in typed_shards(spec, settings, write=write, evaluates=evaluates)]
+
+
+def settings_of(settings: SourceSettings, name: str, shards: list[str], key: str) -> SourceSettings:
+    """The settings for the entries of a type: where `NAME:PATH` alone names it, with the defaults of its own keys.
+
+    Raises SettingsError: one of these has no default; the message begins with `key`.
+    """
+    cls = types_of(SourceSettings).get(name, SourceSettings)
+    if isinstance(settings, cls):
+        return settings.model_copy(update={"shards": shards})
+    given: dict[str, Any] = {field: getattr(settings, field) for field in settings.model_fields_set}
+    given |= {"type": name, "shards": shards}
+    if missing := [own for own, field in cls.model_fields.items() if field.is_required() and own not in given]:
+        raise SettingsError(f"{key}: {shards[0]} requires {', '.join(missing)}: set type {name} as well")
+    made = cls.model_validate(given)
+    assert isinstance(made, SourceSettings)
+    return made
 
 
 class Source:
@@ -300,8 +320,8 @@ class Source:
         ]
         made: dict[str, SourceType] = {}
         for name in dict.fromkeys(name for name, _, _ in listed):
-            own = self._settings_of(name, [entry for other, entry, _ in listed if other == name])
-            made[name] = self._call(source_type(name), own, self.context)
+            own = [entry for other, entry, _ in listed if other == name]
+            made[name] = self._call(source_type(name), settings_of(settings, name, own, self.context.key), self.context)
         self.names: list[str] = []
         each: list[float] = []
         self.types: dict[str, SourceType] = {}
@@ -321,23 +341,6 @@ class Source:
         self.labels: list[np.ndarray[Any, Any]] | None = None
         self.neighbours: np.ndarray[Any, Any] | None = None
         self.probabilities: list[np.ndarray[Any, Any]] | None = None
-
-    def _settings_of(self, name: str, shards: list[str]) -> SourceSettings:
-        """The settings for the entries of a type: where `NAME:PATH` alone names it, with the defaults of its own keys.
-
-        Raises SettingsError: one of these has no default.
-        """
-        cls = types_of(SourceSettings).get(name, SourceSettings)
-        if isinstance(self.settings, cls):
-            return self.settings.model_copy(update={"shards": shards})
-        given = {key: getattr(self.settings, key) for key in self.settings.model_fields_set}
-        if missing := [key for key, field in cls.model_fields.items() if field.is_required() and key not in given]:
-            raise SettingsError(
-                f"{self.context.key}: {shards[0]} requires {', '.join(missing)}: set type {name} as well"
-            )
-        made = cls.model_validate({**given, "type": name, "shards": shards})
-        assert isinstance(made, SourceSettings)
-        return made
 
     def _call(self, function: Callable[..., Result], *args: object) -> Result:
         """Call a method of a type; what a user's own raises becomes a SettingsError."""

@@ -87,7 +87,7 @@ def test_names_choose_the_type_unless_it_is_set(tmp_path: Path) -> None:
     named = Source(SourceSettings(type="folder", shards=str(tmp_path / "classes"))).names
     assert named == expand(f"folder:{tmp_path}/classes") == [f"folder:{tmp_path}/classes/cat"]
     with pytest.raises(SettingsError, match=r"expected a table with the suffix \.csv"):
-        expand(tar, "table")
+        expand(tar, SourceSettings(type="table", shards=tar))
 
 
 def test_a_type_of_ones_own_lists_and_opens_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
