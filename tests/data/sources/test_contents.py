@@ -188,8 +188,9 @@ def test_texts_beside_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for number in range(2):
         (tmp_path / f"{number}.photo").write_bytes(picture(number))
         (tmp_path / f"{number}.txt").write_text("a text")
-    names = Source(SourceSettings(shards=str(tmp_path), image_key="photo")).names
-    assert len(names) == 2 and expand(str(tmp_path), image_key="photo") == names, "images of another suffix"
+    photos = SourceSettings(shards=str(tmp_path), image_key="photo")
+    names = Source(photos).names
+    assert len(names) == 2 and expand(str(tmp_path), photos) == names, "images of another suffix"
     assert with_split(str(tmp_path), AUTO, "photo") == str(tmp_path)
     folder = write(tmp_path / "held", *PAIRS)
     expected = {
