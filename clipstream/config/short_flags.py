@@ -491,11 +491,12 @@ def _optimizer(given: Given, around: Around) -> Found:
         if timm is None:
             raise ValueError("--opt-fallback-list requires one of timm's Muon optimizers, as --opt timm/nadamuon")
         yield "--opt-fallback-list", ("optim", "fallback"), given["--opt-fallback-list"].split("\n")
-    kind = types_of(OptimSettings).get("timm" if timm else opt.lower(), OptimSettings)
-    if "--momentum" in given and "momentum" not in kind.model_fields:
-        around.notices.append("--momentum: has no effect, as AdamW has --beta1; it is for --opt timm/NAME")
-    elif "--momentum" in given:
-        yield "--momentum", ("optim", "momentum"), given["--momentum"]
+    if "--momentum" in given:
+        kind = types_of(OptimSettings).get("timm" if timm else opt.lower(), OptimSettings)
+        if "momentum" in kind.model_fields:
+            yield "--momentum", ("optim", "momentum"), given["--momentum"]
+        else:
+            around.notices.append("--momentum: has no effect, as AdamW has --beta1; it is for --opt timm/NAME")
     named = [flag for flag in ("--beta1", "--beta2") if flag in given]
     if len(named) == 1 and timm is not None:
         raise ValueError(f"{named[0]}: give both --beta1 and --beta2 for an optimizer of timm")

@@ -11,7 +11,7 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from clipstream.data.json_path import parse_text
 from clipstream.storage.shard_url import parts_of, redact, table_format
 from clipstream.utils.plugins import is_plugin, load_function
-from clipstream.utils.section import PathText, PluginSection, part
+from clipstream.utils.section import PathText, PluginSection, builtin_parts, part
 
 CSV_CAPTION = "title;txt"  # columns of a CSV with the caption: open_clip's default, or that of other tables
 IMAGE_KEY = "jpg;jpeg;png;webp;gif;avif;bmp;tif;tiff;heic;heif;jxl;jp2;j2k;ppm;pgm;image;filepath;image_path;file_name"
@@ -298,7 +298,8 @@ class SourceSettings(PluginSection):
         """The parts as a verb takes them: `TYPE:PATH`, where the type was set and the name does not tell it."""
         if self.type in (AUTO, "tar", "table") or is_plugin(self.type):
             return self.parts
-        return [part if part.startswith(f"{self.type}:") else f"{self.type}:{part}" for part in self.parts]
+        types = builtin_parts(SourceSettings)
+        return [part if part.partition(":")[0] in types else f"{self.type}:{part}" for part in self.parts]
 
     @property
     def reading(self) -> dict[str, object]:

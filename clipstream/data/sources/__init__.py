@@ -257,13 +257,13 @@ def typed_shards(
 
     Raises SettingsError: as `entries` and `settings_of`.
     """
-    given = settings or SourceSettings.model_construct(shards=spec)
+    given, context = settings or SourceSettings.model_construct(shards=spec), SourceContext()
     for name, entry in entries(spec, given.type, evaluates=evaluates, image_key=given.image_key):
         cls = source_type(name)
         if name in ("tar", "table") or ":" in name:
             yield entry, cls
         elif write or not cls.writes:
-            made = cls(settings_of(given, name, [entry], SourceContext.key), SourceContext())
+            made = cls(settings_of(given, name, [entry], context.key), context)
             yield from ((shard, cls) for shard in made.list_shards(entry))
 
 
